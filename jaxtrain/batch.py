@@ -1,0 +1,65 @@
+"""Batch: packed rows of prefix trees, the one thing that every task trains on.
+
+Axes: A microsteps, B rows, T packed tokens of a row; a Batch is [A, B, T] or [B, T] throughout.
+A row is a forest in depth-first preorder, so two int arrays say everything about its structure:
+`prev` (who predicts me) and `until` (who can see me). Documents, preference pairs, GRPO groups and
+agent trees differ only in these numbers. A log-prob is stored on the token that it scores: the
+hidden state at `prev[t]` predicts token `t`, so nothing here is ever shifted.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+Array = np.ndarray  # or a jax.Array once fed to devices; nothing here imports jax
+
+
+class Batch(NamedTuple):
+    """One optimizer step's tokens (leading axes [A, B, T]) or one microstep's ([B, T])."""
+
+    tokens: Array
+    """int32 token ids; 0 in padding."""
+    positions: Array
+    """int32 depth of the token along its own branch: what RoPE and sliding windows measure."""
+    prev: Array
+    """int32 index in the row of the previous token on the same branch; -1 at a root, in padding."""
+    until: Array
+    """int32; key k is visible to queries k <= q < until[k] (the end of k's subtree). Padding sees
+    itself alone: until = index + 1."""
+    weights: dict[str, Array]
+    """float32 loss weight of each token, by loss component ("nll", ...); 0 is context."""
+    since: Array | None = None
+    """int32 first query that sees key k; None means k itself (causal). Set for bidirectional
+    blocks and prefix language models."""
+    owner: Array | None = None
+    """int32 id of the branch that a trained token belongs to; sequence-level losses sum by it."""
+    denoms: dict[str, Array] = {}  # noqa: RUF012 - read only; NamedTuple defaults are shared
+    """Constant denominators by component; a component that is missing here is divided by the
+    global sum of its weights over the whole optimizer step."""
+    streams: dict[str, Array] = {}  # noqa: RUF012
+    """Other per-token arrays: advantage, old_logp, ref_logp, target, ..."""
+
+
+def check_batch(batch: Batch) -> None:
+    """Assert the structural invariants of host arrays [..., T]; raises AssertionError.
+
+    For tests and for builders of new kinds of rows: what the attention kernels and `token_logp`
+    rely on. A violation is a bug of the packer, never of a user.
+    """
+    tokens, positions = np.asarray(batch.tokens), np.asarray(batch.positions)
+    prev, until = np.asarray(batch.prev), np.asarray(batch.until)
+    assert tokens.shape == positions.shape == prev.shape == until.shape, "fields differ in shape"
+    index = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+    assert (prev < index).all() and (prev >= -1).all(), "prev must point backwards"
+    assert (until > index).all() and (until <= tokens.shape[-1]).all(), "until out of range"
+    has_prev = prev >= 0
+    parent = np.maximum(prev, 0)
+    parent_until = np.take_along_axis(until, parent, axis=-1)
+    parent_position = np.take_along_axis(positions, parent, axis=-1)
+    assert (until <= parent_until)[has_prev].all(), "a subtree ends after its parent's"
+    assert (index < parent_until)[has_prev].all(), "prev is not visible from its child"
+    assert (positions == parent_position + 1)[has_prev].all(), "position is not the branch depth"
+    for component, weight in batch.weights.items():
+        weight = np.asarray(weight)
+        assert weight.shape == tokens.shape, f"weights[{component}] differ in shape"
+        assert not weight[~has_prev].any(), f"weights[{component}]: a token nobody predicts trains"

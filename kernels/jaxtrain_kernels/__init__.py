@@ -1,0 +1,1 @@
+"""Kernels of jaxtrain: each op has one definition, several backends and one dispatcher."""
