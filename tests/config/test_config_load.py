@@ -70,6 +70,8 @@ def test_frozen(tmp_path):
         ("run.max_step=3", "did you mean 'max_steps'"),
         ("optim.lerning_rate=1", "did you mean 'learning_rate'"),
         ("data.datasets.0.formt=chat", "did you mean 'format'"),
+        ("optim.lr=1", "here it is optim.learning_rate"),
+        ("run.sequence_len=8", "here it is data.sequence_len"),
         ("optim.qqq=1", "allowed here: name, learning_rate"),
         ("trainer.x=1", "unknown key 'trainer'"),
         ("optim.name=adam", "'adamw', 'adafactor', 'lion', 'muon' or 'sgd', found 'adam'"),
