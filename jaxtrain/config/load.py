@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from jaxtrain.config.root import Config
 from jaxtrain.errors import UserError
 
-
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
     "scheduler": "optim.lr_scheduler",
