@@ -79,14 +79,14 @@ def _llama3(base: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
     return base * (keep + (1 - keep) / rope["factor"])
 
 
-def _yarn(
-    base: np.ndarray, head_dim: int, rope: Mapping[str, Any]
-) -> tuple[np.ndarray, float]:
+def _yarn(base: np.ndarray, head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071), with DeepSeek's mscale pair."""
     factor, length = rope["factor"], rope["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        return (
+            head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        )
 
     low = dim_of(rope.get("beta_fast") or 32)
     high = dim_of(rope.get("beta_slow") or 1)

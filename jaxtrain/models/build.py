@@ -4,10 +4,7 @@ Loaded parameters come slice by slice from memory-mapped files straight to the d
 them; random ones are drawn where they live. `mesh=None` means the default device.
 """
 
-import collections
-import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry, Index, whole
-from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.hf.safetensors import Folder
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
-from jaxtrain.parallel.mesh import is_main_process, sync_processes
 from jaxtrain.parallel.rules import shardings
 
 TIED_COPY = "lm_head.weight"
