@@ -92,7 +92,9 @@ class Attention(nnx.Module):
         window: int | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        q_BTNH, k_BSKH, v_BSKH = (self._heads(project(x_BTD)) for project in (self.q, self.k, self.v))
+        q_BTNH, k_BSKH, v_BSKH = (
+            self._heads(project(x_BTD)) for project in (self.q, self.k, self.v)
+        )
         if self.q_norm is not None:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         q_BTNH, k_BSKH = rotate(q_BTNH, angles), rotate(k_BSKH, angles)

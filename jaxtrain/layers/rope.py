@@ -43,8 +43,8 @@ class Angles(NamedTuple):
 def frequencies(head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """(inverse frequencies float64 [H/2], factor on cos and sin) for Hugging Face's parameters.
 
-    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL). Raises UserError for
-    another type, a missing or an unknown key.
+    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL). Raises
+    UserError for another type, a missing or an unknown key.
     """
     kind = rope.get("rope_type", "default")
     if kind not in REQUIRED:
@@ -79,14 +79,14 @@ def _llama3(base: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
     return base * (keep + (1 - keep) / rope["factor"])
 
 
-def _yarn(
-    base: np.ndarray, head_dim: int, rope: Mapping[str, Any]
-) -> tuple[np.ndarray, float]:
+def _yarn(base: np.ndarray, head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071), with DeepSeek's mscale pair."""
     factor, length = rope["factor"], rope["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        return (
+            head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        )
 
     low = dim_of(rope.get("beta_fast") or 32)
     high = dim_of(rope.get("beta_slow") or 1)

@@ -93,9 +93,7 @@ class Stack(nnx.Module):
         starts = [
             layer
             for layer in range(len(self.windows))
-            if layer == 0
-            or self.windows[layer] != self.windows[layer - 1]
-            or layer - 1 in capture
+            if layer == 0 or self.windows[layer] != self.windows[layer - 1] or layer - 1 in capture
         ]
         return list(zip(starts, [*starts[1:], len(self.windows)], strict=True))
 
