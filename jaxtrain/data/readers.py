@@ -40,6 +40,11 @@ class Part:
     weight: float | None = None
     """Share of the draws; None everywhere: every row once an epoch."""
 
+    def origin(self, index: int) -> str:
+        """Name of a row in messages; rows may know it better than their number."""
+        named = getattr(self.rows, "origin", None)
+        return named(index) if named else f"{self.name} row {index}"
+
 
 @dataclass(frozen=True)
 class _Failure:
@@ -70,7 +75,7 @@ class _Rows:
             dataset, row = self.order[draw * self.process_count + self.process_index]
             part = self.parts[dataset]
             try:
-                items = part.tokenise(part.rows[row], f"{part.name} row {row}")
+                items = part.tokenise(part.rows[row], part.origin(row))
             except UserError as error:
                 return _Failure(str(error))
             done.append(to_trees(items, self.row_tokens))

@@ -6,11 +6,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
+
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
-from jaxtrain.data.pipeline import count_part_steps, eval_part_batches, open_parts
 from jaxtrain.data.readers import Part
 from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.steps import count_part_steps, eval_part_batches, open_parts
 from jaxtrain.errors import UserError
 
 
