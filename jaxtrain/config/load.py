@@ -13,6 +13,35 @@ from pydantic import BaseModel, ValidationError
 from jaxtrain.config.root import Config
 from jaxtrain.errors import UserError
 
+KNOWN_ELSEWHERE = {
+    "lr": "optim.learning_rate",
+    "scheduler": "optim.lr_scheduler",
+    "optimizer": "optim.name",
+    "base_model": "model.path",
+    "model_name_or_path": "model.path",
+    "chat_template_jinja": "model.chat_template",
+    "gradient_checkpointing": "model.remat",
+    "bf16": "model.compute_dtype",
+    "dtype": "model.compute_dtype",
+    "max_length": "data.sequence_len",
+    "max_seq_length": "data.sequence_len",
+    "seq_len": "data.sequence_len",
+    "sample_packing": "data.packing",
+    "batch_size": "data.global_batch_size or data.micro_batch_size",
+    "per_device_train_batch_size": "data.micro_batch_size",
+    "train_on_inputs": 'train_on = "all" of a dataset',
+    "val_set_size": "data.eval_datasets",
+    "num_train_epochs": "run.num_epochs",
+    "epochs": "run.num_epochs",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every",
+    "logging_steps": "log.every",
+    "report_to": "log.tensorboard or log.wandb_project",
+    "resume_from_checkpoint": "run.resume",
+}
+"""What users of other systems may call a key."""
+
 
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a TOML (or YAML) file, apply `section.key=value` overrides and validate.
@@ -120,10 +149,20 @@ def describe_error(detail: Any) -> str:
 
 
 def suggest(key: str, allowed: list[str]) -> str:
-    """Name the nearest allowed key, or list them all."""
+    """Name the nearest allowed key, the section that has this one, or all that are allowed."""
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
+    elsewhere = KNOWN_ELSEWHERE.get(key) or next(
+        (
+            f"{name}.{key}"
+            for name, field in Config.model_fields.items()
+            if key in section_type(field.annotation).model_fields
+        ),
+        None,
+    )
+    if elsewhere:
+        return f"unknown key {key!r}; here it is {elsewhere}"
     return f"unknown key {key!r}; allowed here: {', '.join(allowed)}"
 
 

@@ -1,1 +1,6 @@
-"""Kernels of jaxtrain: each op has one definition, several backends and one dispatcher."""
+"""The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
+
+from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
+from jaxtrain_kernels.tree_attention import attention
+
+__all__ = ["LogProbs", "attention", "logp_gather"]

@@ -1,0 +1,39 @@
+"""THE dispatcher: every op picks its backend here, by name or by asking them in turn.
+
+A backend is a function with the op's own signature. One that cannot take a call (wrong device,
+shape, dtype or option) raises NotImplementedError with the reason before it computes anything.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+log = logging.getLogger(__name__)
+
+
+def dispatch(op: str, impl: str, backends: Mapping[str, Callable], *args, **kwargs):
+    """Call one backend of `op`.
+
+    `impl` names a backend, which then takes the call or raises: a named backend never falls back.
+    "auto" asks them in the order of the mapping and takes the first that does not decline.
+    Raises ValueError for a name that is not there, NotImplementedError with every backend's reason
+    when all decline.
+    """
+    if impl != "auto":
+        if impl not in backends:
+            allowed = ", ".join(["auto", *backends])
+            raise ValueError(f"{op}: there is no impl={impl!r}; allowed: {allowed}")
+        try:
+            return backends[impl](*args, **kwargs)
+        except NotImplementedError as reason:
+            raise NotImplementedError(f"{op}: impl={impl!r} declines: {reason}") from reason
+    declined = []
+    for name, backend in backends.items():
+        try:
+            result = backend(*args, **kwargs)
+        except NotImplementedError as reason:
+            log.debug("%s: %s declines: %s", op, name, reason)
+            declined.append(f"  {name}: {reason}")
+        else:
+            log.debug("%s: %s", op, name)
+            return result
+    raise NotImplementedError(f"{op}: every backend declines this call:\n" + "\n".join(declined))

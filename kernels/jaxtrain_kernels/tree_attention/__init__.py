@@ -1,0 +1,74 @@
+"""Attention over packed forests: every key is visible to one interval of queries of its row."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import dispatch
+from jaxtrain_kernels.tree_attention import reference, xla
+
+BACKENDS = {"xla": xla.attention, "reference": reference.attention}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    until: jax.Array,
+    *,
+    since: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    key_positions: jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """Softmax attention with interval masks; returns [B, T, N, H] in q's dtype.
+
+    q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K; until and since int32 [B, S].
+    Key s is visible to query row t iff since[s] (default s) <= t < until[s], and, with `window`,
+    positions[t] - key_positions[s] < window (int32 [B, T] and [B, S]; the keys' default to the
+    queries'). Scores are q.k * scale (default H**-0.5), then softcap * tanh(score / softcap).
+    The softmax is in float32 (float64 for float64 inputs); a query that sees nothing returns 0.
+    Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
+    In depth-first packing, `until` (the end of the key's subtree) is the whole ancestor mask.
+    """
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    if k.shape != (B, S, K, H) or v.shape != k.shape or N % K:
+        raise ValueError(
+            f"attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, T, N, H] and twice "
+            "[B, S, K, H] with N a multiple of K"
+        )
+    if window is None:
+        positions = key_positions = None
+    else:
+        if positions is None:
+            raise ValueError("attention: window needs positions: the depth of each query")
+        key_positions = positions if key_positions is None else key_positions
+    metadata = {
+        "until": (until, (B, S)),
+        "since": (since, (B, S)),
+        "positions": (positions, (B, T)),
+        "key_positions": (key_positions, (B, S)),
+    }
+    for name, (array, shape) in metadata.items():
+        if array is not None and (array.shape != shape or array.dtype != jnp.int32):
+            raise ValueError(
+                f"attention: {name} is {array.dtype}{list(array.shape)}; want int32{list(shape)}"
+            )
+    return dispatch(
+        "attention",
+        impl,
+        BACKENDS,
+        q,
+        k,
+        v,
+        until,
+        since=since,
+        positions=positions,
+        key_positions=key_positions,
+        window=window,
+        softcap=softcap,
+        scale=H**-0.5 if scale is None else scale,
+    )

@@ -1,0 +1,53 @@
+"""The definition of tree attention: a dense mask, a softmax, plain autodiff."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.precision import accumulator
+
+
+def visible(rows, until, *, since=None, positions=None, key_positions=None, window=None):
+    """bool [B, T, S]: does query row rows[t] see key s? `rows` int32 [T], the rest as `attention`.
+
+    `positions` are those of `rows` ([B, T]).
+    """
+    S = until.shape[1]
+    row = rows[None, :, None]
+    first = jnp.arange(S, dtype=jnp.int32)[None] if since is None else since
+    mask = (first[:, None, :] <= row) & (row < until[:, None, :])
+    if window is not None:
+        mask &= positions[:, :, None] - key_positions[:, None, :] < window
+    return mask
+
+
+def attention(
+    q, k, v, until, *, since=None, positions=None, key_positions=None, window=None, softcap, scale
+):
+    """See `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny inputs."""
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    compute = accumulator(q.dtype)
+    q_BTKGH = q.reshape(B, T, K, N // K, H)
+    score_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=compute)
+    score_BKGTS *= scale
+    if softcap is not None:
+        score_BKGTS = softcap * jnp.tanh(score_BKGTS / softcap)
+    mask_BTS = visible(
+        jnp.arange(T, dtype=jnp.int32),
+        until,
+        since=since,
+        positions=positions,
+        key_positions=key_positions,
+        window=window,
+    )
+    mask_B11TS = mask_BTS[:, None, None]
+    # A finite stand-in for -inf: a row that sees nothing must have gradients of 0, not NaN.
+    score_BKGTS = jnp.where(mask_B11TS, score_BKGTS, jnp.finfo(compute).min)
+    top = jax.lax.stop_gradient(score_BKGTS.max(-1, keepdims=True))
+    weight_BKGTS = jnp.where(mask_B11TS, jnp.exp(score_BKGTS - top), 0.0)
+    total = weight_BKGTS.sum(-1, keepdims=True)
+    weight_BKGTS = weight_BKGTS / jnp.where(total == 0, 1.0, total)
+    out_BTKGH = jnp.einsum(
+        "BKGTS,BSKH->BTKGH", weight_BKGTS.astype(v.dtype), v, preferred_element_type=compute
+    )
+    return out_BTKGH.reshape(B, T, N, H).astype(q.dtype)

@@ -1,0 +1,282 @@
+"""Tree attention against a float64 numpy definition that walks ancestors instead of intervals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels import attention, testing
+from jaxtrain_kernels.tree_attention import xla
+from jaxtrain_kernels.tree_attention.cases import CASES
+
+CI_CASES = [case for case in CASES if "ci" in case.tags]
+
+
+def ancestor_mask(prev, tokens):
+    """bool [T, T] by walking `prev`; rows and columns behind `tokens` (padding) see themselves."""
+    mask = np.eye(len(prev), dtype=bool)
+    for t in range(tokens):
+        if prev[t] >= 0:
+            mask[t] |= mask[prev[t]]
+    return mask
+
+
+def numpy_attention(q, k, v, d_out, mask, softcap=None, scale=None):
+    """Output and dq, dk, dv by the textbook formulas, float64; mask [B, T, S]."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    G = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keys, values = np.repeat(k, G, 2), np.repeat(v, G, 2)
+    raw = np.einsum("btnh,bsnh->bnts", q, keys) * scale
+    score = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    weight = np.exp(score - score.max(-1, keepdims=True)) * mask[:, None]
+    total = weight.sum(-1, keepdims=True)
+    weight = np.divide(weight, total, where=total > 0, out=np.zeros_like(weight))
+    out = np.einsum("bnts,bsnh->btnh", weight, values)
+    d_weight = np.einsum("btnh,bsnh->bnts", d_out, values)
+    d_score = weight * (d_weight - (d_weight * weight).sum(-1, keepdims=True))
+    if softcap is not None:
+        d_score *= 1 - np.tanh(raw / softcap) ** 2
+    dq = np.einsum("bnts,bsnh->btnh", d_score, keys) * scale
+    dk = np.einsum("bnts,btnh->bsnh", d_score, q) * scale
+    dv = np.einsum("bnts,btnh->bsnh", weight, d_out)
+    shape = (*k.shape[:3], G, k.shape[3])
+    return out, dq, dk.reshape(shape).sum(3), dv.reshape(shape).sum(3)
+
+
+def run(q, k, v, d_out, dtype, function):
+    """Output and gradients of `function(q, k, v)` in `dtype`."""
+    q, k, v, d_out = (jnp.asarray(x, dtype) for x in (q, k, v, d_out))
+    out, pull = jax.vjp(jax.jit(function), q, k, v)
+    return (out, *pull(d_out))
+
+
+def compare(inputs, mask, dtype, function, plain, softcap=None):
+    """Output and gradients of `function` by the 2x rule; `plain` is the reference backend."""
+    low = [np.asarray(jnp.asarray(inputs[n], dtype), np.float64) for n in ("q", "k", "v", "d_out")]
+    exact = numpy_attention(*low, mask, softcap)
+    actual = run(*low, dtype, function)
+    bar = run(*low, dtype, plain)
+    for name, a, e, b in zip(("out", "dq", "dk", "dv"), actual, exact, bar, strict=True):
+        assert a.dtype == dtype
+        testing.assert_accurate(a, e, b, dtype, name)
+
+
+def arguments(case, inputs):
+    return {
+        "until": jnp.asarray(inputs["until"]),
+        "positions": None if case.window is None else jnp.asarray(inputs["positions"]),
+        "window": case.window,
+        "softcap": case.softcap,
+    }
+
+
+def case_mask(case, inputs):
+    row = testing.pack(case.forest(), case.tokens)
+    mask = ancestor_mask(row["prev"], sum(size for size, _ in case.forest()))
+    if case.window is not None:
+        depth = row["positions"]
+        mask &= depth[:, None] - depth[None] < case.window
+    return np.tile(mask, (case.rows, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CI_CASES, ids=lambda case: case.name)
+def test_cases_match_the_ancestor_walk(case, dtype):
+    inputs = case.inputs()
+    options = arguments(case, inputs)
+    until = options.pop("until")
+    compare(
+        inputs,
+        case_mask(case, inputs),
+        jnp.dtype(dtype),
+        lambda q, k, v: attention(q, k, v, until, impl="xla", **options),
+        lambda q, k, v: attention(q, k, v, until, impl="reference", **options),
+        case.softcap,
+    )
+
+
+@pytest.mark.parametrize("block", [7, 16, 64, 300])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_block_size_on_random_forests(seed, block):
+    rng = np.random.default_rng(seed)
+    T, used = 96, 96 - 11 * seed
+    row = testing.pack(testing.random_forest(rng, used, mean=6), T)
+    shapes = {"q": (1, T, 4, 8), "k": (1, T, 2, 8), "v": (1, T, 2, 8), "d_out": (1, T, 4, 8)}
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    until = jnp.asarray(row["until"])[None]
+    compare(
+        inputs,
+        ancestor_mask(row["prev"], used)[None],
+        jnp.dtype("float32"),
+        lambda q, k, v: xla.attention(q, k, v, until, scale=8**-0.5, block=block),
+        lambda q, k, v: attention(q, k, v, until, impl="reference"),
+    )
+
+
+@pytest.mark.parametrize("block", [None, 16])
+def test_float64_is_float64_throughout(block):
+    rng = np.random.default_rng(5)
+    T = 48
+    row = testing.pack(testing.random_forest(rng, T, mean=5), T)
+    arrays = [rng.standard_normal((1, T, n, 8)) for n in (4, 2, 2, 4)]
+    exact = numpy_attention(*arrays, ancestor_mask(row["prev"], T)[None], softcap=1.5)
+    until = jnp.asarray(row["until"])[None]
+    with jax.enable_x64(True):
+        actual = run(
+            *arrays,
+            jnp.float64,
+            lambda q, k, v: xla.attention(q, k, v, until, softcap=1.5, scale=8**-0.5, block=block),
+        )
+        for a, e in zip(actual, exact, strict=True):
+            assert a.dtype == jnp.float64
+            # Two orders of summation of at most 48 terms of order 1: a few hundred eps.
+            np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("block", [None, 8])
+def test_since_blocks_and_fewer_queries_than_keys(impl, block):
+    """DFlash-like: bidirectional blocks of 4 behind a context that only some of them see."""
+    rng = np.random.default_rng(1)
+    B, T, S = 2, 24, 40
+    since = np.tile(np.arange(S), (B, 1))
+    until = np.full((B, S), T)
+    since[:, :16] = np.sort(rng.integers(0, T, (B, 16)), 1)  # context, seen from some block on
+    start = (np.arange(T) // 4) * 4
+    since[:, 16:], until[:, 16:] = start, start + 4
+    rows = np.arange(T)[None, :, None]
+    mask = (since[:, None] <= rows) & (rows < until[:, None])
+    shapes = {"q": (B, T, 4, 8), "k": (B, S, 2, 8), "v": (B, S, 2, 8), "d_out": (B, T, 4, 8)}
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    since, until = jnp.asarray(since, jnp.int32), jnp.asarray(until, jnp.int32)
+
+    def function(q, k, v):
+        if impl == "xla" and block:
+            return xla.attention(q, k, v, until, since=since, scale=8**-0.5, block=block)
+        return attention(q, k, v, until, since=since, impl=impl)
+
+    compare(inputs, mask, jnp.dtype("float32"), function, function)
+    # The rule above compares `reference` with itself; in float32, 1e-5 is ~100 eps of sums here.
+    low = [np.asarray(inputs[n], np.float32) for n in ("q", "k", "v", "d_out")]
+    exact = numpy_attention(*low, mask)
+    for a, e in zip(run(*low, jnp.float32, function), exact, strict=True):
+        np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("keys_at", ["ahead", "behind"])
+def test_window_with_own_key_positions(impl, keys_at):
+    rng = np.random.default_rng(2)
+    T, S = 12, 20
+    positions = np.arange(T, dtype=np.int32)[None] + 5
+    key_positions = np.arange(S, dtype=np.int32)[None] - (3 if keys_at == "behind" else -2)
+    until, since = np.full((1, S), T, np.int32), np.zeros((1, S), np.int32)
+    mask = (positions[:, :, None] - key_positions[:, None] < 6) & np.ones((1, T, S), bool)
+    arrays = [rng.standard_normal(s) for s in [(1, T, 2, 8), (1, S, 1, 8)]]
+    q, k, v, d_out = arrays[0], arrays[1], arrays[1][:, ::-1], arrays[0][:, ::-1]
+    exact = numpy_attention(q, k, v, d_out, mask)
+    actual = run(
+        q,
+        k,
+        v,
+        d_out,
+        jnp.float32,
+        lambda q, k, v: attention(
+            q,
+            k,
+            v,
+            jnp.asarray(until),
+            since=jnp.asarray(since),
+            positions=jnp.asarray(positions),
+            key_positions=jnp.asarray(key_positions),
+            window=6,
+            impl=impl,
+        ),
+    )
+    for a, e in zip(actual, exact, strict=True):
+        # float32 sums of 20 terms of order 1
+        np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_see_nothing_are_zero(impl, dtype):
+    """Empty intervals (until = index): output 0, and no gradient anywhere, for large inputs too."""
+    rng = np.random.default_rng(3)
+    T, seen = 32, 20
+    until = np.where(np.arange(T) < seen, seen, np.arange(T)).astype(np.int32)[None]
+    q, k, v, d_out = (rng.standard_normal((1, T, n, 8)) * 4 for n in (2, 1, 1, 2))
+    out, dq, dk, dv = run(
+        q, k, v, d_out, jnp.dtype(dtype), lambda *a: attention(*a, jnp.asarray(until), impl=impl)
+    )
+    for name, x in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
+        assert np.isfinite(np.asarray(x, np.float32)).all(), name
+        assert not np.asarray(x, np.float32)[:, seen:].any(), name
+        assert np.asarray(x, np.float32)[:, :seen].any(), name
+
+
+def test_a_packed_tree_equals_its_branches():
+    """Each root-to-leaf path alone through plain causal attention; gradients summed over leaves."""
+    rng = np.random.default_rng(4)
+    T = 60
+    nodes = testing.random_forest(rng, T, mean=5)
+    row = testing.pack(nodes, T)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, T, 2, 8)), jnp.float32) for _ in range(3))
+    until = jnp.asarray(row["until"])[None]
+    packed = attention(q, k, v, until)
+    has_child = np.zeros(T, bool)
+    has_child[row["prev"][row["prev"] >= 0]] = True
+    for leaf in np.flatnonzero(~has_child):
+        path = [leaf]
+        while row["prev"][path[-1]] >= 0:
+            path.append(row["prev"][path[-1]])
+        path = np.array(path[::-1])
+        causal = jnp.full((1, len(path)), len(path), jnp.int32)
+        alone = attention(q[:, path], k[:, path], v[:, path], causal, impl="reference")
+        # Same sums in another order, float32.
+        np.testing.assert_allclose(packed[:, path], alone, rtol=0, atol=2e-6)
+
+
+def test_plan_covers_every_visible_pair():
+    rng = np.random.default_rng(6)
+    for _ in range(200):
+        T, S, block = (int(x) for x in rng.integers(1, 200, 3))
+        for causal in (True, False):
+            rows = 0
+            for stripe in xla.plan(T, S, min(block, T), causal):
+                assert stripe.first == rows
+                rows += stripe.blocks * stripe.size
+                assert stripe.keys == S or (causal and stripe.keys >= min(rows, S))
+            assert rows == T
+
+
+def test_no_square_scores_in_memory():
+    """8,192 tokens, 16 heads: the compiled program's temporaries stay far below [N, T, T]."""
+    T, N = 8192, 16
+    shape = jax.ShapeDtypeStruct((1, T, N, 64), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((1, T, 8, 64), jnp.bfloat16)
+    until = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(q, k, v, until):
+        return attention(q, k, v, until, impl="xla").astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, kv, kv, until).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < N * T * T * 4 / 3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"v": (1, 8, 1, 4)}, "want .B, T, N, H. and twice"),
+        ({"k": (1, 8, 3, 8), "v": (1, 8, 3, 8)}, "N a multiple of K"),
+        ({"until": (1, 9)}, r"until is int32\[1, 9\]; want int32\[1, 8\]"),
+        ({"window": 4}, "window needs positions"),
+    ],
+)
+def test_shapes_that_do_not_fit(change, message):
+    arguments = {"q": (1, 8, 2, 8), "k": (1, 8, 1, 8), "v": (1, 8, 1, 8), "until": (1, 8)} | change
+    window = arguments.pop("window", None)
+    until = jnp.zeros(arguments.pop("until"), jnp.int32)
+    arrays = [jnp.zeros(shape) for shape in arguments.values()]
+    with pytest.raises(ValueError, match=message):
+        attention(*arrays, until, window=window)
