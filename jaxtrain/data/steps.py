@@ -7,6 +7,7 @@ The workers wait for the thread, the thread for the loop; both queues are bounde
 depends on the data, the seed and the draw number alone: not on workers, threads or resumes.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,11 +124,21 @@ class Source:
         self.lengths = shape.lengths
         """Every T that a batch may have: at most so many compilations."""
         self._layout = layout
-        self._iterator = iter(
+        iterator = iter(
             grain.experimental.ThreadPrefetchIterDataset(
                 _Steps(packer, shape), prefetch_buffer_size=prefetch
             )
         )
+        # Closed and let go at the exit of Python as well, while the modules that grain's own
+        # __del__ needs still exist.
+        self._held = [iterator]
+        self._finalizer = weakref.finalize(self, _close, self._held)
+
+    @property
+    def _iterator(self) -> grain.DatasetIterator:
+        if not self._held:
+            raise ValueError("the data source is closed")
+        return self._held[0]
 
     def __iter__(self) -> "Source":
         return self
@@ -172,7 +183,12 @@ class Source:
 
     def close(self) -> None:
         """Stop the thread and the workers."""
-        self._iterator.close()
+        self._finalizer()
+
+
+def _close(held: list) -> None:
+    while held:
+        held.pop().close()
 
 
 def open_parts(
