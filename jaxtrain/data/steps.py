@@ -52,12 +52,16 @@ class _StepIterator(grain.DatasetIterator):
     def __init__(self, packer: WindowPacker, shape: Shape):
         super().__init__()
         self._packer, self._shape = packer, shape
+        self._failed = False
         self._totals = {"batches": 0, "rows": 0, "tokens": 0, "slots": 0, "trained_tokens": 0}
 
     def __next__(self) -> Batch | UserError:
+        if self._failed:
+            raise StopIteration
         try:
             return self._next_batch()
         except UserError as error:
+            self._failed = True
             return error  # raised by whoever asked: grain adds to the text of what it sees raised
 
     def _next_batch(self) -> Batch:
@@ -188,7 +192,13 @@ class Source:
 
 def _close(held: list) -> None:
     while held:
-        held.pop().close()
+        try:
+            held.pop().close()
+        except RuntimeError as error:
+            # Collected as garbage by its own thread, which cannot wait for itself: it was told to
+            # stop, and does.
+            if "current thread" not in str(error):
+                raise
 
 
 def open_parts(
