@@ -63,6 +63,8 @@ def test_the_same_config_and_free_keys_resume(tmp_path):
         model={"remat": "full"},
     )
     assert "run.max_steps: 10 -> 20" in run.changes and len(run.changes) == 5
+    first, second = run.describe()
+    assert "attempt 2: python 3" in first and "run.max_steps: 10 -> 20; " in second
     assert json.loads((tmp_path / "config.json").read_text())["run"]["max_steps"] == 20
 
 
@@ -154,7 +156,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
 
 def test_rewind_cuts_later_and_half_written_lines(tmp_path):
     run = open_run(tmp_path)
-    lines = [f'{{"step": {step}, "loss": {step}.5}}' for step in (1, 2, 2, 3, 4)]
+    lines = [f'{{"step": {step}, "loss": {step}.5}}' for step in (0, 2, 2, 3, 4)]
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text("\n".join([*lines, '{"step": 5, "lo']))
     run.rewind(2)

@@ -103,6 +103,19 @@ def test_a_closed_pipe_drops_the_console_only(tmp_path, monkeypatch):
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
 
 
+def test_the_summary_is_shown_last_and_never_after_an_error(tmp_path, capsys):
+    for error in (None, ValueError("disk")):
+        try:
+            with Sinks(make_config(), tmp_path) as sinks:
+                sinks.start(10)
+                sinks.summarise("all is saved")
+                if error:
+                    raise error
+        except ValueError:
+            pass
+        assert ("all is saved" in capsys.readouterr().out) == (error is None)
+
+
 def test_other_processes_write_nothing(tmp_path):
     with Sinks(make_config(), tmp_path, primary=False) as sinks:
         sinks.start(10)
