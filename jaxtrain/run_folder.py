@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import find_steps
+from jaxtrain.checkpoint_folder import find_steps
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.manifest import write_atomically

@@ -18,7 +18,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtrain import checkpoint
-from jaxtrain.checkpoint import Checkpoints, choose_kept, find_good_step, load_newest
+from jaxtrain.checkpoint import Checkpoints, load_newest
+from jaxtrain.checkpoint_folder import choose_kept, find_good_step
 from jaxtrain.errors import UserError
 from jaxtrain.manifest import NAME, find_damage, read_manifest, write_manifest
 
@@ -129,6 +130,13 @@ def test_retention(tmp_path, options, kept):
     store.close()
     assert store.steps() == kept
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == kept
+
+
+def test_retention_survives_damage_to_an_old_checkpoint(tmp_path):
+    write_run(tmp_path, steps=[1, 2])
+    damage(tmp_path / "1" / NAME, "truncate")
+    write_run(tmp_path, steps=[3], keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
 def test_ties_keep_the_first_best():
