@@ -86,7 +86,9 @@ class Sinks:
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, error_type: type | None, *exc_info: object) -> None:
+        if error_type is not None:
+            self._summary = None  # it promised what the error has just undone
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:
