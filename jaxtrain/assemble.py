@@ -16,7 +16,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import build_mesh
+from jaxtrain.parallel.mesh import make_mesh
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def assemble(config: Config) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=build_mesh(config.parallel.model_dump()),
+        mesh=make_mesh(**config.parallel.model_dump()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
     )
