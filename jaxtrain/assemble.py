@@ -37,9 +37,7 @@ def assemble(config: Config) -> Parts:
     """Check model, tokenizer and mesh against each other; raises UserError."""
     folder, raw = find_architecture(config.model)
     architecture = build.config_from_hf(raw)
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path, config.model.chat_template
-    )
+    tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
     return Parts(
         tokenizer=tokenizer,
@@ -48,6 +46,11 @@ def assemble(config: Config) -> Parts:
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
     )
+
+
+def find_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that the model section names, with its chat template."""
+    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:

@@ -11,8 +11,8 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0 to the peak, then the chosen shape.
 
     The first update (step 0) already has a rate above 0: warm-up over n steps gives step i the
-    share (i + 1) / n of the peak. A decay meets min_lr one step after the last, so that no update is
-    wasted on a rate of 0.
+    share (i + 1) / n of the peak. A decay meets min_lr one step after the last, so that no update
+    is wasted on a rate of 0.
     """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
