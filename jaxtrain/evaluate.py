@@ -29,6 +29,7 @@ class Evaluation:
         self.config, self.parts, self.sinks = config, parts, sinks
         self.samples = folder / "samples.jsonl"
         self.history: list[dict[str, float]] = []
+        self.sampler = LocalSampler()
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
