@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -38,34 +37,41 @@ def assemble(config: Config) -> Parts:
     """Check model, tokenizer and mesh against each other; raises UserError."""
     folder, raw = find_architecture(config.model)
     architecture = build.config_from_hf(raw)
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path, config.model.chat_template
-    )
+    tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(data=config.parallel.data, fsdp=config.parallel.fsdp),
+        mesh=make_mesh(**config.parallel.model_dump()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
     )
 
 
+def find_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that the model section names, with its chat template."""
+    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
+
+
 def model_options(model: ModelConfig) -> dict[str, Any]:
     """The config's strings as the model builders take them."""
     return {
-        "param_dtype": jnp.dtype(model.param_dtype),
-        "dtype": jnp.dtype(model.compute_dtype),
+        "param_dtype": model.param_dtype,
+        "dtype": model.compute_dtype,
         "remat": model.remat,
         "scan_layers": model.scan_layers,
         "attention_impl": model.attention,
     }
 
 
-def open_model(parts: Parts, seed: int):
-    """The model with its weights on the mesh: loaded from the folder, or random."""
+def open_model(parts: Parts, seed: int) -> tuple[Any, Any]:
+    """(model with its weights on the mesh, architecture): loaded from the folder, or random.
+
+    The architecture returned remembers how the folder stored its tensors, for the export.
+    """
     if parts.folder is None:
-        return build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        return model, parts.architecture
     return build.load(parts.folder, mesh=parts.mesh, **parts.options)
 
 

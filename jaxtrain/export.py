@@ -1,5 +1,6 @@
 """A trained model as a Hugging Face folder: safetensors, config.json, tokenizer and a card."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -48,26 +49,26 @@ def export_model(
 def write_card(config: Config, step: int) -> str:
     """The model card: what it came from and every setting that differs from its default."""
     default = type(config).model_construct()
-    lines = [
-        "---",
-        "library_name: transformers",
-        "tags: [jaxtrain, sft]",
-        "---",
-        "",
-        f"Trained with jaxtrain {jaxtrain.__version__}: task {config.task.kind}, step {step}, from"
-        f" {config.model.path if config.model.init == 'pretrained' and config.model.path else 'random weights'}.",
-        "",
-        "Settings that differ from the defaults:",
-        "",
-        "```toml",
-    ]
+    changed = {}
     for name in type(config).model_fields:
-        section, base = getattr(config, name), getattr(default, name)
-        changed = {
-            key: value
-            for key, value in section.model_dump(mode="json").items()
-            if value != base.model_dump(mode="json")[key]
-        }
-        if changed:
-            lines += ["", f"[{name}]"] + [f"{key} = {value!r}" for key, value in changed.items()]
-    return "\n".join([*lines, "```", ""])
+        base = getattr(default, name).model_dump(mode="json")
+        section = getattr(config, name).model_dump(mode="json")
+        keys = {key: value for key, value in section.items() if value != base[key]}
+        if keys:
+            changed[name] = keys
+    trained = config.model.path if config.model.init == "pretrained" else None
+    return f"""\
+---
+library_name: transformers
+tags: [jaxtrain, {config.task.kind}]
+---
+
+Trained with jaxtrain {jaxtrain.__version__} from {trained or "random weights"}: task \
+{config.task.kind}, {step} steps.
+
+Settings that differ from the defaults:
+
+```json
+{json.dumps(changed, indent=2)}
+```
+"""

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunStopped, UserError
 
 USAGE = """\
 usage:
@@ -47,6 +47,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunStopped as stop:
+        print(f"stopped: {stop}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         return 0
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.logp_gather import reference, xla
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {"xla": xla.logp_gather, "reference": reference.logp_gather}
 
@@ -37,7 +38,7 @@ def logp_gather(
             "want [T, D], [V, D], [T]"
         )
     if temperature is not None:
-        temperature = jnp.asarray(temperature, jnp.promote_types(hidden.dtype, jnp.float32))
+        temperature = jnp.asarray(temperature, accumulator(hidden.dtype))
         if temperature.shape not in ((), (T,)):
             raise ValueError(
                 f"logp_gather: temperature has shape {temperature.shape}; want a scalar or ({T},)"

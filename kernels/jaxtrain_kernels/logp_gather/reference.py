@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels.precision import accumulator
+
 
 class LogProbs(NamedTuple):
     """Per-token results, float32 [T]."""
@@ -20,7 +22,7 @@ class LogProbs(NamedTuple):
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
     """See `jaxtrain_kernels.logp_gather`. Holds [T, V] logits: for tests and tiny inputs."""
     del freeze_head  # the caller has stopped the head's gradient already
-    compute = jnp.promote_types(hidden.dtype, jnp.float32)
+    compute = accumulator(hidden.dtype)
     logits_TV = jnp.einsum(
         "TD,VD->TV", hidden, head.astype(hidden.dtype), preferred_element_type=compute
     )

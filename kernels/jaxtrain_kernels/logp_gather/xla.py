@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.precision import accumulator
 
 ONE_CHUNK = 2**22  # logits; below, all of them at once is both small and fastest
 CHUNK = 8192  # vocabulary rows: large enough for matmuls at full rate
@@ -62,7 +63,7 @@ def _logp_gather(options, hidden, head, targets, temperature):
 
 def _forward(options, hidden, head, targets, temperature):
     T = hidden.shape[0]
-    compute = jnp.promote_types(hidden.dtype, jnp.float32)
+    compute = accumulator(hidden.dtype)
 
     def body(carry, chunk):
         top, total, moment, target_logit = carry
@@ -124,7 +125,7 @@ _logp_gather.defvjp(_logp_gather_fwd, _logp_gather_bwd)
 
 def _logits(options, hidden, head_CD, temperature):
     """A chunk's logits [T, C] after softcap and temperature, and after softcap alone."""
-    compute = jnp.promote_types(hidden.dtype, jnp.float32)
+    compute = accumulator(hidden.dtype)
     capped = _matmul("TD,CD->TC", hidden, head_CD.astype(hidden.dtype), compute)
     if options.softcap is not None:
         capped = options.softcap * jnp.tanh(capped / options.softcap)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels.precision import accumulator
+
 
 def visible(rows, until, *, since=None, positions=None, key_positions=None, window=None):
     """bool [B, T, S]: does query row rows[t] see key s? `rows` int32 [T], the rest as `attention`.
@@ -24,7 +26,7 @@ def attention(
     """See `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny inputs."""
     B, T, N, H = q.shape
     K = k.shape[2]
-    compute = jnp.promote_types(q.dtype, jnp.float32)
+    compute = accumulator(q.dtype)
     q_BTKGH = q.reshape(B, T, K, N // K, H)
     score_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, preferred_element_type=compute)
     score_BKGTS *= scale

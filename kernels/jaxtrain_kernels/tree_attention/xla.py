@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.tree_attention.reference import visible
 
 MAX_SCORES = 2**26  # scores alive at once (256 MiB in float32), all rows and heads together
@@ -209,7 +210,7 @@ def _scores(options, q_BKGIH, k_BKSH, rows, positions, mask):
 
 def _dot(left, right, contract):
     """Batched over B and K, accumulated in float32 (float64 for float64)."""
-    compute = jnp.promote_types(left.dtype, jnp.float32)
+    compute = accumulator(left.dtype)
     return lax.dot_general(
         left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=compute
     )

@@ -1,0 +1,43 @@
+"""The ops under jax's strict modes (dtype and rank promotion), as the project's tests run them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtrain_kernels import attention, logp_gather
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention(impl, dtype):
+    T = 1030  # two stripes and a rest
+    q, k = jnp.ones((1, T, 2, 8), dtype), jnp.ones((1, T, 1, 8), dtype)
+    until = jnp.full((1, T), T, jnp.int32)
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+
+    def loss(q):
+        options = {"positions": positions, "window": 9, "softcap": 2.0}
+        out = attention(q, k, k, until, impl=impl, **options)
+        return out.astype(jnp.float32).sum()
+
+    assert jax.grad(loss)(q).dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logp_gather(impl, dtype):
+    hidden, head = jnp.ones((16, 8), dtype), jnp.ones((50, 8), jnp.float32)
+    targets = jnp.zeros((16,), jnp.int32)
+
+    def loss(hidden, head, temperature):
+        options = {"temperature": temperature, "softcap": 2.0}
+        return sum(x.sum() for x in logp_gather(hidden, head, targets, impl=impl, **options))
+
+    for temperature in (0.7, jnp.ones((16,), jnp.float32)):
+        gradient = jax.grad(loss, (0, 1))(hidden, head, temperature)
+        assert [g.dtype for g in gradient] == [jnp.dtype(dtype), jnp.float32]
