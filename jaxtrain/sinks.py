@@ -86,9 +86,11 @@ class Sinks:
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(self, error_type: type | None, *exc_info: object) -> None:
-        if error_type is not None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *traceback: object) -> None:
+        if error is not None:
             self._summary = None  # it promised what the error has just undone
+            if self.console is not None:
+                self.console.record(f"{kind.__name__}: {error}")
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:
