@@ -15,8 +15,10 @@ rendering that begins with both, in text and in tokens; then training sees what 
   thinking block, a turn that has none), the turn trains from where the two part.
 - Where tokens merge across the border of a turn (silent re-tokenisation), the model would be
   trained on tokens that it never sees in use: `Retokenised`, which formats count as dropped.
+- Where the template leaves out tools, tool calls or thinking that the row has: `LeftOut`, the same.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,10 @@ class Retokenised(Exception):
     """Text that is tokenised differently once it is followed by the next turn."""
 
 
+class LeftOut(Exception):
+    """The chat template does not write a part of the row; the text names the part."""
+
+
 class TemplateFailed(Exception):
     """The chat template refuses these messages."""
 
@@ -55,8 +61,9 @@ class Rendering:
 def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     """A transformers fast tokenizer from a folder, the Hub or "builtin" (the one shipped here).
 
-    chat_template: a file with a Jinja template that replaces the tokenizer's own. Raises UserError
-    when there is no such tokenizer or only a slow one.
+    chat_template: a file with a Jinja template that replaces the tokenizer's own, or "builtin" for
+    the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
+    tokenizer or only a slow one.
     """
     # Slow to import, and needed by nobody who only reads configs.
     from transformers import AutoTokenizer
@@ -84,7 +91,10 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
             f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
             "fast one: convert it to tokenizer.json with transformers and name that folder"
         )
-    if chat_template is not None:
+    if chat_template == "builtin":
+        config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer.chat_template = config["chat_template"]
+    elif chat_template is not None:
         file = Path(chat_template)
         if not file.is_file():
             raise UserError(f"no such file: {chat_template} (key model.chat_template)")
@@ -161,11 +171,14 @@ class Renderer:
         """Renderings in which each wanted message is marked once; the first is the whole.
 
         wanted: indices of the messages that train, of any role; an assistant's starts after the
-        generation prompt. Raises TemplateFailed, Retokenised, or UserError when an assistant turn
-        does not end in a special token.
+        generation prompt. Raises TemplateFailed, Retokenised, LeftOut, or UserError when an
+        assistant turn does not end in a special token.
         """
         left = [self._turn(messages, tools, index) for index in wanted]
         text = render_text(self.tokenizer, messages, tools)
+        names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+        if not all(name in text for name in names):
+            raise LeftOut("tools")
         renderings = []
         while True:
             shown = [turn for turn in left if text.startswith(turn.done)]
@@ -190,7 +203,17 @@ class Renderer:
                 raise TemplateFailed(
                     f"chat template: message {index + 1} rewrites what precedes it"
                 )
+        self._check_complete(messages[index], done[len(prompt) :])
         return Turn(index, prompt, done)
+
+    @staticmethod
+    def _check_complete(message: Message, text: str) -> None:
+        """Raise LeftOut unless the text of a turn has its thinking and its tool calls."""
+        if message.get("reasoning_content", "").strip() not in text:
+            raise LeftOut("reasoning_content")
+        for call in message.get("tool_calls", []):
+            if call["function"]["name"] not in text:
+                raise LeftOut("tool_calls")
 
     def _mark(self, text: str, turns: list[Turn], messages: Sequence[Message]) -> Rendering:
         """Tokens of a text with the turns marked that it shows."""
