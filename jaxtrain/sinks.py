@@ -66,11 +66,11 @@ class Sinks:
         """Hand one line of numbers to every sink."""
         self._each("write", step, values)
 
-    def say(self, text: str) -> None:
+    def say(self, text: object) -> None:
         """A message for people: console and log.txt."""
         if self.console is not None:
             try:
-                self.console.say(text)
+                self.console.say(str(text))
             except Exception as error:
                 self._drop(self.console, error)
 
