@@ -125,7 +125,7 @@ def render_text(
             list(messages), tools=tools or None, add_generation_prompt=generation, tokenize=False
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TemplateFailed(f"chat template: {error}") from error
+        raise TemplateFailed(f"chat template: {str(error)[:100]}") from error
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
@@ -200,9 +200,7 @@ class Renderer:
             prompt = os.path.commonprefix([prompt, done])
             before = render_text(self.tokenizer, messages[:index], tools) if index else ""
             if len(prompt) < len(os.path.commonprefix([before, done])) or prompt == done:
-                raise TemplateFailed(
-                    f"chat template: message {index + 1} rewrites what precedes it"
-                )
+                raise TemplateFailed("chat template: a turn rewrites what precedes it")
         self._check_complete(messages[index], done[len(prompt) :])
         return Turn(index, prompt, done)
 
