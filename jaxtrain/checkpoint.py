@@ -13,7 +13,6 @@ checkpoint that was never finished (dropped) from one that was damaged later (se
 
 import contextlib
 import logging
-import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,17 +25,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtrain.errors import UserError
-from jaxtrain.manifest import (
-    find_damage,
-    is_sealed,
-    read_manifest,
-    write_atomically,
-    write_manifest,
+from jaxtrain.checkpoint_folder import (
+    ORBAX_TMP,
+    WRITING,
+    choose_kept,
+    clear_folder,
+    describe_all_damaged,
+    find_good_step,
+    find_steps,
+    read_metrics,
+    remove_folder,
 )
-
-ORBAX_TMP = ".orbax-checkpoint-tmp"
-WRITING, DAMAGED, TRASH = ".writing", ".damaged", ".trash"
+from jaxtrain.errors import UserError
+from jaxtrain.manifest import is_sealed, read_manifest, write_manifest
 
 
 class Restored(NamedTuple):
@@ -99,7 +100,7 @@ class Checkpoints:
             self._open()
             self._check_space(named)
             if jax.process_index() == 0:
-                write_atomically(self._marker(step), "")
+                self._marker(step).touch()
             content = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(named),
                 cursor=ocp.args.JsonSave(cursor),
@@ -141,7 +142,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             step, problems = find_good_step(self.folder)
             if step >= 0 or not any(p.damaged for p in problems):
-                self._clear(problems, step)
+                if said := clear_folder(self.folder, problems, step):
+                    self.say(said)
             else:
                 step = -2
         if jax.process_count() > 1:
@@ -188,30 +190,10 @@ class Checkpoints:
                 self._delete_old()
 
     def _delete_old(self) -> None:
-        metrics = {step: read_manifest(self._folder(step))["metrics"] for step in self.steps()}
+        metrics = {step: read_metrics(self._folder(step)) for step in self.steps()}
         wanted = choose_kept(metrics, self.keep, self.keep_every, self.best_metric, self.best_mode)
         for step in set(metrics) - wanted:
             remove_folder(self._folder(step))
-
-    def _clear(self, problems: list["Problem"], step: int) -> None:
-        """Remove unfinished checkpoints, set damaged ones aside, and say so in one message."""
-        for leftover in [*self.folder.glob("*" + ORBAX_TMP), *self.folder.glob("*" + TRASH)]:
-            shutil.rmtree(leftover, ignore_errors=True)
-        for marker in self.folder.glob("*" + WRITING):
-            marker.unlink()
-        if any(problem.damaged for problem in problems):
-            for old in self.folder.glob("*" + DAMAGED):  # keep the newest damaged ones only
-                shutil.rmtree(old, ignore_errors=True)
-        for problem in problems:
-            folder = self.folder / str(problem.step)
-            if problem.damaged:
-                folder.rename(folder.with_name(folder.name + DAMAGED))
-            elif folder.is_dir():
-                remove_folder(folder)
-        if problems:
-            said = "; ".join(problem.describe() for problem in problems)
-            then = f"going on from step {step}" if step >= 0 else "starting from the beginning"
-            self.say(f"{said}; {then}")
 
     def _check_space(self, named: dict[str, jax.Array]) -> None:
         """Refuse early when the arrays cannot fit; Orbax compresses, hence the factor."""
@@ -247,65 +229,6 @@ class Checkpoints:
 
     def _marker(self, step: int) -> Path:
         return self.folder / f"{step}{WRITING}"
-
-
-class Problem(NamedTuple):
-    """Why a checkpoint cannot be used."""
-
-    step: int
-    reason: str
-    damaged: bool
-    """False: it was never finished, which is what a killed run leaves behind."""
-
-    def describe(self) -> str:
-        if self.damaged:
-            return (
-                f"checkpoint {self.step} is damaged ({self.reason}) and skipped; it was moved to"
-                f" {self.step}{DAMAGED}"
-            )
-        return f"checkpoint {self.step} was never finished and is removed"
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Steps below `folder` that have a manifest, oldest first."""
-    return sorted(int(p.name) for p in folder.glob("[0-9]*") if p.name.isdigit() and is_sealed(p))
-
-
-def find_good_step(folder: str | Path) -> tuple[int, list[Problem]]:
-    """The newest step whose files agree with their manifest, or -1; and what is wrong with those
-    after it. Only reads."""
-    folder, problems = Path(folder), []
-    started = [*folder.glob(f"[0-9]*{ORBAX_TMP}*"), *folder.glob(f"[0-9]*{WRITING}")]
-    started = {int(path.name.split(".")[0]) for path in started}
-    finished = {int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()}
-    for step in sorted(started | finished, reverse=True):
-        path = folder / str(step)
-        if step in started and not is_sealed(path):
-            problems.append(Problem(step, "it was never finished", damaged=False))
-        elif damage := find_damage(path):
-            problems.append(Problem(step, damage, damaged=True))
-        else:
-            return step, problems
-    return -1, problems
-
-
-def choose_kept(
-    metrics: dict[int, dict[str, float]],
-    keep: int,
-    keep_every: int | None,
-    best_metric: str | None,
-    best_mode: Literal["min", "max"],
-) -> set[int]:
-    """Of the steps with their metrics: the newest, those on the period, and the best."""
-    wanted = set(sorted(metrics)[-keep:])
-    if keep_every:
-        wanted |= {step for step in metrics if step % keep_every == 0}
-    scores = {step: values.get(best_metric) for step, values in metrics.items()}
-    scores = {s: v for s, v in scores.items() if v is not None and not math.isnan(v)}
-    if scores:
-        pick = min if best_mode == "min" else max
-        wanted.add(pick(sorted(scores), key=scores.__getitem__))
-    return wanted
 
 
 def name_leaves(tree: Any) -> dict[str, Any]:
@@ -346,23 +269,6 @@ def load_newest(folder: str | Path, abstract: Any) -> Restored:
         return checkpoints.load(step, abstract)
     finally:
         checkpoints.close()
-
-
-def describe_all_damaged(folder: Path) -> str:
-    """The message for a folder without one usable checkpoint."""
-    _, problems = find_good_step(folder)
-    listed = "; ".join(f"{p.step}: {p.reason}" for p in problems)
-    return (
-        f"no checkpoint in {folder} can be used ({listed}). Put a good copy there, or set"
-        " run.overwrite=true to start again"
-    )
-
-
-def remove_folder(folder: Path) -> None:
-    """Delete so that a kill in the middle leaves no folder that looks like a checkpoint."""
-    trash = folder.with_name(folder.name + TRASH)
-    folder.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
 
 
 REFUSALS = (

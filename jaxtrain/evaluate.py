@@ -13,12 +13,11 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.pipeline import eval_batches
-from jaxtrain.envs.calculator import solve_problems
+from jaxtrain.envs.calculator import Episode, accuracy, solve_problems
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_group, row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params
-from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.session import Session
 from jaxtrain.sinks import Sinks
 
@@ -30,6 +29,7 @@ class Evaluation:
         self.config, self.parts, self.sinks = config, parts, sinks
         self.samples = folder / "samples.jsonl"
         self.history: list[dict[str, float]] = []
+        self.sampler = LocalSampler()
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
@@ -49,21 +49,25 @@ class Evaluation:
         return found
 
     def solve(self, session: Session, step: int) -> float:
-        """Share of held-out problems that the model answers rightly with the calculator tool."""
+        """Share of held-out questions that the model answers rightly, calling the tool itself."""
         rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        sampler = LocalSampler(session.rebuild(session.state.params), self.parts.tokenizer)
+        self.sampler.use(session.rebuild(session.state.params))
         episodes = solve_problems(
-            lambda prompts: sampler.generate(prompts, self.config.sampling),
+            lambda prompts: [
+                answer.tokens for answer in self.sampler.generate(prompts, self.config.sampling)
+            ],
             self.parts.tokenizer,
             rows,
         )
         if is_main_process():
             with self.samples.open("a") as file:
                 for episode in episodes:
-                    file.write(json.dumps({"step": step, **episode.record()}) + "\n")
+                    line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
+                    line |= {"stop": episode.stop, "text": episode.transcript}
+                    file.write(json.dumps(line) + "\n")
         for episode in episodes[: self.config.eval.show]:
-            self.sinks.say(episode.describe())
-        return sum(episode.correct for episode in episodes) / max(len(episodes), 1)
+            self.sinks.say(describe_episode(episode))
+        return accuracy(episodes)
 
     def summary(self) -> str:
         """Before and after, in a line or two."""
@@ -76,6 +80,18 @@ class Evaluation:
                 before = f"{first[key]:.4g} -> " if len(self.history) > 1 and key in first else ""
                 lines.append(f"held-out {key[5:]}: {before}{value:.4g}")
         return "\n".join(lines)
+
+
+def describe_episode(episode: Episode) -> str:
+    """A played conversation on one line a turn, without the system prompt."""
+    turns = episode.transcript.split("<|im_start|>")[1:]
+    said = [turn.partition("\n") for turn in turns if not turn.startswith("system")]
+    lines = [
+        f"  {role:>9}: {' '.join(text.replace('<|im_end|>', ' ').split())[:160]}"
+        for role, _, text in said
+    ]
+    right = f"{episode.num_right} of {len(episode.answers)} right ({episode.stop})"
+    return "\n".join([f"held-out conversation, {right}", *lines])
 
 
 def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:

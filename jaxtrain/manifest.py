@@ -55,9 +55,12 @@ def find_damage(folder: Path) -> str | None:
             return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda name: hash_file(folder / name), body["files"])
-        for (name, (_, expected)), digest in zip(body["files"].items(), digests, strict=True):
-            if digest != expected:
-                return f"the content of {name} has changed"
+        try:
+            for (name, (_, expected)), digest in zip(body["files"].items(), digests, strict=True):
+                if digest != expected:
+                    return f"the content of {name} has changed"
+        except OSError as error:  # a bad disk, or the run that owns it deletes it right now
+            return f"{error.filename or NAME} cannot be read ({error.strerror})"
     return None
 
 

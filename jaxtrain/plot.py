@@ -15,6 +15,9 @@ PANELS = (
 )
 """Title of each panel and the metrics that it shows; a panel without data is left out."""
 
+LABELS = {"loss": "training", "eval/loss": "held-out", "eval/accuracy": "held-out"}
+FROM_ZERO = {"gradient norm", "tokens/s per device", "MFU"}
+
 
 def plot_runs(runs: list[Path], output: Path) -> None:
     """Draw the runs' curves over steps into `output` (PNG); several runs share the panels.
@@ -23,6 +26,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     curves = {str(run): read_metrics(run) for run in runs}
     panels = [
@@ -32,6 +36,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     ]
     if not panels:
         raise UserError(f"nothing to draw in {', '.join(curves)}: no step was logged yet")
+    last = max(max(steps) for curve in curves.values() for steps, _ in curve.values())
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(12, 3.4 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -44,7 +49,13 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.margins(x=0.02)
+        axes.set_xlim(0, 1.02 * last)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+        if title in FROM_ZERO:
+            axes.set_ylim(bottom=0)
+        elif title == "accuracy" and axes.get_ylim()[1] <= 1.05:
+            axes.set_ylim(0, 1.05)
         if len(curves) > 1 or len(axes.lines) > 1:
             axes.legend(fontsize=8)
     figure.suptitle(" | ".join(Path(run).name for run in curves), fontsize=12)
@@ -57,7 +68,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
     """One curve: held-out numbers as dots on a line, a noisy training loss with its average."""
-    label = " ".join(part for part in (run, name) if part)
+    label = f"{run} {LABELS.get(name, '')}".strip() or name
     if name.startswith("eval/"):
         color = color if run else "C3"
         axes.plot(steps, values, "o--", color=color, label=label, markersize=4, zorder=3)

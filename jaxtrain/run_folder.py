@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import find_steps
+from jaxtrain.checkpoint_folder import find_steps
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.manifest import write_atomically
@@ -87,7 +87,16 @@ class RunFolder:
             )
         if jax.process_index() == 0:
             for name in ("metrics.jsonl", "samples.jsonl"):
-                cut_lines(self.path / name, step)
+                # An evaluation before the first step is step 0; a fresh start repeats that, too.
+                cut_lines(self.path / name, step if step else -1)
+
+    def describe(self) -> list[str]:
+        """What people should see first: where, which versions, and what changed since last time."""
+        versions = ", ".join(f"{name} {version}" for name, version in find_versions().items())
+        lines = [f"run {self.path}, attempt {self.attempt}: {versions}"]
+        if self.changes:
+            lines.append("the config changed since the last attempt: " + "; ".join(self.changes))
+        return lines
 
     def _claim(self) -> None:
         """All checks in order; nothing is written before the last of them passed."""

@@ -34,8 +34,10 @@ class DatasetConfig(Section):
     train_on: Literal["all", "assistant", "last", "per_message"] = "assistant"
     """Which tokens train: all, every assistant turn (with its end-of-turn token), only the last
     one, or the messages whose own key `train` is true."""
-    weight: float = Field(1.0, gt=0)
-    """Share of this dataset in the mixture, relative to the others."""
+    weight: float | None = Field(None, gt=0)
+    """Share of this dataset in the rows drawn, relative to the others' (unset counts as 1).
+    Without any weight an epoch holds every row of every dataset once; with weights it is as long,
+    and a dataset that is used up starts over."""
     max_rows: int | None = Field(None, ge=1)
     """Use only the first rows of the split."""
     options: dict[str, Any] = {}
@@ -60,6 +62,9 @@ class DataConfig(Section):
     """Pack several samples into a row (they never see each other); false: one sample a row."""
     packing_window: int = Field(256, ge=1)
     """Samples looked ahead at while rows are filled, longest first."""
+    length_buckets: list[int] = []
+    """Shorter row lengths that a step may be cut to, when all its rows fit: less padding for one
+    more compilation each. Useful without packing, as trees of unlike sizes are trained."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a sample longer than sequence_len; completion text is always split."""
     shuffle: bool = True

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from jaxtrain.errors import UserError
 
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
@@ -39,12 +41,12 @@ def hf_defaults(model_type: str) -> dict[str, Any]:
 def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for the dataclass `cls` from the content of a config.json.
 
-    Every field of `cls` but `rope`, `dtype`, `dtypes` and `kept` is named as in config.json.
+    Every field of `cls` but `rope` and `kept` is named as in config.json.
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default.
     """
     model_type = cls.model_type
-    names = {field.name for field in dataclasses.fields(cls)} - {"rope", "dtype", "dtypes", "kept"}
+    names = {field.name for field in dataclasses.fields(cls)} - {"rope", "kept"}
     defaults = hf_defaults(model_type)
     for key, value in raw.items():
         if key in names or key in IGNORED or key in ROPE:
@@ -59,28 +61,28 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         full = _config_class(model_type).from_dict(json.loads(json.dumps(raw))).to_dict()
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"config.json ({model_type}): {error}") from error
     values = {name: _freeze(full[name]) for name in names if name in full}
     rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
-    values["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").split(".")[-1]
     values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
     return values
 
 
-def write_fields(config: Any, dtype: str) -> dict[str, Any]:
+def write_fields(config: Any) -> dict[str, Any]:
     """The content of a config.json that transformers 4 and 5 read as `config`."""
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for field in dataclasses.fields(config):
-        if field.name not in ("rope", "dtype", "dtypes", "kept"):
+        if field.name not in ("rope", "kept"):
             raw[field.name] = _thaw(getattr(config, field.name))
+    if config.head_dim is None:  # families without the attribute divide by a null
+        del raw["head_dim"]
     rope = {key: _thaw(value) for key, value in config.rope}
     raw["rope_parameters"] = rope
     raw["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-    raw["torch_dtype"] = dtype
     raw.update({key: json.loads(value) for key, value in config.kept})
     return raw
 

@@ -43,8 +43,8 @@ class Angles(NamedTuple):
 def frequencies(head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """(inverse frequencies float64 [H/2], factor on cos and sin) for Hugging Face's parameters.
 
-    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL). Raises UserError for
-    another type, a missing or an unknown key.
+    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL). Raises
+    UserError for another type, a missing or an unknown key.
     """
     kind = rope.get("rope_type", "default")
     if kind not in REQUIRED:

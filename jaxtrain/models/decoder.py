@@ -44,10 +44,6 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: tuple[tuple[str, Any], ...]
     """Hugging Face's rope_parameters as sorted items."""
-    dtype: str = "float32"
-    """What `save` writes: the dtype of the file that was loaded."""
-    dtypes: tuple[tuple[str, str], ...] = ()
-    """Tensors of that file in another dtype, and a stored copy of a tied head."""
     kept: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
 
@@ -59,7 +55,8 @@ class DecoderConfig:
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        return write_fields(self, self.dtype)
+        """The content of a config.json, for transformers 4 and 5."""
+        return write_fields(self)
 
     def check(self) -> None:
         """UserError where the sizes do not fit together."""
@@ -129,7 +126,10 @@ class Cache(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm and head; `make_block(config, options, rngs)` is the family's."""
+    """Embedding, blocks, final norm and head; `make_block(config, options, rngs)` is the family's.
+
+    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
+    """
 
     def __init__(
         self,
@@ -154,6 +154,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
         frequency, self.rope_factor = frequencies(config.head_size, dict(config.rope))
         self.frequency = tuple(frequency.tolist())
+        self.stored: tuple[tuple[str, str], ...] = ()
         self.kv_shape = (config.num_key_value_heads, config.head_size)
 
     def hidden(

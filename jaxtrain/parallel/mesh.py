@@ -53,8 +53,11 @@ def _named(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
 
 
-def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh over all devices (or those given) with every axis of AXES, of type Auto."""
+def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+    """Mesh over all devices (or those given) with every axis of AXES, of type Auto.
+
+    make_mesh(data=2, fsdp=-1); an axis that is not named has size 1. See `resolve_sizes`.
+    """
     devices = jax.devices() if devices is None else list(devices)
     full = resolve_sizes(sizes, len(devices))
     return jax.make_mesh(

@@ -1,0 +1,325 @@
+"""The data source of offline training: datasets -> trees -> rows -> rounds of one Batch [A, B, T].
+
+    grain workers (num_workers)          one background thread (prefetch)          the loop
+    row -> tokenise -> trees    ──>   window -> rows -> Batch [A,B,T]    ──>   next(source)
+
+The workers wait for the thread, the thread for the loop; both queues are bounded. What comes out
+depends on the data, the seed and the draw number alone: not on workers, threads or resumes.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config.data import DataConfig
+from jaxtrain.data.pack import Normalise, build_batch, lay_out, stack_batches
+from jaxtrain.data.readers import IndexedReader, Part, StreamReader, is_stream
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.window import WindowPacker
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a step takes from the packer."""
+
+    rows: int
+    """B, rows of a microstep on this process."""
+    microsteps: int
+    """A"""
+    row_tokens: int
+    """T, the longest row."""
+    buckets: tuple[int, ...] = ()
+    """Shorter T that a step may be cut to; each one that occurs is one more compilation."""
+    normalise: Normalise = "token"
+    pad_forever: bool = False
+    """Give empty batches after the end: processes with a shorter share keep step with the rest."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every T that can occur, ascending."""
+        return tuple(sorted({*(n for n in self.buckets if n < self.row_tokens), self.row_tokens}))
+
+
+class _StepIterator(grain.DatasetIterator):
+    """Batches [A, B, T] from packed rows; its state is JSON-able."""
+
+    def __init__(self, packer: WindowPacker, shape: Shape):
+        super().__init__()
+        self._packer, self._shape = packer, shape
+        self._failed = False
+        self._totals = {"batches": 0, "rows": 0, "tokens": 0, "slots": 0, "trained_tokens": 0}
+
+    def __next__(self) -> Batch | UserError:
+        if self._failed:
+            raise StopIteration
+        try:
+            return self._next_batch()
+        except UserError as error:
+            self._failed = True
+            return error  # raised by whoever asked: grain adds to the text of what it sees raised
+
+    def _next_batch(self) -> Batch:
+        shape, rows = self._shape, []
+        for _ in range(shape.rows * shape.microsteps):
+            try:
+                rows.append(next(self._packer))
+            except StopIteration:
+                break
+        if not rows and not shape.pad_forever:
+            raise StopIteration
+        used = [sum(tree.num_tokens for tree in row) for row in rows]
+        length = next(n for n in shape.lengths if n >= max(used, default=0))
+        packed = [[lay_out(tree, shape.normalise) for tree in row] for row in rows]
+        packed += [[]] * (shape.rows * shape.microsteps - len(rows))
+        batch = stack_batches(
+            [
+                build_batch(packed[start : start + shape.rows], length)
+                for start in range(0, len(packed), shape.rows)
+            ]
+        )
+        self._totals["batches"] += 1
+        self._totals["rows"] += len(rows)
+        self._totals["tokens"] += sum(used)
+        self._totals["slots"] += len(packed) * length
+        self._totals["trained_tokens"] += int(np.count_nonzero(batch.weights["nll"]))
+        return batch
+
+    def get_state(self) -> dict:
+        return {"packer": self._packer.state(), "totals": dict(self._totals)}
+
+    def set_state(self, state: dict) -> None:
+        self._packer.restore(state["packer"])
+        self._totals = dict(state["totals"])
+
+    def close(self) -> None:
+        self._packer.close()
+
+
+def _raise_if_error(item: Batch | UserError) -> Batch:
+    if isinstance(item, UserError):
+        raise item
+    return item
+
+
+class _Steps(grain.IterDataset):
+    """The iterator above as a node of a grain graph."""
+
+    def __init__(self, packer: WindowPacker, shape: Shape):
+        super().__init__()
+        self._packer, self._shape = packer, shape
+
+    def __iter__(self) -> _StepIterator:
+        return _StepIterator(self._packer, self._shape)
+
+
+class Source:
+    """Iterator of rounds (lists of one Batch [A, B, T]) with an exact, JSON-able cursor."""
+
+    def __init__(
+        self, packer: WindowPacker, shape: Shape, *, prefetch: int = 2, layout: Any = None
+    ):
+        """`layout` goes into the cursor: a cursor of another layout is refused."""
+        self.lengths = shape.lengths
+        """Every T that a batch may have: at most so many compilations."""
+        self._layout = layout
+        iterator = iter(
+            grain.experimental.ThreadPrefetchIterDataset(
+                _Steps(packer, shape), prefetch_buffer_size=prefetch
+            )
+        )
+        # Closed and let go at the exit of Python as well, while the modules that grain's own
+        # __del__ needs still exist.
+        self._held = [iterator]
+        self._finalizer = weakref.finalize(self, _close, self._held)
+
+    @property
+    def _iterator(self) -> grain.DatasetIterator:
+        if not self._held:
+            raise ValueError("the data source is closed")
+        return self._held[0]
+
+    def __iter__(self) -> "Source":
+        return self
+
+    def __next__(self) -> list[Batch]:
+        return [_raise_if_error(next(self._iterator))]
+
+    def state(self) -> dict:
+        """Cursor after the last round that came out; see restore."""
+        return {"layout": self._layout, **self._iterator.get_state()}
+
+    def restore(self, state: dict) -> None:
+        """Go on with exactly the round that would have followed. UserError if the data changed."""
+        if state["layout"] != self._layout:
+            changed = [
+                f"{key}: {state['layout'].get(key)} then, {value} now"
+                for key, value in self._layout.items()
+                if state["layout"].get(key) != value
+            ]
+            raise UserError(
+                f"the data differ from those of the checkpoint ({'; '.join(changed)}), so its place"
+                ' in them means nothing; restore the data or start with run.resume = "never"'
+            )
+        self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
+
+    def counters(self) -> dict:
+        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency."""
+        state = self._iterator.get_state()
+        counts, totals = state["packer"]["counts"], state["totals"]
+        return {
+            "rows_read": counts.get("draws", 0),
+            "samples": counts.get("trees", 0),
+            "dropped": {
+                name.removeprefix("dropped:"): number
+                for name, number in counts.items()
+                if name.startswith("dropped:")
+            },
+            "tokens": totals["tokens"],
+            "trained_tokens": totals["trained_tokens"],
+            "packing_efficiency": totals["tokens"] / max(totals["slots"], 1),
+        }
+
+    def close(self) -> None:
+        """Stop the thread and the workers."""
+        self._finalizer()
+
+
+def _close(held: list) -> None:
+    while held:
+        try:
+            held.pop().close()
+        except RuntimeError as error:
+            # Collected as garbage by its own thread, which cannot wait for itself: it was told to
+            # stop, and does.
+            if "current thread" not in str(error):
+                raise
+
+
+def open_parts(
+    parts: Sequence[Part],
+    data: DataConfig,
+    *,
+    seed: int,
+    rows_per_microstep: int,
+    microsteps: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_epochs: float | None = None,
+    normalise: Normalise = "token",
+) -> Source:
+    """Source over opened datasets; without num_epochs it never ends."""
+    shape = Shape(
+        rows_per_microstep,
+        microsteps,
+        data.sequence_len,
+        tuple(data.length_buckets),
+        normalise,
+        pad_forever=num_epochs is not None and process_count > 1,
+    )
+    streams = any(is_stream(part.rows) for part in parts)
+    if streams and num_epochs is not None:
+        raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
+    shard = {"process_index": process_index, "process_count": process_count}
+    common = {"row_tokens": data.sequence_len, "seed": seed, "shuffle": data.shuffle, **shard}
+    if streams:
+        reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
+    else:
+        reader = IndexedReader(parts, num_epochs=num_epochs, num_workers=data.num_workers, **common)
+    layout = {
+        "datasets": [part.name for part in parts],
+        "rows": [None if is_stream(part.rows) else len(part.rows) for part in parts],
+        "weights": [part.weight for part in parts],
+        "seed": seed,
+        "shuffle": data.shuffle,
+        "sequence_len": data.sequence_len,
+        "packing": data.packing,
+        "packing_window": data.packing_window,
+        **shard,
+    }
+    return Source(_open_packer(reader, data, seed), shape, prefetch=data.prefetch, layout=layout)
+
+
+def _open_packer(reader: Any, data: DataConfig, seed: int) -> WindowPacker:
+    return WindowPacker(
+        reader,
+        row_tokens=data.sequence_len,
+        window=data.packing_window,
+        packing=data.packing,
+        shuffle=data.shuffle,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Stands for a tree where only its size matters."""
+
+    num_tokens: int
+
+
+def measure_lengths(part: Part, data: DataConfig) -> list[list[_Length | Dropped]]:
+    """Tokenise every row once; sizes of what each became."""
+    options = {"row_tokens": data.sequence_len, "shuffle": False, "num_epochs": 1}
+    reader = IndexedReader([part], num_workers=data.num_workers, **options)
+    lengths = [
+        [item if isinstance(item, Dropped) else _Length(item.num_tokens) for item in items]
+        for items in iter(lambda: next(reader, None), None)
+    ]
+    reader.close()
+    return lengths
+
+
+def count_part_steps(
+    parts: Sequence[Part],
+    data: DataConfig,
+    *,
+    seed: int,
+    rows_per_microstep: int,
+    microsteps: int,
+    num_epochs: float = 1.0,
+    process_count: int = 1,
+) -> int:
+    """Optimizer steps of `num_epochs`, exactly those that open_parts will yield."""
+    sized = [Part(part.name, measure_lengths(part, data), _pass_on, part.weight) for part in parts]
+    steps = 0
+    for process_index in range(process_count):
+        reader = IndexedReader(
+            sized,
+            row_tokens=data.sequence_len,
+            seed=seed,
+            shuffle=data.shuffle,
+            num_epochs=num_epochs,
+            process_index=process_index,
+            process_count=process_count,
+        )
+        packer = _open_packer(reader, data, seed)
+        rows = sum(1 for _ in iter(lambda packer=packer: next(packer, None), None))
+        steps = max(steps, -(-rows // (rows_per_microstep * microsteps)))
+    return steps
+
+
+def _pass_on(row: list, origin: str) -> list:
+    return row
+
+
+def eval_part_batches(part: Part, data: DataConfig, *, rows: int) -> Iterator[Batch]:
+    """Batches [1, B, T] of every row of `part` once, in order; the last one is padded."""
+    options = {"row_tokens": data.sequence_len, "shuffle": False}
+    if is_stream(part.rows):
+        reader = StreamReader([part], once=True, **options)
+    else:
+        reader = IndexedReader([part], num_epochs=1, **options)
+    quiet = data.model_copy(update={"shuffle": False})
+    shape = Shape(rows, 1, data.sequence_len, tuple(data.length_buckets))
+    iterator = _StepIterator(_open_packer(reader, quiet, 0), shape)
+    try:
+        for batch in iterator:
+            yield _raise_if_error(batch)
+    finally:
+        iterator.close()

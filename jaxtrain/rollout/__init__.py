@@ -1,0 +1,1 @@
+"""Sampling: from prompts to completions; only local.py imports jax."""
