@@ -1,1 +1,1 @@
-"""Sampling: from prompts to completions; only local.py imports jax."""
+"""Tokens out of a policy: what a sampler promises, and samplers."""
