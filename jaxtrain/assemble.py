@@ -16,7 +16,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import build_mesh
+from jaxtrain.parallel.mesh import make_mesh
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,20 @@ def assemble(config: Config) -> Parts:
     """Check model, tokenizer and mesh against each other; raises UserError."""
     folder, raw = find_architecture(config.model)
     architecture = build.config_from_hf(raw)
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path, config.model.chat_template
-    )
+    tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=build_mesh(config.parallel.model_dump()),
+        mesh=make_mesh(**config.parallel.model_dump()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
     )
+
+
+def find_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that the model section names, with its chat template."""
+    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_group, row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params
-from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.session import Session
 from jaxtrain.sinks import Sinks
 

@@ -11,14 +11,15 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0 to the peak, then the chosen shape.
 
     The first update (step 0) already has a rate above 0: warm-up over n steps gives step i the
-    share (i + 1) / n of the peak. linear and cosine end at min_lr on the last step.
+    share (i + 1) / n of the peak. A decay meets min_lr one step after the last, so that no update
+    is wasted on a rate of 0.
     """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
     if warmup is None:
         warmup = round((optim.warmup_ratio or 0.0) * total_steps)
     floor = optim.min_lr if optim.min_lr is not None else peak * (optim.min_lr_ratio or 0.0)
-    span = max(total_steps - 1 - warmup, 1)
+    span = max(total_steps - warmup, 1)
     decay = max(round(optim.decay_ratio * total_steps), 1)
 
     def schedule(step):
@@ -36,7 +37,7 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
                 start = max(warmup, 1)
                 rate = jnp.maximum(peak * jnp.sqrt(start / jnp.maximum(step + 1, start)), floor)
             case "wsd":
-                left = jnp.clip((total_steps - 1 - step) / max(decay - 1, 1), 0.0, 1.0)
+                left = jnp.clip((total_steps - step) / decay, 0.0, 1.0)
                 rate = floor + (peak - floor) * decay_share(optim.wsd_decay, left)
         ramp = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
         return jnp.where(step < warmup, peak * ramp, rate)

@@ -1,6 +1,5 @@
 """What a training run works with: data, model, optimizer, compiled functions, in one place."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,13 +88,12 @@ def open_data(
         "process_index": index,
         "process_count": count,
     }
-    total_steps = config.run.max_steps
+    epochs, total_steps = config.run.num_epochs, config.run.max_steps
     if total_steps is None:
-        say("counting the steps of an epoch: tokenising and packing the data once")
-        per_epoch = count_steps(config.data, parts.tokenizer, **shape)
-        total_steps = max(math.ceil(per_epoch * config.run.num_epochs), 1)
-        say(f"{per_epoch} steps an epoch, {total_steps} in all")
-    return open_source(config.data, parts.tokenizer, **shape), total_steps
+        say("counting steps: tokenising and packing the data once")
+        total_steps = count_steps(config.data, parts.tokenizer, **shape, num_epochs=epochs)
+        say(f"{total_steps} steps in {epochs:g} epochs")
+    return open_source(config.data, parts.tokenizer, **shape, num_epochs=epochs), total_steps
 
 
 def restore(session: Session, checkpoints: Checkpoints) -> None:

@@ -97,7 +97,7 @@ def make_step(
             )
             (grads, metrics), micro_losses = jax.lax.scan(add_micro, zeros, batch)
 
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))

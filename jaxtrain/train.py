@@ -37,7 +37,7 @@ def train(config: Config, command: list[str]) -> int:
     parts = assemble(config)
     primary = is_main_process()
     formats = [
-        probe(dataset, parts.tokenizer, config.data)
+        str(probe(dataset, parts.tokenizer, config.data))
         for dataset in [*config.data.datasets, *config.data.eval_datasets]
     ]
     with ExitStack() as stack:
@@ -48,7 +48,7 @@ def train(config: Config, command: list[str]) -> int:
         )
         signals = stack.enter_context(Signals(sinks.say))
         stack.enter_context(jax.set_mesh(parts.mesh))
-        for line in [*folder.describe(), *formats]:
+        for line in [f"run folder {folder.path}, attempt {folder.attempt}", *formats]:
             sinks.say(line)
         checkpoints = open_checkpoints(config, folder.path, sinks)
         stack.callback(checkpoints.close)
