@@ -247,11 +247,17 @@ def open_parts(
     microsteps as they need; microsteps does not count.
     """
     row_tokens = row_tokens or data.sequence_len
+    if units is not None and process_count > 1:
+        raise UserError(
+            f"task.units_per_step {units} on {process_count} processes: each process would fill"
+            " another number of microsteps; unset it"
+        )
     shape = Shape(
         rows_per_microstep,
         microsteps,
         row_tokens,
-        tuple(data.length_buckets),
+        # Processes must agree on a step's shape, and each knows its own rows only.
+        tuple(data.length_buckets) if process_count == 1 else (),
         normalise,
         units,
         pad_forever=num_epochs is not None and process_count > 1,
