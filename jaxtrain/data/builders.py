@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jaxtrain.data.merge import Branch, merge_prefixes
 from jaxtrain.data.messages import Malformed
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.template import Renderer, Retokenised, TemplateFailed
+from jaxtrain.data.template import LeftOut, Renderer, Retokenised, TemplateFailed
 from jaxtrain.data.trajectory import read_row, render_chatml, render_template, split_thinking
 from jaxtrain.data.tree import Group, Tree, chain, split_branches
 from jaxtrain.data.turns import (
@@ -143,6 +143,8 @@ class TreeBuilder:
             group = [self.read_turns(member) for member in rows]
         except (Malformed, TemplateFailed) as error:
             return [Dropped(f"malformed row: {error}", origin)]
+        except LeftOut as part:
+            return [Dropped(f"the chat template leaves out {part}", origin)]
         except Retokenised:
             return [Dropped("turn is tokenised differently in context", origin)]
         units = build_group_units(group, self.mode, self.trained, self.limits, origin)

@@ -69,3 +69,8 @@ class SelectedRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._rows[self._order[index]]
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages: that of the row behind it."""
+        named = getattr(self._rows, "origin", None)
+        return named(self._order[index]) if named else f"row {self._order[index]}"

@@ -335,6 +335,8 @@ def count_part_steps(
 ) -> int:
     """Optimizer steps of `num_epochs`, exactly those that open_parts will yield."""
     row_tokens = row_tokens or data.sequence_len
+    if units is not None:  # only how many there are matters, and a group has no row of its own
+        data = data.model_copy(update={"packing": False})
     sized = [
         Part(part.name, measure_lengths(part, data, row_tokens), _pass_on, part.weight)
         for part in parts
