@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -17,6 +18,8 @@ from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.rules import shardings
+from jaxtrain.parameters import Params, Rebuild, name_path, split_model
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,31 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def open_model(parts: Parts, seed: int) -> tuple[Any, Any]:
-    """(model with its weights on the mesh, architecture): loaded from the folder, or random.
+def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
+    """Parameter shapes with their places on the mesh, and what makes a model of such a dict.
 
-    The architecture returned remembers how the folder stored its tensors, for the export.
+    Nothing is allocated. The model that is rebuilt remembers how parts.folder stored its tensors,
+    so that an export keeps their dtypes.
     """
+    model = build.abstract(parts.architecture, **parts.options)
+    if parts.folder is not None:
+        model = build.remember(model, parts.folder)
+    shapes, rebuild = split_model(model)
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), parts.mesh))
+    places = {name_path(path): place for path, place in placed}
+    return {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[path])
+        for path, shape in shapes.items()
+    }, rebuild
+
+
+def open_params(parts: Parts, seed: int) -> Params:
+    """The weights that a fresh run starts from, on the mesh: loaded, or random by the seed."""
     if parts.folder is None:
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
-        return model, parts.architecture
-    return build.load(parts.folder, mesh=parts.mesh, **parts.options)
+    else:
+        model = build.load(parts.folder, mesh=parts.mesh, **parts.options)
+    return split_model(model)[0]
 
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:

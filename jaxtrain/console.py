@@ -66,13 +66,21 @@ class Console:
 
     def say(self, text: str) -> None:
         """A message above the bar, and in log.txt."""
-        if self._log:
-            self._log.write(text + "\n")
-            self._log.flush()
+        self.record(text)
         if self._rich:
             self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
         elif not self._silent:
             print(text, file=self._stream, flush=True)
+
+    def record(self, text: str) -> None:
+        """A message for log.txt alone. A full disk costs the log, not what people see."""
+        if self._log:
+            try:
+                self._log.write(text + "\n")
+                self._log.flush()
+            except OSError as error:
+                name, self._log = self._log.name, None
+                self.say(f"warning: {name} is no longer written: {error.strerror}")
 
     def close(self, summary: str | None) -> None:
         """Take the bar down and show the summary."""

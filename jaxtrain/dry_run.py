@@ -4,23 +4,19 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.assemble import Parts, assemble
+from jaxtrain.assemble import Parts, abstract_params, assemble
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.data.formats import probe
 from jaxtrain.data.preview import show_sample
-from jaxtrain.models import build
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_shards
-from jaxtrain.parallel.rules import shardings
-from jaxtrain.parameters import Params, name_path, split_model
 from jaxtrain.preprocess import show_packing
 from jaxtrain.session import count_microsteps
-from jaxtrain.step import State, make_step, optimizer_shardings
+from jaxtrain.step import abstract_state, make_step
 from jaxtrain.tasks import build_task
 
 GIB = 2.0**30
@@ -47,18 +43,14 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
     """Trace one step on shapes and print what its arrays take on each device."""
     params, rebuild = abstract_params(parts)
     optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), params)
-    slots = jax.eval_shape(optimizer.init, params)
-    places = optimizer_shardings(slots, params)
-    slots = jax.tree.map(
-        lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), slots, places
-    )
+    state = abstract_state(params, optimizer)
     task = build_task(config)
     step = make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
     microsteps = count_microsteps(config, parts.mesh)
     batch = abstract_batch(config, parts, microsteps, task.coef)
-    jax.eval_shape(step, State(jax.ShapeDtypeStruct((), jnp.int32), params, slots), batch)
+    jax.eval_shape(step, state, batch)
 
-    weights, state = bytes_per_device(params), bytes_per_device(slots)
+    weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(value.size for value in params.values())
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
@@ -71,27 +63,14 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
         ("rows x tokens of an optimizer step", f"{microsteps * rows} x {config.data.sequence_len}"),
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
         ("gradients, GiB per device", f"{weights / GIB:.3f}"),
-        ("optimizer state, GiB per device", f"{state / GIB:.3f}"),
-        ("sum, before activations", f"{(2 * weights + state) / GIB:.3f}"),
+        ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
+        ("sum, before activations", f"{(2 * weights + slots) / GIB:.3f}"),
     ]:
         table.add_row(name, value)
     console.print(table)
     if parts.mesh.size > 1:
         for path, value in params.items():
             console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
-
-
-def abstract_params(parts: Parts) -> tuple[Params, object]:
-    """Parameter shapes with their places on the mesh, and the function that rebuilds the model."""
-    model = build.abstract(parts.architecture, **parts.options)
-    shapes, rebuild = split_model(model)
-    _, state = nnx.split(model)
-    placed = jax.tree_util.tree_flatten_with_path(shardings(state, parts.mesh))[0]
-    places = {name_path(path): place for path, place in placed}
-    return {
-        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[path])
-        for path, shape in shapes.items()
-    }, rebuild
 
 
 def abstract_batch(config: Config, parts: Parts, microsteps: int, components):

@@ -8,18 +8,23 @@ from typing import Any
 
 import jax
 
-from jaxtrain.assemble import Parts
+from jaxtrain.assemble import Parts, abstract_params, assemble, open_params
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config
+from jaxtrain.config import Config, load_config
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.pipeline import eval_batches
 from jaxtrain.envs.calculator import Episode, accuracy, solve_problems
+from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_group, row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params
+from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.session import Session
 from jaxtrain.sinks import Sinks
+from jaxtrain.step import make_eval
+from jaxtrain.tasks import build_task
+from jaxtrain.trained import open_trained
 
 
 class Evaluation:
@@ -29,6 +34,7 @@ class Evaluation:
         self.config, self.parts, self.sinks = config, parts, sinks
         self.samples = folder / "samples.jsonl"
         self.history: list[dict[str, float]] = []
+        self.sampler = LocalSampler()
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
@@ -121,3 +127,24 @@ def held_out_loss(
         return {}
     loss = means.pop("nll")
     return {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), **means}
+
+
+def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
+    """The verb `eval`: held-out loss of a run's newest checkpoint, or of a config's model."""
+    if run is not None:
+        trained = open_trained(str(run), overrides)
+        config, parts = trained.config, trained.parts
+        params, rebuild = trained.params, trained.rebuild
+        print(f"{run}, step {trained.step}")
+    else:
+        config = load_config(config_path, overrides)
+        parts = assemble(config)
+        params, rebuild = open_params(parts, config.run.seed), abstract_params(parts)[1]
+    if not config.data.eval_datasets:
+        raise UserError("eval: data.eval_datasets is empty; add data.eval_datasets.0.path=...")
+    evaluate = make_eval(rebuild, build_task(config).loss)
+    with jax.set_mesh(parts.mesh):
+        for dataset in config.data.eval_datasets:
+            means = held_out_loss(evaluate, params, open_eval(config, parts, dataset), parts.mesh)
+            shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
+            print(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")

@@ -10,6 +10,7 @@ import jaxtrain
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
+from jaxtrain.trained import open_trained
 
 
 def export_model(
@@ -48,14 +49,7 @@ def export_model(
 
 def write_card(config: Config, step: int) -> str:
     """The model card: what it came from and every setting that differs from its default."""
-    default = type(config).model_construct()
-    changed = {}
-    for name in type(config).model_fields:
-        base = getattr(default, name).model_dump(mode="json")
-        section = getattr(config, name).model_dump(mode="json")
-        keys = {key: value for key, value in section.items() if value != base[key]}
-        if keys:
-            changed[name] = keys
+    changed = config.model_dump(mode="json", exclude_defaults=True)
     trained = config.model.path if config.model.init == "pretrained" else None
     return f"""\
 ---
@@ -72,3 +66,20 @@ Settings that differ from the defaults:
 {json.dumps(changed, indent=2)}
 ```
 """
+
+
+def export_command(run: Path, output: Path, step: int | None, dtype: str | None) -> None:
+    """The verb `export`: a checkpoint of a run as a Hugging Face folder."""
+    trained = open_trained(str(run), [], step)
+    if trained.step == 0:
+        raise UserError(f"export: {run} is not a run's output_dir")
+    export_model(
+        trained.model,
+        trained.parts.architecture,
+        trained.parts.tokenizer,
+        output,
+        config=trained.config,
+        step=trained.step,
+        dtype=dtype,
+    )
+    print(f"step {trained.step} of {run} is now in {output}")

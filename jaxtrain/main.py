@@ -91,17 +91,15 @@ def run_preprocess(argv: list[str]) -> None:
 
 def run_eval(argv: list[str]) -> None:
     """Held-out loss of a run's newest checkpoint, or of a config's model."""
-    parser = config_parser("eval", required=False)
-    parser.add_argument("target", help="RUN (a run's output_dir) or section.key=value", nargs="?")
+    parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
     args = parser.parse_args(argv)
     from jaxtrain.evaluate import evaluate_command
 
-    if args.target and "=" in args.target:
-        args.overrides.insert(0, args.target)
-        args.target = None
-    if bool(args.target) == bool(args.config):
+    runs = [word for word in args.overrides if "=" not in word]
+    overrides = [word for word in args.overrides if "=" in word]
+    if len(runs) + bool(args.config) != 1:
         raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
-    evaluate_command(Path(args.target) if args.target else None, args.config, args.overrides)
+    evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
 
 
 def run_generate(argv: list[str]) -> None:
@@ -162,11 +160,11 @@ def run_schema(argv: list[str]) -> None:
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 
-def config_parser(verb: str, required: bool = True) -> argparse.ArgumentParser:
+def config_parser(verb: str, required: bool = True, first: str = "") -> argparse.ArgumentParser:
     """The options that every verb with a config shares."""
     parser = argparse.ArgumentParser(f"jaxtrain {verb}")
     parser.add_argument("--config", required=required, help="TOML or YAML file")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
     return parser
 
 

@@ -6,9 +6,10 @@ import jax
 from flax import nnx
 
 Params = dict[str, jax.Array]
+Rebuild = Callable[[Params], nnx.Module]
 
 
-def split_model(model: nnx.Module) -> tuple[Params, Callable[[Params], nnx.Module]]:
+def split_model(model: nnx.Module) -> tuple[Params, Rebuild]:
     """Return (parameters by dotted path, function that rebuilds the model around such a dict).
 
     Works on concrete and abstract (`nnx.eval_shape`) models. Everything after this point, from the

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.assemble import Parts, open_model
+from jaxtrain.assemble import Parts, abstract_params, open_params
 from jaxtrain.batch import Batch
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
@@ -14,8 +14,8 @@ from jaxtrain.data.pipeline import Source, count_steps, open_source
 from jaxtrain.errors import UserError
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_group, row_shards
-from jaxtrain.parameters import Params, split_model
-from jaxtrain.step import State, init_state, make_eval, make_step
+from jaxtrain.parameters import Rebuild
+from jaxtrain.step import State, abstract_state, init_state, make_eval, make_step
 from jaxtrain.tasks import build_task
 
 
@@ -25,39 +25,38 @@ class Session:
 
     config: Config
     parts: Parts
-    architecture: Any
-    """The model family's config; remembers how a loaded folder stored its tensors."""
     source: Source
     total_steps: int
-    rebuild: Callable[[Params], Any]
+    rebuild: Rebuild
+    optimizer: Any
     schedule: Callable[[int], Any]
     step: Callable[[State, Batch], tuple[State, Any]]
     evaluate: Callable
     state: State
+    """Shapes until `start_state` has filled it."""
     start: int = 0
     """Steps that were done before this process."""
 
 
 def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Session:
-    """Data, model, optimizer and compiled functions of a fresh run."""
+    """Data, optimizer and step functions of a run; its weights are still shapes."""
     microsteps = count_microsteps(config, parts.mesh)
     source, total_steps = open_data(config, parts, microsteps, say)
-    model, architecture = open_model(parts, config.run.seed)
-    params, rebuild = split_model(model)
+    shapes, rebuild = abstract_params(parts)
     schedule = build_schedule(config.optim, total_steps)
-    optimizer = build_optimizer(config.optim, schedule, params)
+    optimizer = build_optimizer(config.optim, schedule, shapes)
     task = build_task(config)
     return Session(
         config=config,
         parts=parts,
-        architecture=architecture,
         source=source,
         total_steps=total_steps,
         rebuild=rebuild,
+        optimizer=optimizer,
         schedule=schedule,
         step=make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
         evaluate=make_eval(rebuild, task.loss),
-        state=init_state(params, optimizer),
+        state=abstract_state(shapes, optimizer),
     )
 
 
@@ -96,14 +95,16 @@ def open_data(
     return open_source(config.data, parts.tokenizer, **shape, num_epochs=epochs), total_steps
 
 
-def restore(session: Session, checkpoints: Checkpoints) -> None:
-    """Continue from the newest good checkpoint, if there is one."""
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        session.state,
-    )
-    restored = checkpoints.restore(shapes)
-    if restored is not None:
-        session.state = restored.arrays
-        session.source.restore(restored.cursor)
-        session.start = restored.step
+def start_state(session: Session, checkpoints: Checkpoints) -> None:
+    """Fill the session's state: from the newest good checkpoint, or else from the start.
+
+    The starting weights are not even read when there is a checkpoint, so that resuming needs no
+    more memory than training.
+    """
+    restored = checkpoints.restore(session.state)
+    if restored is None:
+        params = open_params(session.parts, session.config.run.seed)
+        session.state = init_state(params, session.optimizer)
+        return
+    session.state, session.start = restored.arrays, restored.step
+    session.source.restore(restored.cursor)

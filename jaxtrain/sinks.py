@@ -66,11 +66,11 @@ class Sinks:
         """Hand one line of numbers to every sink."""
         self._each("write", step, values)
 
-    def say(self, text: str) -> None:
+    def say(self, text: object) -> None:
         """A message for people: console and log.txt."""
         if self.console is not None:
             try:
-                self.console.say(text)
+                self.console.say(str(text))
             except Exception as error:
                 self._drop(self.console, error)
 
@@ -86,9 +86,11 @@ class Sinks:
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(self, error_type: type | None, *exc_info: object) -> None:
-        if error_type is not None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *traceback: object) -> None:
+        if error is not None:
             self._summary = None  # it promised what the error has just undone
+            if self.console is not None:
+                self.console.record(f"{kind.__name__}: {error}")
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:

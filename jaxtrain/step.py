@@ -41,25 +41,41 @@ class StepOutput(NamedTuple):
     """False: loss or gradients were not finite and the state was left as it was."""
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
-    """The state before the first step, with optimizer slots sharded like their parameters."""
-    shapes = jax.eval_shape(optimizer.init, params)
-    shardings = optimizer_shardings(shapes, params)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    return State(jnp.zeros((), jnp.int32), params, opt_state)
+def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
 
-
-def optimizer_shardings(shapes: Any, params: Params) -> Any:
-    """The parameter's sharding for each slot of its path and shape; replicated for the rest."""
+    An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
+    replicated.
+    """
     sample = next(iter(params.values())).sharding
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
 
     def place(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
         owner = next((params[name] for name in reversed(names) if name in params), None)
-        return owner.sharding if owner is not None and owner.shape == slot.shape else replicated
+        fits = owner is not None and owner.shape == slot.shape
+        sharding = owner.sharding if fits else replicated
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    slots = jax.eval_shape(optimizer.init, params)
+    return State(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        {path: shape_of(value) for path, value in params.items()},
+        jax.tree_util.tree_map_with_path(place, slots),
+    )
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """The state before the first step."""
+    shapes = abstract_state(params, optimizer)
+    places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
+    return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+
+
+def shape_of(array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of an array, without its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def make_step(

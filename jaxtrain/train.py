@@ -24,7 +24,7 @@ from jaxtrain.plot import plot_runs
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.session import Session, open_session, restore
+from jaxtrain.session import Session, open_session, start_state
 from jaxtrain.sinks import Sinks
 from jaxtrain.watchdog import Signals, Watchdog
 
@@ -52,11 +52,11 @@ def train(config: Config, command: list[str]) -> int:
             sinks.say(line)
         checkpoints = open_checkpoints(config, folder.path, sinks)
         stack.callback(checkpoints.close)
-        with watchdog.phase("opening the data and the model"):
+        with watchdog.phase("opening the data"):
             session = open_session(config, parts, sinks.say)
             stack.callback(session.source.close)
-        with watchdog.phase("reading the checkpoint"):
-            restore(session, checkpoints)
+        with watchdog.phase("reading the weights"):
+            start_state(session, checkpoints)
         folder.rewind(session.start)
         sinks.say(describe_start(session))
         sinks.start(session.total_steps, session.start)
@@ -198,7 +198,7 @@ def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
     if config.run.export:
         export_model(
             session.rebuild(session.state.params),
-            session.architecture,
+            session.parts.architecture,
             session.parts.tokenizer,
             folder / "model",
             config=config,

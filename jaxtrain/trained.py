@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxtrain.assemble import Parts, assemble, open_model
+from jaxtrain.assemble import Parts, abstract_params, assemble, open_params
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides
 from jaxtrain.errors import UserError
-from jaxtrain.parameters import Params, split_model
+from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.step import State
 
 
@@ -22,9 +20,8 @@ class Trained:
 
     config: Config
     parts: Parts
-    architecture: Any
     params: Params
-    rebuild: Any
+    rebuild: Rebuild
     """parameters.split_model's function from params to the model."""
     step: int
     """Steps trained by this project; 0 for a Hugging Face folder."""
@@ -52,27 +49,20 @@ def open_trained(name: str, overrides: list[str], step: int | None = None) -> Tr
         }
         config = validate_config(apply_overrides(table, overrides), name)
         parts = assemble(config)
-        model, architecture = open_model(parts, seed=0)
-        return Trained(config, parts, architecture, *split_model(model), step=0)
+        return Trained(config, parts, open_params(parts, 0), abstract_params(parts)[1], step=0)
     config = validate_config(apply_overrides(table, overrides), str(saved))
     parts = assemble(config)
-    model, architecture = open_model(parts, config.run.seed)
-    params, rebuild = split_model(model)
+    shapes, rebuild = abstract_params(parts)
     checkpoints = Checkpoints(path / "checkpoints", keep=10**9)
     try:
-        shapes = State(None, jax.tree.map(shape_of, params), None)
+        wanted = State(None, shapes, None)
         if step is not None and step not in checkpoints.steps():
             raise UserError(
                 f"{path} has no checkpoint of step {step}; there are {checkpoints.steps()}"
             )
-        found = checkpoints.restore(shapes) if step is None else checkpoints.load(step, shapes)
+        found = checkpoints.restore(wanted) if step is None else checkpoints.load(step, wanted)
     finally:
         checkpoints.close()
     if found is None:
         raise UserError(f"{path} is a run without a finished checkpoint; train it first")
-    return Trained(config, parts, architecture, found.arrays.params, rebuild, found.step)
-
-
-def shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and place of an array, without its values."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    return Trained(config, parts, found.arrays.params, rebuild, found.step)

@@ -59,6 +59,9 @@ HELD_OUT_SHARE = 10
 LARGEST_RESULT = 999
 """Results stay within three digits, so that a conversation can go on with them."""
 
+FOLLOW_UP_TRIES = 50
+"""Some results allow few statements of a split, or none."""
+
 MAX_TURNS = 3
 """Questions of one conversation, the first included."""
 
@@ -136,11 +139,14 @@ class CalculatorRows:
             raise IndexError(index)
         # Seeding with a string hashes it, the same in every Python version and process.
         chance = random.Random(f"{self.seed} {self.split} {index}")
-        problem = self._draw(chance, None)
+        problem = self._draw(chance)
         problems, messages = [problem], [{"role": "system", "content": SYSTEM}]
         messages += exchange(problem, _phrase(chance, problem, OPENINGS))
         while len(problems) < MAX_TURNS and chance.random() < self.follow_up:
-            problem = self._draw(chance, problem.result)
+            following = self._follow(chance, problem.result)
+            if following is None:
+                break
+            problem = following
             problems.append(problem)
             messages += exchange(problem, _phrase(chance, problem, FOLLOW_UPS))
         return {
@@ -154,19 +160,29 @@ class CalculatorRows:
         """Name of a row in messages to people."""
         return f"builtin:calculator {self.split} row {index}"
 
-    def _draw(self, chance: random.Random, previous: int | None) -> Problem:
-        """A problem of this split, about the previous result if there is one."""
+    def _draw(self, chance: random.Random) -> Problem:
+        """A problem of this split."""
         while True:
             op = chance.choice("+-*")
-            a = chance.randint(1, self.max_value) if previous is None else previous
-            b = chance.randint(2, 9) if op == "*" else chance.randint(1, self.max_value)
-            if op == "-" and b > a:
-                if previous is not None:
-                    continue
-                a, b = b, a
-            problem = Problem(a, op, b)
-            if problem.split == self.split and problem.result <= LARGEST_RESULT:
+            a, b = chance.randint(1, self.max_value), self._operand(chance, op)
+            problem = Problem(max(a, b), op, min(a, b)) if op == "-" else Problem(a, op, b)
+            if self._fits(problem):
                 return problem
+
+    def _follow(self, chance: random.Random, result: int) -> Problem | None:
+        """A problem of this split about the last result; None if tries find none."""
+        for _ in range(FOLLOW_UP_TRIES):
+            op = chance.choice("+-*")
+            problem = Problem(result, op, self._operand(chance, op))
+            if self._fits(problem):
+                return problem
+        return None
+
+    def _operand(self, chance: random.Random, op: str) -> int:
+        return chance.randint(2, 9) if op == "*" else chance.randint(1, self.max_value)
+
+    def _fits(self, problem: Problem) -> bool:
+        return 0 <= problem.result <= LARGEST_RESULT and problem.split == self.split
 
 
 def exchange(problem: Problem, question: str) -> list[dict[str, Any]]:

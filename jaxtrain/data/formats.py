@@ -68,7 +68,7 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig) -> Probe:
     """Read up to 16 rows and tokenise them as training would.
 
     Raises UserError when no format fits, naming the columns found and those accepted, when hardly
-    any row gives a sample, naming the reasons, and when the chat template leaves out what rows have.
+    any row gives a sample, naming the reasons, and when the chat template leaves out parts of one.
     """
     rows = open_rows(dataset)
     picked = list(_pick(rows))

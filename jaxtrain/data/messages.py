@@ -25,7 +25,10 @@ ACCEPTED = ("system", "developer", "user", "assistant", "tool")
 
 
 class Malformed(Exception):
-    """A row that cannot be read; the text says why, without naming the row."""
+    """A row that cannot be read; the text says why in words that can be counted over rows."""
+
+    place = ""
+    """Where in the row: "message 3"."""
 
 
 def read_messages(
@@ -40,7 +43,14 @@ def read_messages(
         value = [value]
     if not isinstance(value, list | tuple) or not value:
         raise Malformed("messages must be a list of {role, content}")
-    return [_message(item, number, fields, roles) for number, item in enumerate(value, 1)]
+    messages = []
+    for number, item in enumerate(value, 1):
+        try:
+            messages.append(_message(item, fields, roles))
+        except Malformed as error:
+            error.place = f"message {number}"
+            raise
+    return messages
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -54,11 +64,9 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in value]
 
 
-def _message(
-    item: Any, number: int, fields: Mapping[str, str], roles: Mapping[str, str]
-) -> dict[str, Any]:
+def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise Malformed(f"message {number} is a {type(item).__name__}, not an object")
+        raise Malformed(f"a message is a {type(item).__name__}, not an object")
     found = dict(item)
     if "role" not in found and "from" in found:
         found["role"], found["content"] = found["from"], found.get("value")
@@ -72,47 +80,47 @@ def _message(
     message["role"] = role
     content = message.setdefault("content", "")
     if isinstance(content, list):
-        message["content"] = content = _text_parts(content, number)
+        message["content"] = content = _text_parts(content)
     if not isinstance(content, str):
-        raise Malformed(f"message {number}: content is a {type(content).__name__}, not a string")
+        raise Malformed(f"content is a {type(content).__name__}, not a string")
     if role == "function_call":
-        call = _json(content, f"message {number}: function_call")
+        call = _json(content, "function_call")
         message.update(role="assistant", content="", tool_calls=[{"function": call}])
     elif role not in ACCEPTED:
-        raise Malformed(f"message {number}: unknown role {role!r}")
+        raise Malformed(f"unknown role {role!r}")
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], number)
+        message["tool_calls"] = _tool_calls(message["tool_calls"])
     if not isinstance(message.get("reasoning_content", ""), str):
-        raise Malformed(f"message {number}: reasoning_content is not a string")
+        raise Malformed("reasoning_content is not a string")
     return message
 
 
-def _text_parts(parts: list[Any], number: int) -> str:
+def _text_parts(parts: list[Any]) -> str:
     """Content given as parts, which must all be text."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise Malformed(f"message {number}: only text content is supported")
+        raise Malformed("only text content is supported")
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Calls with `arguments` as an object: templates write that as JSON themselves."""
     if isinstance(calls, str):
-        calls = _json(calls, f"message {number}: tool_calls")
+        calls = _json(calls, "tool_calls")
     if not isinstance(calls, list):
-        raise Malformed(f"message {number}: tool_calls must be a list")
+        raise Malformed("tool_calls must be a list")
     result = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Malformed(f"message {number}: a tool call needs function.name")
+            raise Malformed("a tool call needs function.name")
         arguments = function.get("arguments")
         if arguments in (None, ""):
             arguments = {}
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"message {number}: arguments of {function['name']}")
+            arguments = _json(arguments, f"arguments of {function['name']}")
         if not isinstance(arguments, Mapping):
-            raise Malformed(f"message {number}: arguments of {function['name']} are no object")
+            raise Malformed(f"arguments of {function['name']} are no object")
         kept = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": function["name"], "arguments": dict(arguments)}
         result.append({**kept, "type": "function", "function": function})

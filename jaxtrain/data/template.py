@@ -91,6 +91,9 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
             f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
             "fast one: convert it to tokenizer.json with transformers and name that folder"
         )
+    # A tokenizer.json may ask to cut or fill up what it encodes.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     if chat_template == "builtin":
         config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer.chat_template = config["chat_template"]
@@ -113,7 +116,8 @@ def require_chat_template(tokenizer: Any) -> None:
 
 def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Token ids of a text; special: with the tokens that the tokenizer adds at its ends."""
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    # The Python wrapper gives the same ids, at several times the cost for a short text.
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
 
 def render_text(
@@ -125,7 +129,7 @@ def render_text(
             list(messages), tools=tools or None, add_generation_prompt=generation, tokenize=False
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TemplateFailed(f"chat template: {error}") from error
+        raise TemplateFailed(f"chat template: {str(error)[:100]}") from error
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
@@ -200,9 +204,7 @@ class Renderer:
             prompt = os.path.commonprefix([prompt, done])
             before = render_text(self.tokenizer, messages[:index], tools) if index else ""
             if len(prompt) < len(os.path.commonprefix([before, done])) or prompt == done:
-                raise TemplateFailed(
-                    f"chat template: message {index + 1} rewrites what precedes it"
-                )
+                raise TemplateFailed("chat template: a turn rewrites what precedes it")
         self._check_complete(messages[index], done[len(prompt) :])
         return Turn(index, prompt, done)
 

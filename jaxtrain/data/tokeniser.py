@@ -38,7 +38,8 @@ class Tokeniser:
         try:
             return self._read(self._renamed(row), origin)
         except Malformed as error:
-            return [Dropped(f"malformed row: {error}", origin)]
+            where = f"{origin}, {error.place}" if error.place else origin
+            return [Dropped(f"malformed row: {error}", where)]
         except template.TemplateFailed as error:
             return [Dropped(f"malformed row: {error}", origin)]
         except template.LeftOut as error:
@@ -139,11 +140,11 @@ class Tokeniser:
             raise Malformed("segments must be a list of {text, train}")
         tokens: list[int] = []
         weights: list[float] = []
-        for number, segment in enumerate(segments, 1):
+        for segment in segments:
             text = segment.get("text") if isinstance(segment, Mapping) else None
             train = segment.get("train", segment.get("label")) if text is not None else None
             if not isinstance(text, str) or not isinstance(train, bool):
-                raise Malformed(f"segment {number} must have a string text and a true/false train")
+                raise Malformed("a segment must have a string text and a true/false train")
             ids = self._start(text) if not tokens else template.encode(self.tokenizer, text)
             tokens += ids
             weights += [float(train or self.dataset.train_on == "all")] * len(ids)

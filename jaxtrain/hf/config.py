@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from jaxtrain.errors import UserError
 
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
@@ -59,7 +61,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         full = _config_class(model_type).from_dict(json.loads(json.dumps(raw))).to_dict()
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"config.json ({model_type}): {error}") from error
     values = {name: _freeze(full[name]) for name in names if name in full}
     rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}

@@ -43,18 +43,18 @@ def numpy_attention(q, k, v, d_out, mask, softcap=None, scale=None):
     return out, dq, dk.reshape(shape).sum(3), dv.reshape(shape).sum(3)
 
 
-def run(q, k, v, d_out, dtype, function):
+def run(q, k, v, d_out, dtype, function, jit=True):
     """Output and gradients of `function(q, k, v)` in `dtype`."""
     q, k, v, d_out = (jnp.asarray(x, dtype) for x in (q, k, v, d_out))
-    out, pull = jax.vjp(jax.jit(function), q, k, v)
+    out, pull = jax.vjp(jax.jit(function) if jit else function, q, k, v)
     return (out, *pull(d_out))
 
 
-def compare(inputs, mask, dtype, function, plain, softcap=None):
+def compare(inputs, mask, dtype, function, plain, softcap=None, jit=True):
     """Output and gradients of `function` by the 2x rule; `plain` is the reference backend."""
     low = [np.asarray(jnp.asarray(inputs[n], dtype), np.float64) for n in ("q", "k", "v", "d_out")]
     exact = numpy_attention(*low, mask, softcap)
-    actual = run(*low, dtype, function)
+    actual = run(*low, dtype, function, jit)
     bar = run(*low, dtype, plain)
     for name, a, e, b in zip(("out", "dq", "dk", "dv"), actual, exact, bar, strict=True):
         assert a.dtype == dtype

@@ -114,6 +114,19 @@ def test_the_summary_is_shown_last_and_never_after_an_error(tmp_path, capsys):
         except ValueError:
             pass
         assert ("all is saved" in capsys.readouterr().out) == (error is None)
+    assert (tmp_path / "log.txt").read_text().endswith("all is saved\nValueError: disk\n")
+
+
+def test_a_full_disk_costs_the_log_and_not_the_console(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    stream = io.StringIO()
+    screen = Console("plain", Path("/dev/full"), stream)
+    screen.say("one")
+    screen.say("two")
+    screen.close(None)
+    warning = "warning: /dev/full is no longer written: No space left on device"
+    assert stream.getvalue().splitlines() == [warning, "one", "two"]
 
 
 def test_other_processes_write_nothing(tmp_path):

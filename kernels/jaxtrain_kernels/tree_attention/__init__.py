@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.tree_attention import reference, xla
+from jaxtrain_kernels.tree_attention import mosaic_gpu, reference, xla
 
-BACKENDS = {"xla": xla.attention, "reference": reference.attention}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.attention,
+    "xla": xla.attention,
+    "reference": reference.attention,
+}
 
 
 def attention(

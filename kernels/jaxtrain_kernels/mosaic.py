@@ -1,0 +1,45 @@
+"""Everything that this package imports from Pallas Mosaic GPU, and when it can be used.
+
+The Mosaic GPU interface changes between jax releases, so kernels take its names from here only.
+"""
+
+import jax
+
+try:
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+except ImportError:  # a jax without Mosaic GPU: `require_hopper` declines
+    plgpu = None
+
+TESTED = (0, 11)  # the jax series that the kernels are written and tested for
+TARGETS = ("H100", "H200", "H800", "GH200", "H20")
+
+
+def require_hopper() -> None:
+    """Raise NotImplementedError with the reason unless Mosaic kernels for sm_90a can run here."""
+    if plgpu is None or jax.__version_info__[:2] != TESTED:
+        series = ".".join(map(str, TESTED))
+        raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
+    mesh = jax.sharding.get_abstract_mesh()
+    kind = _device_kind(mesh)
+    if not any(target in kind for target in TARGETS):
+        raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
+    manual = jax.sharding.AxisType.Manual
+    shared = [
+        name
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind != manual
+    ]
+    if shared:
+        raise NotImplementedError(
+            f"the mesh axes {shared} have several devices: call it inside shard_map"
+        )
+
+
+def _device_kind(mesh) -> str:
+    """Of the device that the program being traced is for: the mesh's, else the default one."""
+    if getattr(mesh, "abstract_device", None) is not None:
+        return mesh.abstract_device.device_kind
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return default.device_kind
+    return jax.devices()[0].device_kind

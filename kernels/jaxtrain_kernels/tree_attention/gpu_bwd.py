@@ -1,0 +1,476 @@
+"""Tree attention backward for Hopper, Pallas Mosaic GPU: dK and dV in one kernel, dQ in another.
+
+Both are deterministic: no two thread blocks add to the same number. Given the base-2 log-sum-exp
+and delta = rowsum(dO O), P = 2^(S - lse) and dS = P (dO V' - delta).
+
+dK, dV: a thread block owns 2 x 64 keys of one key head and loops over the query blocks in the
+tile's list, for every query head of that key head. Scores are held transposed (rows are keys), so
+each thread's intervals are loop invariants and grouped heads add up in registers. At head dim 256
+both accumulators of 64 keys do not fit the registers of one warpgroup: there the two warpgroups
+share 64 keys, each accumulates half of the columns, and both compute the scores.
+dQ: a thread block owns 2 x 64 queries of one head and loops over the key blocks, as the forward.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.mosaic import plgpu
+from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
+from jaxtrain_kernels.tree_attention.gpu_fwd import LOG2E, ROWS, TILE, WARPGROUPS, swizzled
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the two backward kernels."""
+
+    q_block: int = 64
+    """Queries per step of the dK, dV kernel."""
+    q_stages: int = 2
+    k_block: int = 64
+    """Keys per step of the dQ kernel."""
+    k_stages: int = 2
+    v_stages: int = 2
+    compute_registers: int = 232
+    memory_registers: int = 40
+
+
+def heuristic(head_dim: int, window: bool = False) -> Config:
+    if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
+        return Config(k_stages=1 if window else 2, v_stages=1)
+    return Config(k_block=128)
+
+
+def key_tile(head_dim: int) -> int:
+    """Keys of a thread block of the dK, dV kernel."""
+    return ROWS if head_dim == 256 else TILE
+
+
+def dkv(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    keys: Keys,
+    positions: jax.Array | None,
+    tiles: Lists,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    config: Config,
+) -> tuple[jax.Array, jax.Array]:
+    """dK and dV [B, S, K, H]; lse and delta float32 [B, N, T], the rest as the forward.
+
+    `tiles` lists query blocks of `config.q_block` for key tiles of `key_tile(H)`.
+    """
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    bq, stages = config.q_block, config.q_stages
+    shared = key_tile(H) == ROWS
+    width = H // WARPGROUPS if shared else H  # columns of dK and dV that a warpgroup owns
+    num_tiles, heads = S // key_tile(H), N // K
+    logit_scale = (scale if softcap is None else softcap) * LOG2E
+    wgmma = plgpu.Layout.WGMMA
+    per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
+
+    def kernel(*refs):
+        q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
+        if window is not None:
+            position_ref, key_position_ref, *refs = refs
+        order_ref, counts_ref, codes_ref, dk_ref, dv_ref, *refs = refs
+        k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, *refs = refs
+        if window is not None:
+            position_smem, *refs = refs
+        kv_ready, q_ready, do_ready, q_free, do_free, finished = refs
+
+        group = lax.axis_index("group")
+        program = lax.axis_index("program")
+        kv_head = lax.rem(program, jnp.int32(K))
+        tile = order_ref[lax.div(program, jnp.int32(K))]
+        row, k_tile = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
+        count = counts_ref[tile]
+        steps = count * heads
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        def part_of(step):
+            return pl.ds(slot_of(step) * bq, bq)
+
+        def code_of(step):
+            step = lax.max(lax.min(step, steps - 1), 0)
+            return codes_ref[tile, lax.rem(step, lax.max(count, 1))]
+
+        @pl.when(group < WARPGROUPS)
+        def compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            if shared:
+                mine, held = pl.ds(k_tile * ROWS, ROWS), pl.ds(0, ROWS)
+                ready = kv_ready.at[0]
+
+                @pl.when(group == 0)
+                def _():
+                    plgpu.copy_gmem_to_smem(k_ref.at[row, mine, kv_head], k_smem, ready)
+                    plgpu.copy_gmem_to_smem(v_ref.at[row, mine, kv_head], v_smem, ready)
+
+            else:
+                mine = pl.ds(k_tile * TILE + group * ROWS, ROWS)
+                held = pl.ds(group * ROWS, ROWS)
+                ready = kv_ready.at[group]
+                plgpu.copy_gmem_to_smem(k_ref.at[row, mine, kv_head], k_smem.at[held], ready)
+                plgpu.copy_gmem_to_smem(v_ref.at[row, mine, kv_head], v_smem.at[held], ready)
+            k_mine, v_mine = k_smem.at[held], v_smem.at[held]
+            columns = pl.ds(group * width, width) if shared else slice(None)
+            since = plgpu.load(since_ref.at[row, mine], layout=per_row, optimized=False)
+            until = plgpu.load(until_ref.at[row, mine], layout=per_row, optimized=False)
+            if window is not None:
+                key_position = plgpu.load(
+                    key_position_ref.at[row, mine], layout=per_row, optimized=False
+                )
+            plgpu.barrier_wait(ready)
+
+            def accumulate(dk, dv):
+                def step(i, code):
+                    next_code = code_of(i + 1)
+                    slot, part = slot_of(i), part_of(i)
+                    first = lax.shift_right_logical(code, 1) * bq
+                    plgpu.barrier_wait(q_ready.at[slot])
+
+                    def scores(ref):
+                        plgpu.wgmma(ref, k_mine, q_smem.at[part].transpose((1, 0)))
+                        return ref[...]
+
+                    def column(x):
+                        return lax.broadcast_in_dim(x, (ROWS, bq), [1])
+
+                    def across(x):
+                        return lax.broadcast_in_dim(x, (ROWS, bq), [0])
+
+                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
+                    lse = plgpu.load(lse_smem.at[slot], layout=per_column)
+                    delta = plgpu.load(delta_smem.at[slot], layout=per_column)
+                    if softcap is not None:
+                        score = jnp.tanh(score * (scale / softcap))
+                    weight = jnp.exp2(score * logit_scale - column(lse))
+
+                    def masked():
+                        q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bq), 1, layout=wgmma)
+                        q_index += first
+                        seen = (q_index >= across(since)) & (q_index < across(until))
+                        if window is not None:
+                            position = plgpu.load(position_smem.at[slot], layout=per_column)
+                            seen &= column(position) - across(key_position) < window
+                        return jnp.where(seen, weight, 0.0)
+
+                    weight = lax.cond((code & 1) == 1, masked, lambda: weight)
+                    plgpu.barrier_wait(do_ready.at[slot])
+
+                    def d_weights(ref):
+                        plgpu.wgmma(ref, v_mine, do_smem.at[part].transpose((1, 0)))
+                        plgpu.wgmma(dv, weight.astype(q.dtype), do_smem.at[part, columns])
+                        return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+                    d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bq), jnp.float32))
+                    d_score = weight * (d_weight - column(delta))
+                    if softcap is not None:
+                        d_score *= 1.0 - score * score
+                    plgpu.wgmma(dk, d_score.astype(q.dtype), q_smem.at[part, columns])
+                    plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(do_free.at[slot])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    return next_code
+
+                lax.fori_loop(0, steps, step, code_of(0))
+                return dk[...], dv[...]
+
+            acc = plgpu.ACC((ROWS, width), jnp.float32)
+            dk, dv = pl.run_scoped(accumulate, acc, acc)
+            # Keys and values are used up: their buffers take the result.
+            if shared:
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+            k_smem[held, columns] = (dk * scale).astype(q.dtype)
+            v_smem[held, columns] = dv.astype(q.dtype)
+            plgpu.commit_smem()
+            if shared:
+                plgpu.barrier_arrive(finished)
+                plgpu.barrier_wait(finished)
+
+            @pl.when(group == 0 if shared else True)
+            def _():
+                plgpu.copy_smem_to_gmem(k_mine, dk_ref.at[row, mine, kv_head])
+                plgpu.copy_smem_to_gmem(v_mine, dv_ref.at[row, mine, kv_head])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(group == WARPGROUPS)
+        def memory():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+
+            def step(i, code):
+                next_code = code_of(i + 1)
+                slot, part = slot_of(i), part_of(i)
+                head = kv_head * heads + lax.div(i, lax.max(count, 1))
+                first = pl.multiple_of(lax.shift_right_logical(code, 1) * bq, bq)
+                rows = pl.ds(first, bq)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(q_free.at[slot])
+
+                ready = q_ready.at[slot]
+                plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[part], ready)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(do_free.at[slot])
+
+                plgpu.copy_gmem_to_smem(lse_ref.at[row, head, rows], lse_smem.at[slot], ready)
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, rows], delta_smem.at[slot], ready)
+                if window is not None:
+                    plgpu.copy_gmem_to_smem(
+                        position_ref.at[row, rows], position_smem.at[slot], ready
+                    )
+                plgpu.copy_gmem_to_smem(
+                    do_ref.at[row, rows, head], do_smem.at[part], do_ready.at[slot]
+                )
+                return next_code
+
+            lax.fori_loop(0, steps, step, code_of(0))
+
+            @pl.loop(lax.max(steps - stages, 0), steps)
+            def _(i):  # leave no barrier phase unobserved
+                plgpu.barrier_wait(q_free.at[slot_of(i)])
+                plgpu.barrier_wait(do_free.at[slot_of(i)])
+
+    window_smem = [] if window is None else [plgpu.SMEM((stages, bq), jnp.int32)]
+    scratch = [
+        swizzled((key_tile(H), H), q.dtype),
+        swizzled((key_tile(H), H), q.dtype),
+        swizzled((stages * bq, H), q.dtype),
+        swizzled((stages * bq, H), q.dtype),
+        plgpu.SMEM((stages, bq), jnp.float32),
+        plgpu.SMEM((stages, bq), jnp.float32),
+        *window_smem,
+        plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=3 if window is None else 4),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+    ]
+    run = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
+        scratch_types=scratch,
+        grid=(B * num_tiles * K,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="group",
+        kernel_name="tree_attention_dkv",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    window_arrays = [] if window is None else [positions, keys.positions]
+    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until, *window_arrays, *tiles)
+    return tuple(run(*arrays))
+
+
+def dq(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    keys: Keys,
+    positions: jax.Array | None,
+    tiles: Lists,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    config: Config,
+) -> jax.Array:
+    """dQ [B, T, N, H]; `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`."""
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    bk, k_stages, v_stages = config.k_block, config.k_stages, config.v_stages
+    num_tiles = T // TILE
+    logit_scale = (scale if softcap is None else softcap) * LOG2E
+    wgmma = plgpu.Layout.WGMMA
+    per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
+
+    def kernel(*refs):
+        q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
+        if window is not None:
+            position_ref, key_position_ref, *refs = refs
+        order_ref, counts_ref, codes_ref, dq_ref, *refs = refs
+        q_smem, do_smem, k_smem, v_smem, since_smem, until_smem, *refs = refs
+        if window is not None:
+            key_position_smem, *refs = refs
+        q_ready, k_ready, v_ready, k_free, v_free = refs
+
+        group = lax.axis_index("group")
+        program = lax.axis_index("program")
+        head = lax.rem(program, jnp.int32(N))
+        tile = order_ref[lax.div(program, jnp.int32(N))]
+        row, q_tile = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
+        count = counts_ref[tile]
+
+        def k_slot(step):
+            return lax.rem(step, jnp.int32(k_stages))
+
+        def v_slot(step):
+            return lax.rem(step, jnp.int32(v_stages))
+
+        @pl.when(group < WARPGROUPS)
+        def compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            first = q_tile * TILE + group * ROWS
+            rows = pl.ds(first, ROWS)
+            ready = q_ready.at[group]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[group], ready)
+            plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do_smem.at[group], ready)
+            lse = plgpu.load(lse_ref.at[row, head, rows], layout=per_row, optimized=False)
+            delta = plgpu.load(delta_ref.at[row, head, rows], layout=per_row, optimized=False)
+            if window is not None:
+                position = plgpu.load(position_ref.at[row, rows], layout=per_row, optimized=False)
+            plgpu.barrier_wait(ready)
+
+            def accumulate(dq):
+                def step(i, code):
+                    next_code = codes_ref[tile, lax.min(i + 1, count - 1)]
+                    ks, vs = k_slot(i), v_slot(i)
+                    plgpu.barrier_wait(k_ready.at[ks])
+
+                    def scores(ref):
+                        plgpu.wgmma(ref, q_smem.at[group], k_smem.at[ks].transpose((1, 0)))
+                        return ref[...]
+
+                    def column(x):
+                        return lax.broadcast_in_dim(x, (ROWS, bk), [1])
+
+                    def across(x):
+                        return lax.broadcast_in_dim(x, (ROWS, bk), [0])
+
+                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
+                    if softcap is not None:
+                        score = jnp.tanh(score * (scale / softcap))
+                    weight = jnp.exp2(score * logit_scale - across(lse))
+
+                    def masked():
+                        q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bk), 0, layout=wgmma)
+                        q_index += first
+                        since = plgpu.load(since_smem.at[ks], layout=per_column)
+                        until = plgpu.load(until_smem.at[ks], layout=per_column)
+                        seen = (q_index >= column(since)) & (q_index < column(until))
+                        if window is not None:
+                            key_position = plgpu.load(key_position_smem.at[ks], layout=per_column)
+                            seen &= across(position) - column(key_position) < window
+                        # TMA overwrites what was just read into registers: order the two.
+                        plgpu.commit_smem()
+                        return jnp.where(seen, weight, 0.0)
+
+                    weight = lax.cond((code & 1) == 1, masked, lambda: weight)
+                    plgpu.barrier_wait(v_ready.at[vs])
+
+                    def d_weights(ref):
+                        plgpu.wgmma(ref, do_smem.at[group], v_smem.at[vs].transpose((1, 0)))
+                        return ref[...]
+
+                    d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
+                    plgpu.barrier_arrive(v_free.at[vs])
+                    d_score = weight * (d_weight - across(delta))
+                    if softcap is not None:
+                        d_score *= 1.0 - score * score
+                    plgpu.wgmma(dq, d_score.astype(q.dtype), k_smem.at[ks])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(k_free.at[ks])
+                    return next_code
+
+                lax.fori_loop(0, count, step, codes_ref[tile, 0])
+                return dq[...]
+
+            result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
+            q_smem[group] = (result * scale).astype(q.dtype)  # the queries are used up
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem.at[group], dq_ref.at[row, rows, head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(group == WARPGROUPS)
+        def memory():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            kv_head = lax.div(head, jnp.int32(N // K))
+
+            def step(i, code):
+                next_code = codes_ref[tile, lax.min(i + 1, count - 1)]
+                ks, vs = k_slot(i), v_slot(i)
+                block = lax.shift_right_logical(code, 1)
+                part = pl.ds(pl.multiple_of(block * bk, bk), bk)
+
+                @pl.when(i >= k_stages)
+                def _():
+                    plgpu.barrier_wait(k_free.at[ks])
+
+                ready = k_ready.at[ks]
+                plgpu.copy_gmem_to_smem(k_ref.at[row, part, kv_head], k_smem.at[ks], ready)
+                plgpu.copy_gmem_to_smem(since_ref.at[row, part], since_smem.at[ks], ready)
+                plgpu.copy_gmem_to_smem(until_ref.at[row, part], until_smem.at[ks], ready)
+                if window is not None:
+                    plgpu.copy_gmem_to_smem(
+                        key_position_ref.at[row, part], key_position_smem.at[ks], ready
+                    )
+
+                @pl.when(i >= v_stages)
+                def _():
+                    plgpu.barrier_wait(v_free.at[vs])
+
+                plgpu.copy_gmem_to_smem(v_ref.at[row, part, kv_head], v_smem.at[vs], v_ready.at[vs])
+                return next_code
+
+            lax.fori_loop(0, count, step, codes_ref[tile, 0])
+
+            @pl.loop(lax.max(count - k_stages, 0), count)
+            def _(i):  # leave no barrier phase unobserved
+                plgpu.barrier_wait(k_free.at[k_slot(i)])
+
+            @pl.loop(lax.max(count - v_stages, 0), count)
+            def _(i):
+                plgpu.barrier_wait(v_free.at[v_slot(i)])
+
+    per_key = plgpu.SMEM((k_stages, bk), jnp.int32)
+    scratch = [
+        swizzled((WARPGROUPS, ROWS, H), q.dtype),
+        swizzled((WARPGROUPS, ROWS, H), q.dtype),
+        swizzled((k_stages, bk, H), q.dtype),
+        swizzled((v_stages, bk, H), q.dtype),
+        per_key,
+        per_key,
+        *([] if window is None else [per_key]),
+        plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+        plgpu.Barrier(num_barriers=k_stages, num_arrivals=3 if window is None else 4),
+        plgpu.Barrier(num_barriers=v_stages),
+        plgpu.Barrier(num_barriers=k_stages, num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_barriers=v_stages, num_arrivals=WARPGROUPS),
+    ]
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=scratch,
+        grid=(B * num_tiles * N,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="group",
+        kernel_name="tree_attention_dq",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    window_arrays = [] if window is None else [positions, keys.positions]
+    return run(q, k, v, d_out, lse, delta, keys.since, keys.until, *window_arrays, *tiles)

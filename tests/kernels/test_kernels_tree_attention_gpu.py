@@ -1,0 +1,201 @@
+"""The Hopper kernels of tree attention without a GPU: interpreted numerics, lowering, compiling."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels import attention, testing
+from jaxtrain_kernels.tree_attention import blocks, gpu_bwd, gpu_fwd, mosaic_gpu
+from mosaic_interpreter import interpreted, require
+from test_kernels_tree_attention import ancestor_mask, compare
+
+
+def options(head_dim, window=None, softcap=None, forward=None, backward=None):
+    return mosaic_gpu.Options(
+        window,
+        softcap,
+        head_dim**-0.5,
+        forward or gpu_fwd.heuristic(head_dim),
+        backward or gpu_bwd.heuristic(head_dim, window is not None),
+    )
+
+
+def dense_visible(since, until, T, positions=None, key_positions=None, window=None):
+    rows = np.arange(T)[None, :, None]
+    mask = (since[:, None] <= rows) & (rows < until[:, None])
+    if window is not None:
+        mask &= positions[:, :, None] - key_positions[:, None] < window
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_never_drop_a_visible_pair(seed, window):
+    """Brute force over random intervals, trees and windows; every block marked whole is whole."""
+    rng = np.random.default_rng(seed)
+    B, T, S, q_block, k_block = 2, 96, 64, 16, 8
+    if seed % 2:
+        S = T
+        rows = [testing.pack(testing.random_forest(rng, T - 9, mean=6), T) for _ in range(B)]
+        until = np.stack([row["until"] for row in rows])
+        since = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+        positions = np.stack([row["positions"] for row in rows])
+        key_positions = positions
+    else:
+        since = rng.integers(0, T, (B, S)).astype(np.int32)
+        until = (since + rng.integers(-4, 30, (B, S))).clip(0, T).astype(np.int32)
+        positions = rng.integers(0, 40, (B, T)).astype(np.int32)
+        key_positions = rng.integers(0, 40, (B, S)).astype(np.int32)
+    mask = dense_visible(since, until, T, positions, key_positions, window)
+    tiled = mask.reshape(B, T // q_block, q_block, S // k_block, k_block)
+    keys = blocks.Keys(
+        *blocks.normalise(jnp.asarray(since), jnp.asarray(until)), jnp.asarray(key_positions)
+    )
+    some, every = blocks.meet(keys, jnp.asarray(positions), T, q_block, k_block, window)
+    assert not (tiled.any((2, 4)) & ~np.asarray(some)).any()
+    assert not (np.asarray(every) & ~tiled.all((2, 4))).any()
+
+    order, counts, codes = map(np.asarray, blocks.lists(some, every))
+    assert sorted(order) == list(range(B * T // q_block))
+    assert (np.diff(counts[order]) <= 0).all(), "longest work first"
+    for tile, (count, code) in enumerate(zip(counts, codes, strict=True)):
+        row, block = divmod(tile, T // q_block)
+        wanted = np.flatnonzero(some[row, block])
+        np.testing.assert_array_equal(code[:count] // 2, wanted)
+        np.testing.assert_array_equal(code[:count] % 2 == 0, np.asarray(every)[row, block, wanted])
+
+
+def test_lists_of_a_tree_skip_what_is_far():
+    """Eight documents of a tile each: every query tile lists one key block, and masks it."""
+    until = jnp.asarray(testing.pack(testing.documents([128] * 8), 1024)["until"])[None]
+    keys = blocks.Keys(*blocks.normalise(None, until))
+    lists = blocks.lists(*blocks.meet(keys, None, 1024, 128, 128, None))
+    np.testing.assert_array_equal(lists.counts, np.ones(8))
+    np.testing.assert_array_equal(lists.codes[:, 0], 2 * np.arange(8) + 1)
+
+
+CASES = {
+    "d64_grouped": {"H": 64, "N": 2, "K": 1},
+    "d128": {"H": 128, "N": 1, "K": 1},
+    "d256": {"H": 256, "N": 1, "K": 1},
+    "d64_softcap": {"H": 64, "N": 1, "K": 1, "softcap": 2.0},
+    "d256_softcap": {"H": 256, "N": 2, "K": 1, "softcap": 2.0, "T": 130, "used": 128},
+    "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
+    "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
+    "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
+}
+SLOW = {"d256_softcap", "d128_window_softcap", "d64_two_rows"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+)
+def test_interpreted_kernels(name):
+    """Output and gradients by the 2x rule on a padded random forest, and no data race.
+
+    Not under jit: interpreted kernels that run side by side starve a small thread pool.
+    """
+    case = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None} | CASES[name]
+    B, T, N, K, H = (case[n] for n in "BTNKH")
+    rng = np.random.default_rng(7)
+    rows = [testing.pack(testing.random_forest(rng, case["used"], 25), T) for _ in range(B)]
+    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H), "d_out": (B, T, N, H)}
+    inputs = {n: rng.standard_normal(shape) for n, shape in shapes.items()}
+    mask = np.stack([ancestor_mask(row["prev"], case["used"]) for row in rows])
+    depth = np.stack([row["positions"] for row in rows])
+    if case["window"] is not None:
+        mask &= depth[:, :, None] - depth[:, None] < case["window"]
+    until = jnp.asarray(np.stack([row["until"] for row in rows]))
+    positions = None if case["window"] is None else jnp.asarray(depth)
+    setting = options(H, case["window"], case["softcap"])
+
+    def kernels(q, k, v):
+        return mosaic_gpu.run(setting, q, k, v, until, None, positions, positions)
+
+    def plain(q, k, v):
+        return attention(
+            q,
+            k,
+            v,
+            until,
+            positions=positions,
+            window=case["window"],
+            softcap=case["softcap"],
+            impl="reference",
+        )
+
+    with interpreted(detect_races=True):
+        compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, case["softcap"], jit=False)
+
+
+def test_interpreted_intervals_with_empty_rows_and_fewer_queries():
+    """`since` blocks, T != S, keys and queries that meet nobody: zeros there, never NaN."""
+    rng = np.random.default_rng(8)
+    T, S, H = 130, 200, 64
+    since = np.minimum(np.arange(S) // 2 * 2, T)[None].astype(np.int32)
+    until = np.minimum(since + rng.integers(0, 40, (1, S)), 100).astype(np.int32)
+    mask = dense_visible(since, until, T)
+    empty_rows, empty_keys = ~mask.any(2)[0], ~mask.any(1)[0]
+    assert empty_rows[100:].all() and empty_keys.any()
+    shapes = {"q": (1, T, 1, H), "k": (1, S, 1, H), "v": (1, S, 1, H), "d_out": (1, T, 1, H)}
+    inputs = {n: rng.standard_normal(shape) for n, shape in shapes.items()}
+    since, until = jnp.asarray(since), jnp.asarray(until)
+    kernels = functools.partial(mosaic_gpu.run, options(H), until=until, since=since)
+    plain = functools.partial(attention, until=until, since=since, impl="reference")
+    with interpreted():
+        compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, jit=False)
+        q, k, v, d_out = (jnp.asarray(inputs[n], jnp.bfloat16) for n in shapes)
+        out, pull = jax.vjp(kernels, q, k, v)
+        dq, dk, dv = pull(d_out)
+    for array, empty in ((out, empty_rows), (dq, empty_rows), (dk, empty_keys), (dv, empty_keys)):
+        assert not np.asarray(array, np.float32)[0, empty].any()
+
+
+def loss(q, k, v, until, positions, **settings):
+    out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
+    return out.astype(jnp.float32).sum()
+
+
+def shapes(H, T=1024, N=4, K=2):
+    heads = [jax.ShapeDtypeStruct((1, T, n, H), jnp.bfloat16) for n in (N, K, K)]
+    return (*heads, *[jax.ShapeDtypeStruct((1, T), jnp.int32)] * 2)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_lowers_for_a_hopper_gpu(H):
+    """On a machine without one: layouts, shared memory and the interface are checked here."""
+    require()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        for settings in ({}, {"softcap": 30.0}, {"window": 100}):
+            step = jax.jit(jax.grad(functools.partial(loss, **settings), (0, 1, 2)))
+            text = step.trace(*shapes(H)).lower(lowering_platforms=("cuda",)).as_text()
+            for kernel in ("tree_attention_fwd", "tree_attention_dkv", "tree_attention_dq"):
+                assert kernel in text
+
+
+@pytest.mark.parametrize(
+    "dtype, H, reason",
+    [("float32", 64, "takes bfloat16"), ("bfloat16", 96, "head dim 96 is none of")],
+)
+def test_declines_on_hopper(monkeypatch, dtype, H, reason):
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
+    x = jnp.zeros((1, 128, 1, H), dtype)
+    until = jnp.full((1, 128), 128, jnp.int32)
+    with pytest.raises(NotImplementedError, match=reason):
+        attention(x, x, x, until, impl="mosaic_gpu")
+    assert attention(x, x, x, until).shape == x.shape  # "auto" goes on to the next backend
+
+
+def test_declines_without_a_hopper_gpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    x, until = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.full((1, 128), 128, jnp.int32)
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU|written for jax"):
+        attention(x, x, x, until, impl="mosaic_gpu")
