@@ -162,6 +162,9 @@ class TreeBuilder:
         """Turns of one row; raises Malformed, TemplateFailed or Retokenised."""
         if self.split == "turns":
             return make_turns(row["turns"])
+        completion = row.get("completion")
+        if self.split == "think" and isinstance(completion, list):
+            row = {**row, "completion": completion[:1]}
         messages, tools = read_row(row, self.fields, self.roles)
         if self.split == "think":
             return split_thinking(messages, tools or self.tools, self.tokenizer)

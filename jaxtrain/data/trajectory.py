@@ -166,18 +166,25 @@ def _thought_text(
     return tail[:stop] if close < 0 else tail[: close + len(THINK_END)]
 
 
-def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any) -> list[Turn]:
-    """The one turn of an answer whose text holds <think>...</think>: before, thought, after.
+def _thinks(message: Mapping[str, Any]) -> bool:
+    tagged = THINK_END in message["content"].partition(THINK)[2]
+    return message["role"] == "assistant" and (tagged or bool(reasoning_of(message)))
 
-    The answer is the last message, an assistant's; the three parts are encoded apart, so no
+
+def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any) -> list[Turn]:
+    """The one turn of an answer with a thought: before, thought, after.
+
+    The answer is the last assistant message whose text holds <think>...</think> or that has
+    reasoning_content; what follows it is left out. The three parts are encoded apart, so no
     tokenizer can hide a tag in a merge. Raises Malformed when a tag or a part is missing.
     """
-    *before, answer = messages
-    if not before or answer["role"] != "assistant":
-        raise Malformed("think needs a prompt and an answer by the assistant")
-    content = answer["content"]
-    if THINK not in content or THINK_END not in content.partition(THINK)[2]:
-        raise Malformed(f"the answer has no {THINK}...{THINK_END}")
+    place = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
+    if place == 0:
+        raise Malformed(f"no answer has {THINK}...{THINK_END} or reasoning_content")
+    before, answer = messages[:place], dict(messages[place])
+    thought = reasoning_of(answer)
+    if thought:
+        answer["content"] = f"{THINK}\n{thought}\n{THINK_END}\n\n{answer['content']}"
     prompt = render_text(tokenizer, before, tools, generation=True)
     spoken = {k: v for k, v in answer.items() if k in ("role", "content", "tool_calls")}
     whole = render_text(tokenizer, [*before, spoken], tools)

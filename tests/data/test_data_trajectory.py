@@ -1,5 +1,7 @@
 """Trajectories: both renderings against texts written by hand, and rows that must be refused."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jaxtrain.data.messages import Malformed
@@ -8,10 +10,14 @@ from jaxtrain.data.trajectory import read_row, render_chatml, render_template, s
 
 
 class Characters:
-    """A tokenizer of one token a character."""
+    """A tokenizer of one token a character, as far as template.encode asks."""
 
-    def __call__(self, text, add_special_tokens=False, verbose=False):
-        return {"input_ids": [ord(c) for c in text]}
+    @property
+    def backend_tokenizer(self):
+        return self
+
+    def encode(self, text, add_special_tokens):
+        return SimpleNamespace(ids=[ord(c) for c in text])
 
 
 def text_of(tokens):
@@ -114,7 +120,7 @@ def broken(arguments):
         ({"prompt": "Hi", "completion": [{"content": "x"}]}, "as lists"),
         ({"prompt": [], "completion": []}, "non-empty completion"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
-        ({"messages": [3]}, "message 1 is a int"),
+        ({"messages": [3]}, "message is a int"),
         ({"messages": broken("{")}, "broken JSON"),
         ({"messages": broken("[1]")}, "no object"),
         (
@@ -156,5 +162,14 @@ def test_thinking_is_split_from_the_answer_and_never_from_the_question():
 
 @pytest.mark.parametrize("content", ["So.", "<think>open", "</think>odd<think>"])
 def test_answers_without_thinking_are_refused(content):
-    with pytest.raises(Malformed, match="no <think>...</think>"):
+    with pytest.raises(Malformed, match="no answer has <think>...</think>"):
         split_thinking(think_row(content), None, load_tokenizer("builtin"))
+
+
+def test_reasoning_content_counts_as_thinking_and_what_follows_is_left_out():
+    tokenizer = load_tokenizer("builtin")
+    messages, _ = read(AGENT)
+    (turn,) = split_thinking(messages, None, tokenizer)
+    assert tokenizer.decode(turn.reasoning) == "<think>\nI add.\n</think>"
+    assert "Sure." in tokenizer.decode(turn.response)
+    assert "It is 3." not in tokenizer.decode(turn.response)
