@@ -13,16 +13,17 @@ from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.task import TreeTask
 from jaxtrain.data.builders import Limits, TreeBuilder
-from jaxtrain.data.formats import make_tokeniser
+from jaxtrain.data.formats import Probe, make_tokeniser, probe
 from jaxtrain.data.readers import Part
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.selection import select_rows
 from jaxtrain.data.sources import open_rows
 from jaxtrain.data.steps import Source, count_part_steps, eval_part_batches, open_parts
+from jaxtrain.data.tree_preview import TreeProbe, probe_trees
 from jaxtrain.data.turns import Trained
 from jaxtrain.errors import UserError
 
-__all__ = ["Source", "count_steps", "eval_batches", "open_part", "open_source"]
+__all__ = ["Source", "count_steps", "eval_batches", "open_part", "open_source", "probe_dataset"]
 
 CATERPILLAR = "builtin:caterpillar"
 
@@ -120,6 +121,15 @@ def open_part(dataset: DatasetConfig, data: DataConfig, tokenizer: Any, task: An
         return Part(dataset.path, rows, builder, dataset.weight)
     tokenise = make_tokeniser(dataset, tokenizer, data.sequence_len, data.too_long)
     return Part(dataset.path, open_rows(dataset), tokenise, dataset.weight)
+
+
+def probe_dataset(
+    dataset: DatasetConfig, data: DataConfig, tokenizer: Any, task: Any = None
+) -> Probe | TreeProbe:
+    """A first look at a few rows; UserError when they would not train. str() of it is a line."""
+    if _tree_task(task) is None:
+        return probe(dataset, tokenizer, data)
+    return probe_trees(open_part(dataset, data, tokenizer, task))
 
 
 def _tree_task(task: Any) -> TreeTask | None:

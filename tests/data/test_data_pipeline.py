@@ -10,9 +10,16 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
-from jaxtrain.data.pipeline import count_steps, eval_batches, open_part, open_source
+from jaxtrain.data.pipeline import (
+    count_steps,
+    eval_batches,
+    open_part,
+    open_source,
+    probe_dataset,
+)
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.data.tree import Tree
+from jaxtrain.data.tree_preview import describe_part
 from jaxtrain.errors import UserError
 
 TREES = DatasetConfig(
@@ -190,3 +197,25 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
     (tree,) = part.tokenise(part.rows[0], "")
     assert tree.num_branches == 2 and len(tree.nodes[0].tokens) > 1000  # the policy is shared
     assert sum(tree.branch_lengths()) - tree.num_tokens == len(tree.nodes[0].tokens)
+
+
+def test_a_probe_says_how_the_data_branch_or_why_they_do_not(tokenizer):
+    found = probe_dataset(TREES, make_data(), tokenizer, TreeTask(mode="grouped"))
+    assert str(found) == (
+        "builtin:caterpillar: 7 rows, the first 28 trees have 1.0 branches on average"
+    )
+    assert "have 4.0 branches" in str(probe_dataset(TREES, make_data(), tokenizer, TreeTask()))
+    dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
+    assert "format chat" in str(probe_dataset(dataset, make_data(sequence_len=512), tokenizer))
+    with pytest.raises(
+        UserError, match="none of the rows looked at gives a tree:\n  16 x too long"
+    ):
+        probe_dataset(dataset, make_data(sequence_len=16), tokenizer, TreeTask())
+
+
+def test_preprocess_shows_outlines_workload_and_drops(tokenizer):
+    dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
+    part = open_part(dataset, make_data(sequence_len=120), tokenizer, TreeTask())
+    text = describe_part(part, tokenizer, num_samples=2)
+    assert text.count("├─ think") >= 2 and "<think>" in text
+    assert "30 rows" in text and "pair ratio" in text and "dropped: too long: " in text
