@@ -13,7 +13,7 @@ from typing import IO, Literal
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
-HIDDEN = {"tokens", "trained_tokens", "step_seconds", "time"}
+HIDDEN = {"tokens", "trained_tokens", "step_seconds", "time", "entropy"}
 """In metrics.jsonl, but not on the step's line."""
 
 
@@ -130,6 +130,7 @@ def format_step(
         "learning_rate": lambda v: f"lr {v:.2e}",
         "tokens_per_second_per_device": lambda v: f"{format_count(v)} tok/s/dev",
         "mfu": lambda v: f"MFU {100 * v:.1f}%",
+        "packing_efficiency": lambda v: f"packed {100 * v:.0f}%",
         "peak_memory_gib": lambda v: f"mem {v:.1f} GiB",
     }
     parts = [f"step {step:>{len(str(total))}}/{total}", format_time(elapsed)]

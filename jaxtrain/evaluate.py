@@ -13,7 +13,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, load_config
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.pipeline import eval_batches
-from jaxtrain.envs.calculator import Episode, accuracy, solve_problems
+from jaxtrain.envs.calculator import Episode, accuracy, end_of_turn_ids, solve_problems
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_group, row_shards
@@ -34,7 +34,7 @@ class Evaluation:
         self.config, self.parts, self.sinks = config, parts, sinks
         self.samples = folder / "samples.jsonl"
         self.history: list[dict[str, float]] = []
-        self.sampler = LocalSampler()
+        self.sampler: LocalSampler | None = None
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
@@ -56,10 +56,10 @@ class Evaluation:
     def solve(self, session: Session, step: int) -> float:
         """Share of held-out questions that the model answers rightly, calling the tool itself."""
         rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        self.sampler.use(session.rebuild(session.state.params))
+        sampler = self.open_sampler(session.rebuild(session.state.params))
         episodes = solve_problems(
             lambda prompts: [
-                answer.tokens for answer in self.sampler.generate(prompts, self.config.sampling)
+                answer.tokens for answer in sampler.generate(prompts, self.config.sampling)
             ],
             self.parts.tokenizer,
             rows,
@@ -73,6 +73,18 @@ class Evaluation:
         for episode in episodes[: self.config.eval.show]:
             self.sinks.say(describe_episode(episode))
         return accuracy(episodes)
+
+    def open_sampler(self, model: Any) -> LocalSampler:
+        """The run's one sampler, with these weights: it compiles once."""
+        if self.sampler is None:
+            self.sampler = LocalSampler(
+                model,
+                end_of_turn_ids(self.parts.tokenizer),
+                max_len=self.parts.architecture.max_position_embeddings,
+                to_text=self.parts.tokenizer.decode,
+            )
+        self.sampler.use(model)
+        return self.sampler
 
     def summary(self) -> str:
         """Before and after, in a line or two."""

@@ -31,9 +31,9 @@ class Writer:
         eos = self.tokenizer.eos_token_id
         self.sampler = LocalSampler(
             trained.model,
-            eos_ids=sorted(ends | ({eos} if eos is not None else set())),
-            max_length=trained.parts.architecture.max_position_embeddings,
-            decode=self.tokenizer.decode,
+            ends | ({eos} if eos is not None else set()),
+            max_len=trained.parts.architecture.max_position_embeddings,
+            to_text=self.tokenizer.decode,
         )
 
     def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:

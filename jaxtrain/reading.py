@@ -1,5 +1,7 @@
 """A step's device output read into the numbers that people watch."""
 
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,8 +65,7 @@ class Reader:
             **(rates if self.warm else {}),
         }
         self.warm = True
-        memory = peak_memory()
-        return {**values, "peak_memory_gib": memory} if memory else values
+        return {**values, "peak_memory_gib": peak_memory()}
 
     def explain(self, pending: Pending, output: Any) -> str:
         """Which step and batch was not finite; the batch is kept in a file."""
@@ -91,7 +92,11 @@ def count_matmul_params(params: Params) -> int:
     )
 
 
-def peak_memory() -> float | None:
-    """Most device memory in use so far, in GiB; None where the backend does not tell."""
+def peak_memory() -> float:
+    """Most memory in use so far, in GiB: of the first device, or of this process on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
-    return stats["peak_bytes_in_use"] / 2**30 if stats and "peak_bytes_in_use" in stats else None
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

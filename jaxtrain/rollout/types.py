@@ -1,29 +1,12 @@
 """What goes into a sampler and what comes out; no jax here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from jaxtrain.config import SamplingConfig
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn; config section `sampling` has the same fields.
-
-    Order: temperature, then top_k, then top_p on what top_k left, then min_p.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    """0 takes the most probable token."""
-    top_k: int = 0
-    """Only the k most probable tokens (and those as probable as the last); 0: all."""
-    top_p: float = 1.0
-    """Only the most probable tokens that together reach this probability."""
-    min_p: float = 0.0
-    """Only tokens with at least this share of the most probable one's probability."""
-    stop: Sequence[str] = ()
-    """Texts that end an answer; the sampler needs a token -> text function for them."""
-    seed: int = 0
+Sampling = SamplingConfig
+"""How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
 
 
 class Completion(NamedTuple):
