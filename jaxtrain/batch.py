@@ -33,10 +33,10 @@ class Batch(NamedTuple):
     blocks and prefix language models."""
     owner: Array | None = None
     """int32 id of the branch that a trained token belongs to; sequence-level losses sum by it."""
-    denoms: dict[str, Array] = {}  # noqa: RUF012 - read only; NamedTuple defaults are shared
+    denoms: dict[str, Array] = {}
     """Constant denominators by component; a component that is missing here is divided by the
     global sum of its weights over the whole optimizer step."""
-    streams: dict[str, Array] = {}  # noqa: RUF012
+    streams: dict[str, Array] = {}
     """Other per-token arrays: advantage, old_logp, ref_logp, target, ..."""
 
 

@@ -1,4 +1,4 @@
-"""The one exception that means: the user can fix this, and the message says how."""
+"""The exceptions that end a run with a message instead of a traceback."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,11 @@ class UserError(ValueError):
 
     The message names the key or file, what was found, what is allowed and what to do. `main`
     prints it without a traceback and exits with code 2.
+    """
+
+
+class RunStopped(Exception):
+    """Training cannot go on (a loss that is not finite, say), through no mistake of a config.
+
+    `main` prints the message and exits with code 1; whatever was saved before stays good.
     """

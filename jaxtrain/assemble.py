@@ -1,0 +1,144 @@
+"""From a Config to the parts that every verb needs: tokenizer, architecture, mesh, model.
+
+All checks that need no weights happen first, so that a mistake costs seconds.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from jaxtrain.config import Config, ModelConfig
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.rules import shardings
+from jaxtrain.parameters import Params, Rebuild, name_path, split_model
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a config becomes before any weight is allocated."""
+
+    tokenizer: Any
+    architecture: Any
+    """The model family's own Config."""
+    mesh: jax.sharding.Mesh
+    folder: Path | None
+    """Where the weights lie; None for a random start."""
+    options: dict[str, Any]
+    """Keyword arguments of models.build.abstract, init and load."""
+
+
+def assemble(config: Config) -> Parts:
+    """Check model, tokenizer and mesh against each other; raises UserError."""
+    folder, raw = find_architecture(config.model)
+    architecture = build.config_from_hf(raw)
+    tokenizer = find_tokenizer(config.model)
+    check_fit(config, architecture, tokenizer)
+    return Parts(
+        tokenizer=tokenizer,
+        architecture=architecture,
+        mesh=make_mesh(**config.parallel.model_dump()),
+        folder=folder if config.model.init == "pretrained" else None,
+        options=model_options(config.model),
+    )
+
+
+def find_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that the model section names, with its chat template."""
+    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
+
+
+def model_options(model: ModelConfig) -> dict[str, Any]:
+    """The config's strings as the model builders take them."""
+    return {
+        "param_dtype": model.param_dtype,
+        "dtype": model.compute_dtype,
+        "remat": model.remat,
+        "scan_layers": model.scan_layers,
+        "attention_impl": model.attention,
+    }
+
+
+def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
+    """Parameter shapes with their places on the mesh, and what makes a model of such a dict.
+
+    Nothing is allocated. The model that is rebuilt remembers how parts.folder stored its tensors,
+    so that an export keeps their dtypes.
+    """
+    model = build.abstract(parts.architecture, **parts.options)
+    if parts.folder is not None:
+        model = build.remember(model, parts.folder)
+    shapes, rebuild = split_model(model)
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), parts.mesh))
+    places = {name_path(path): place for path, place in placed}
+    return {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[path])
+        for path, shape in shapes.items()
+    }, rebuild
+
+
+def open_params(parts: Parts, seed: int) -> Params:
+    """The weights that a fresh run starts from, on the mesh: loaded, or random by the seed."""
+    if parts.folder is None:
+        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+    else:
+        model = build.load(parts.folder, mesh=parts.mesh, **parts.options)
+    return split_model(model)[0]
+
+
+def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
+    """(local folder or None, the keys of config.json)."""
+    if model.architecture is not None:
+        return None, model.architecture
+    folder = find_folder(model.path, weights=model.init == "pretrained")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"model.path {model.path!r}: {path} does not exist")
+    try:
+        return folder, json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+
+
+def find_folder(name: str, weights: bool) -> Path:
+    """A local folder as it is, or a Hub repository's snapshot."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"model.path {name!r} is not a folder here; give a folder with config.json and"
+            " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
+        )
+    patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.path {name!r} is not a folder here and could not be read from the Hugging"
+            f" Face Hub: {reason}"
+        ) from None
+
+
+def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer or a row length that the model cannot take."""
+    size = len(tokenizer)
+    if size > architecture.vocab_size:
+        raise UserError(
+            f"model.tokenizer has {size} tokens but the model's vocab_size is"
+            f" {architecture.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    limit = architecture.max_position_embeddings
+    if config.data.sequence_len > limit:
+        raise UserError(
+            f"data.sequence_len {config.data.sequence_len} is longer than the model's"
+            f" max_position_embeddings {limit}; lower the first"
+        )

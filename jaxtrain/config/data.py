@@ -1,0 +1,80 @@
+"""Section data: what is read, how it becomes tokens, how tokens become rows."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+
+FORMAT = Literal["auto", "chat", "prompt_completion", "alpaca", "input_output", "completion"]
+
+
+class DatasetConfig(Section):
+    """One source of examples: an entry of data.datasets or data.eval_datasets."""
+
+    path: str
+    """File (jsonl, json, csv, parquet, arrow), folder of such files, Hub id, or
+    "builtin:calculator" (conversations that the project generates), or for task tree
+    "builtin:caterpillar" (random trees)."""
+    name: str | None = None
+    """Subset of a Hub dataset."""
+    split: str = "train"
+    """Split, with optional slice: "train", "train[:90%]", "train[100:200]"."""
+    streaming: bool = False
+    """Read while training instead of downloading and shuffling as a whole."""
+    format: FORMAT = "auto"
+    """How to read a row; auto tells from the columns."""
+    fields: dict[str, str] = {}
+    """Renamed columns, wanted = found: {messages = "conversations"} or {prompt = "question",
+    completion = "answer"}; message keys with a dot: {"messages.content" = "value"}."""
+    roles: dict[str, str] = {}
+    """Renamed roles, found = wanted: {human = "user", gpt = "assistant"}; ShareGPT's are known."""
+    as_chat: bool = False
+    """prompt_completion and alpaca: put plain strings into the chat template, as user and
+    assistant."""
+    train_on: Literal["all", "assistant", "last", "per_message"] = "assistant"
+    """Which tokens train: all, every assistant turn (with its end-of-turn token), only the last
+    one, or the messages whose own key `train` is true."""
+    weight: float | None = Field(None, gt=0)
+    """Share of this dataset in the rows drawn, relative to the others' (unset counts as 1).
+    Without any weight an epoch holds every row of every dataset once; with weights it is as long,
+    and a dataset that is used up starts over."""
+    max_rows: int | None = Field(None, ge=1)
+    """Use only the first rows of the split."""
+    tools: str | None = None
+    """JSON file with the tool schemas of trajectories that do not bring their own (task tree)."""
+    options: dict[str, Any] = {}
+    """Options of a builtin generator, such as num_rows and seed."""
+
+
+class DataConfig(Section):
+    """Datasets and how they are tokenised, packed and ordered."""
+
+    datasets: list[DatasetConfig] = []
+    """Training data, mixed by weight."""
+    eval_datasets: list[DatasetConfig] = []
+    """Held-out data for eval/loss."""
+    sequence_len: int = Field(2048, ge=8)
+    """Tokens of a packed row."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Rows per device in one forward pass."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Rows of a whole optimizer step. When set, gradient accumulation follows from it, so the same
+    run can go on with another number of devices."""
+    packing: bool = True
+    """Pack several samples into a row (they never see each other); false: one sample a row."""
+    packing_window: int = Field(256, ge=1)
+    """Samples looked ahead at while rows are filled, longest first."""
+    length_buckets: list[int] = []
+    """Shorter row lengths that a step may be cut to, when all its rows fit: less padding for one
+    more compilation each. Useful without packing, as trees of unlike sizes are trained."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to a sample longer than sequence_len; completion text is always split."""
+    shuffle: bool = True
+    """Shuffle globally, anew each epoch, from run.seed."""
+    shuffle_buffer: int = Field(10_000, ge=1)
+    """Rows that a streamed dataset is shuffled within."""
+    num_workers: int = Field(0, ge=0)
+    """Processes that read and tokenise; 0: a thread of this one."""
+    prefetch: int = Field(2, ge=1)
+    """Batches prepared ahead of the step."""

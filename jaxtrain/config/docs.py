@@ -1,0 +1,91 @@
+"""The documentation of every key, made from the sections themselves."""
+
+from typing import Any, get_args, get_origin
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.load import kind_of, section_type
+from jaxtrain.config.root import Config
+
+
+def render_markdown() -> str:
+    """docs/config.md: a table per section with key, type, default and meaning."""
+    lines = [
+        "# Config reference",
+        "",
+        "Every key with its type and default. This page is generated:"
+        " `python -m jaxtrain.main docs > docs/config.md`.",
+    ]
+    for title, section in list_sections():
+        lines += ["", f"## {title}", "", section.__doc__ or "", ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, kind, default, meaning in list_keys(section):
+            kind = kind.replace("|", "\\|")
+            lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_help() -> str:
+    """The same for a terminal."""
+    lines = []
+    for title, section in list_sections():
+        lines += ["", f"[{title}]  {section.__doc__ or ''}"]
+        for key, kind, default, meaning in list_keys(section):
+            lines.append(f"  {key} = {default}   ({kind})")
+            lines.append(f"      {meaning}")
+    return "\n".join(lines)
+
+
+def list_sections() -> list[tuple[str, type[Section]]]:
+    """(title, section) for the root's sections and the tables nested in them."""
+    found = []
+    for name, field in Config.model_fields.items():
+        for section in section_types(field.annotation):
+            kind = kind_of(section)
+            found.append((f'{name} (kind = "{kind}")' if kind else name, section))
+            for key, inner in section.model_fields.items():
+                nested = section_type(inner.annotation)
+                if nested and not any(section is nested for _, section in found):
+                    found.append((f"[{name}.{key}]", nested))
+    return found
+
+
+def section_types(annotation: Any) -> list[type[Section]]:
+    """The section of a field, or all that a union names."""
+    members = [m for m in get_args(annotation) if isinstance(m, type) and issubclass(m, Section)]
+    if isinstance(annotation, type) or not members:
+        members = [section_type(annotation)]
+    return [member for member in members if member]
+
+
+def list_keys(section: type[Section]) -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) for each field."""
+    rows = []
+    for key, field in section.model_fields.items():
+        default = "required" if field.is_required() else describe_default(field.default)
+        meaning = " ".join((field.description or "").split())
+        rows.append((key, describe_type(field.annotation), default, meaning))
+    return rows
+
+
+def describe_default(value: Any) -> str:
+    """The default as one would write it in TOML; "unset" for None."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value).replace("'", '"')
+
+
+def describe_type(annotation: Any) -> str:
+    """A type as people write it: "int", "float or unset", '"adamw" | "lion"'."""
+    args = get_args(annotation)
+    if not args:
+        return getattr(annotation, "__name__", str(annotation))
+    origin = get_origin(annotation)
+    if str(origin) == "typing.Literal":
+        return " | ".join(f'"{value}"' for value in args)
+    if origin in (list, tuple):
+        return f"list of {describe_type(args[0])}"
+    if origin is dict:
+        return "table"
+    return " or ".join("unset" if a is type(None) else describe_type(a) for a in args)

@@ -1,0 +1,74 @@
+"""Section model: which architecture, which weights, in which numbers."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+
+DTYPE = Literal["float32", "bfloat16", "float64"]
+
+
+class ModelConfig(Section):
+    """A Hugging Face checkpoint to start from, or an architecture to start at random."""
+
+    path: str | None = None
+    """Hugging Face folder or Hub id with config.json (and safetensors, unless init = "random")."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """pretrained: load the weights at path; random: only its config.json is used."""
+    architecture: dict[str, Any] | None = None
+    """Instead of path: the keys of a config.json, for a model with random weights."""
+    tokenizer: str | None = None
+    """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's own."""
+    param_dtype: DTYPE = "float32"
+    """Type of the trained weights and the optimizer state (the masters)."""
+    compute_dtype: DTYPE = "bfloat16"
+    """Type that activations and matrix products use."""
+    remat: Literal["none", "full", "dots", "save_attention"] = "none"
+    """What the backward pass recomputes, to save memory: nothing, whole blocks, everything but
+    matrix products, or everything but attention outputs."""
+    scan_layers: bool = True
+    """Compile one layer and loop over it, rather than compile every layer."""
+    attention: str = "auto"
+    """Backend of the attention op: auto, xla, reference or a kernel's name."""
+    logp: str = "auto"
+    """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
+
+
+class OptimConfig(Section):
+    """Optimizer, schedule and the size of a step."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """Optimizer. muon is used for weight matrices, with adamw for all else."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    lr_scheduler: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape after warm-up. wsd stays constant, then decays over the last decay_ratio of the run."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up from 0. Give this or warmup_ratio."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Warm-up as a share of all steps. Give this or warmup_steps."""
+    min_lr: float | None = Field(None, ge=0)
+    """Learning rate at the end of a decay. Give this or min_lr_ratio."""
+    min_lr_ratio: float | None = Field(None, ge=0, le=1)
+    """The same as a share of learning_rate; 0 when neither is given."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "one_minus_sqrt"] = "one_minus_sqrt"
+    """Shape of the wsd scheduler's final decay."""
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """Share of all steps that the wsd scheduler decays over."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, on matrices only (no norms, no biases, no embeddings)."""
+    decay_embeddings: bool = False
+    """Decay embeddings and the output head as well."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """First-moment decay (adamw, lion) or momentum (muon, sgd)."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Second-moment decay (adamw, lion)."""
+    eps: float = Field(1e-8, gt=0)
+    """Term that keeps adamw's division finite."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the global gradient norm to this; unset to not clip."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Microsteps per optimizer step; the update equals that of one large batch exactly."""

@@ -1,0 +1,97 @@
+"""The whole config, and the rules that span its sections."""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.data import DataConfig
+from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
+from jaxtrain.config.task import (
+    EvalConfig,
+    SamplingConfig,
+    SFTTask,
+    TreeTask,
+    find_tree_conflicts,
+)
+
+
+class Config(Section):
+    """Everything that a run depends on."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    task: SFTTask | TreeTask = Field(SFTTask(), discriminator="kind")
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    eval: EvalConfig = EvalConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def default_kind(cls, table: Any) -> Any:
+        """A task that names no kind is sft."""
+        if isinstance(table, dict) and isinstance(table.get("task"), dict):
+            table = {**table, "task": {"kind": "sft", **table["task"]}}
+        return table
+
+    @model_validator(mode="after")
+    def check_sections_together(self) -> "Config":
+        """Refuse combinations that cannot run, naming both keys and a fix."""
+        for problem in find_conflicts(self):
+            raise ValueError(problem)
+        return self
+
+
+def find_conflicts(config: Config):
+    """Yield one sentence for each impossible combination."""
+    run, model, data, optim = config.run, config.model, config.data, config.optim
+    if run.max_steps and run.num_epochs:
+        yield "run.max_steps and run.num_epochs are both set; keep the one that should end the run"
+    if not run.max_steps and not run.num_epochs:
+        yield "neither run.max_steps nor run.num_epochs is set; set one"
+    streamed = [d.path for d in data.datasets if d.streaming]
+    if streamed and not run.max_steps:
+        yield f"data.datasets {streamed[0]!r} streams and has no length; set run.max_steps"
+    if streamed and data.num_workers:
+        yield "data.num_workers needs random access; set it to 0 or streaming to false"
+    if bool(model.path) == bool(model.architecture):
+        yield (
+            "set either model.path (a Hugging Face folder or Hub id) or model.architecture (a"
+            f" config.json inline); {'both are' if model.path else 'neither is'} set"
+        )
+    if model.architecture and not model.tokenizer:
+        yield "model.architecture has no tokenizer of its own; set model.tokenizer"
+    if not data.datasets:
+        yield "data.datasets is empty; add a [[data.datasets]] table with a path"
+    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
+        yield "optim.warmup_steps and optim.warmup_ratio are both set; keep one"
+    if optim.min_lr is not None and optim.min_lr_ratio is not None:
+        yield "optim.min_lr and optim.min_lr_ratio are both set; keep one"
+    if optim.min_lr is not None and optim.min_lr > optim.learning_rate:
+        yield f"optim.min_lr {optim.min_lr} is above optim.learning_rate {optim.learning_rate}"
+    if data.global_batch_size and optim.gradient_accumulation_steps > 1:
+        yield (
+            "data.global_batch_size sets the gradient accumulation by itself; remove"
+            " optim.gradient_accumulation_steps"
+        )
+    if list(config.parallel.model_dump().values()).count(-1) > 1:
+        yield "parallel: only one size may be -1 (all remaining devices)"
+    if config.checkpoint.best_metric and not data.eval_datasets and not config.eval.problems:
+        yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
+    if config.eval.every and not data.eval_datasets and not config.eval.problems:
+        yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or eval.problems"
+    if isinstance(config.task, TreeTask):
+        yield from find_tree_conflicts(config.task, data)
+    elif any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets):
+        yield 'data.datasets builtin:caterpillar makes trees; set task.kind to "tree"'
+    wide = {"float64": 8, "float32": 4, "bfloat16": 2}
+    if wide[model.compute_dtype] > wide[model.param_dtype]:
+        yield (
+            f"model.compute_dtype {model.compute_dtype} is wider than model.param_dtype"
+            f" {model.param_dtype}; lower the first or raise the second"
+        )

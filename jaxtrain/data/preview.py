@@ -1,0 +1,110 @@
+"""Text for people: a sample with its trained tokens marked, and the counts of a dataset."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.data.sample import Dropped, Sample
+
+TRAINED = "bold green"
+CONTEXT = "dim"
+OPEN, CLOSE = "⟦", "⟧"
+"""Marks around a trained stretch where there are no colours."""
+
+
+class Counts:
+    """Running counts of what tokenisation gave."""
+
+    def __init__(self) -> None:
+        self.dropped: dict[str, int] = {}
+        self.lengths: list[int] = []
+        self.trained: list[int] = []
+
+    def add(self, results: Iterable[Sample | Dropped]) -> None:
+        """Count the results of one or more rows."""
+        for result in results:
+            if isinstance(result, Dropped):
+                self.dropped[result.reason] = self.dropped.get(result.reason, 0) + 1
+            else:
+                self.lengths.append(len(result.tokens))
+                self.trained.append(int(np.count_nonzero(result.weights)))
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values, in the order they are shown."""
+        lines = [("samples", f"{len(self.lengths):,}")]
+        for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
+            lines.append((f"dropped: {reason}", f"{count:,}"))
+        if not self.lengths:
+            return lines
+        total, trained = sum(self.lengths), sum(self.trained)
+        lines.append(("tokens", f"{total:,}"))
+        lines.append(("trained tokens", f"{trained:,} ({trained / total:.1%})"))
+        low, middle, high = np.percentile(self.lengths, [50, 90, 99], method="nearest")
+        lines.append(("tokens a sample", f"{min(self.lengths):,} to {max(self.lengths):,}"))
+        lines.append(("  half / 90% / 99% have at most", f"{low:,} / {middle:,} / {high:,}"))
+        return lines
+
+
+def count(results: Iterable[Sample | Dropped]) -> Counts:
+    """Counts of many results."""
+    counts = Counts()
+    counts.add(results)
+    return counts
+
+
+def counts_table(counts: Counts, title: str) -> Table:
+    """The counts as a rich table; printed to a file it is plain text."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in counts.rows():
+        table.add_row(name, value)
+    return table
+
+
+def stretches(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
+    """The sample's text, cut where trained tokens begin and end: (text, trained)."""
+    trained = sample.weights > 0
+    cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+    return [
+        (tokenizer.decode(sample.tokens[start:end].tolist()), bool(trained[start]))
+        for start, end in zip(cuts[:-1], cuts[1:], strict=True)
+        if end > start
+    ]
+
+
+def marked_text(sample: Sample, tokenizer: Any) -> Text:
+    """The sample for a terminal: trained stretches bold green, context dim."""
+    text = Text()
+    for piece, trained in stretches(sample, tokenizer):
+        text.append(piece, style=TRAINED if trained else CONTEXT)
+    return text
+
+
+def plain_text(sample: Sample, tokenizer: Any) -> str:
+    """The sample without colours: trained stretches between ⟦ and ⟧."""
+    return "".join(
+        f"{OPEN}{piece}{CLOSE}" if trained else piece
+        for piece, trained in stretches(sample, tokenizer)
+    )
+
+
+def show_sample(sample: Sample, tokenizer: Any, console: Console) -> None:
+    """Print a sample with a line that says what is marked, in colour on a terminal."""
+    trained = int(np.count_nonzero(sample.weights))
+    style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
+    head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    if console.is_terminal:
+        console.print(marked_text(sample, tokenizer), soft_wrap=True)
+    else:
+        console.print(Text(plain_text(sample, tokenizer)), soft_wrap=True)
+
+
+def show_counts(counts: Counts, title: str, console: Console) -> None:
+    """Print the counts."""
+    console.print(counts_table(counts, title))

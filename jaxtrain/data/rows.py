@@ -1,0 +1,43 @@
+"""Tokenised examples as trees: a lone sequence is a tree of one branch."""
+
+import numpy as np
+
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.tree import Group, Tree, chain
+
+
+def to_tree(sample: Sample, component: str = "nll") -> Tree:
+    """One-branch tree of a sample; its weights become those of `component`."""
+    return chain(
+        np.asarray(sample.tokens, np.int32), {component: sample.weights}, origin=sample.origin
+    )
+
+
+def to_trees(
+    items: list[Sample | Tree | Group | Dropped], row_tokens: int, component: str = "nll"
+) -> list[Tree | Group | Dropped]:
+    """Trees (or groups) of what a tokeniser returned for one row of a dataset.
+
+    Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
+    tokens fit no row, and a trained first token has nothing that predicts it.
+    """
+    checked: list[Tree | Group | Dropped] = []
+    for item in items:
+        if isinstance(item, Sample):
+            item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
+        trees = item.trees if isinstance(item, Group) else (item,) if isinstance(item, Tree) else ()
+        if any(tree.num_tokens > row_tokens for tree in trees):
+            item = Dropped("too long for a row", trees[0].origin)
+        elif trees and not any(map(trains, trees)):
+            item = Dropped("no trained token", trees[0].origin)
+        checked.append(item)
+    return checked
+
+
+def trains(tree: Tree) -> bool:
+    """Whether any token that has a predictor carries weight."""
+    for index, node in enumerate(tree.nodes):
+        for values in node.weights.values():
+            if np.any(values[1:] if index == 0 else values):
+                return True
+    return False

@@ -1,0 +1,266 @@
+"""Messages to tokens: the tokenizer's own chat template, and which tokens an assistant wrote.
+
+The mask comes from incremental prefixes of the template. For an assistant turn i,
+
+    prompt = render(messages[:i], generation prompt)     what the model sees when it has to speak
+    done   = render(messages[:i+1])                      the same with the turn it wrote
+
+so the turn is done minus prompt, up to and with its end-of-turn token. A turn trains only in a
+rendering that begins with both, in text and in tokens; then training sees what inference will see.
+
+- A template that rewrites history (Qwen3 strips earlier thinking) gives several renderings of one
+  conversation: the whole, and for the turns that it shows differently the conversation up to them.
+  Each turn trains in exactly one.
+- Where the turn's own rendering does not begin with its prompt (a generation prompt that opens a
+  thinking block, a turn that has none), the turn trains from where the two part.
+- Where tokens merge across the border of a turn (silent re-tokenisation), the model would be
+  trained on tokens that it never sees in use: `Retokenised`, which formats count as dropped.
+- Where the template leaves out tools, tool calls or thinking that the row has: `LeftOut`, the same.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from jaxtrain.errors import UserError
+
+BUILTIN = Path(__file__).parents[1] / "assets" / "tokenizer"
+
+Message = Mapping[str, Any]
+
+
+class Retokenised(Exception):
+    """Text that is tokenised differently once it is followed by the next turn."""
+
+
+class LeftOut(Exception):
+    """The chat template does not write a part of the row; the text names the part."""
+
+
+class TemplateFailed(Exception):
+    """The chat template refuses these messages."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """One token sequence of a conversation."""
+
+    tokens: np.ndarray
+    """int32 [n]."""
+    author: np.ndarray
+    """int32 [n]: index of the message that a token belongs to as a trainable part; -1 for context
+    (headers, generation prompts, messages that are not asked for)."""
+
+
+def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
+    """A transformers fast tokenizer from a folder, the Hub or "builtin" (the one shipped here).
+
+    chat_template: a file with a Jinja template that replaces the tokenizer's own, or "builtin" for
+    the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
+    tokenizer or only a slow one.
+    """
+    # Slow to import, and needed by nobody who only reads configs.
+    from transformers import AutoTokenizer
+
+    place = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
+    folder = Path(place)
+    if folder.exists() and not (folder / "tokenizer_config.json").exists():
+        if not (folder / "tokenizer.json").exists():
+            raise UserError(
+                f"no tokenizer in {place}: expected a folder with tokenizer.json and "
+                'tokenizer_config.json (key model.tokenizer; "builtin" is the one shipped here)'
+            )
+    if not folder.exists() and (place.startswith((".", "/", "~")) or place.count("/") > 1):
+        raise UserError(f"tokenizer folder {place} does not exist (key model.tokenizer)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"cannot load the tokenizer {place} (key model.tokenizer): {reason}\n"
+            'Give a folder with tokenizer.json, a Hub id that can be reached, or "builtin".'
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
+            "fast one: convert it to tokenizer.json with transformers and name that folder"
+        )
+    # A tokenizer.json may ask to cut or fill up what it encodes.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    if chat_template == "builtin":
+        config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer.chat_template = config["chat_template"]
+    elif chat_template is not None:
+        file = Path(chat_template)
+        if not file.is_file():
+            raise UserError(f"no such file: {chat_template} (key model.chat_template)")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def require_chat_template(tokenizer: Any) -> None:
+    """Raise UserError unless the tokenizer can render messages."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, which chat data needs: "
+            "name a file with one as model.chat_template, or another model.tokenizer"
+        )
+
+
+def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """Token ids of a text; special: with the tokens that the tokenizer adds at its ends."""
+    # The Python wrapper gives the same ids, at several times the cost for a short text.
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
+
+
+def render_text(
+    tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
+) -> str:
+    """The chat template's text; raises TemplateFailed with the template's reason."""
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=tools or None, add_generation_prompt=generation, tokenize=False
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TemplateFailed(f"chat template: {str(error)[:100]}") from error
+
+
+def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
+    """Tokens of messages with the generation prompt: what a model continues."""
+    require_chat_template(tokenizer)
+    return encode(tokenizer, render_text(tokenizer, messages, tools, generation=True))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Id of the special token with which the chat template ends an assistant turn, if any."""
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
+    ids = encode(tokenizer, tail)
+    return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of control tokens: those that no ordinary text produces."""
+    added = tokenizer.added_tokens_decoder
+    return set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where a trainable message lies, in characters of the rendering that shows it."""
+
+    index: int
+    prompt: str
+    done: str
+
+
+class Renderer:
+    """Renders conversations with one tokenizer. Picklable."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        require_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.special = special_ids(tokenizer)
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]
+    ) -> list[Rendering]:
+        """Renderings in which each wanted message is marked once; the first is the whole.
+
+        wanted: indices of the messages that train, of any role; an assistant's starts after the
+        generation prompt. Raises TemplateFailed, Retokenised, LeftOut, or UserError when an
+        assistant turn does not end in a special token.
+        """
+        left = [self._turn(messages, tools, index) for index in wanted]
+        text = render_text(self.tokenizer, messages, tools)
+        names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+        if not all(name in text for name in names):
+            raise LeftOut("tools")
+        renderings = []
+        while True:
+            shown = [turn for turn in left if text.startswith(turn.done)]
+            if shown or not renderings:
+                renderings.append(self._mark(text, shown, messages))
+            left = [turn for turn in left if turn not in shown]
+            if not left:
+                return renderings
+            text = left[-1].done
+
+    def _turn(self, messages: Sequence[Message], tools: Any, index: int) -> Turn:
+        """Render up to a message, without and with it."""
+        is_assistant = messages[index]["role"] == "assistant"
+        prompt = ""
+        if is_assistant or index > 0:
+            prompt = render_text(self.tokenizer, messages[:index], tools, generation=is_assistant)
+        done = render_text(self.tokenizer, messages[: index + 1], tools)
+        if not done.startswith(prompt):
+            prompt = os.path.commonprefix([prompt, done])
+            before = render_text(self.tokenizer, messages[:index], tools) if index else ""
+            if len(prompt) < len(os.path.commonprefix([before, done])) or prompt == done:
+                raise TemplateFailed("chat template: a turn rewrites what precedes it")
+        self._check_complete(messages[index], done[len(prompt) :])
+        return Turn(index, prompt, done)
+
+    @staticmethod
+    def _check_complete(message: Message, text: str) -> None:
+        """Raise LeftOut unless the text of a turn has its thinking and its tool calls."""
+        if message.get("reasoning_content", "").strip() not in text:
+            raise LeftOut("reasoning_content")
+        for call in message.get("tool_calls", []):
+            if call["function"]["name"] not in text:
+                raise LeftOut("tool_calls")
+
+    def _mark(self, text: str, turns: list[Turn], messages: Sequence[Message]) -> Rendering:
+        """Tokens of a text with the turns marked that it shows."""
+        tokens = encode(self.tokenizer, text)
+        author = np.full(len(tokens), -1, np.int32)
+        for turn, (start, end) in zip(turns, self._spans(text, tokens, turns), strict=True):
+            if messages[turn.index]["role"] == "assistant":
+                end = self._end_of_turn(tokens, start, end)
+            author[start:end] = turn.index
+        return Rendering(np.asarray(tokens, np.int32), author)
+
+    def _spans(self, text: str, tokens: list[int], turns: list[Turn]) -> list[tuple[int, int]]:
+        """First and last-but-one token of each turn; its borders must be borders of tokens."""
+        cuts = sorted(
+            {0, len(text)} | {len(t.prompt) for t in turns} | {len(t.done) for t in turns}
+        )
+        pieces = [
+            encode(self.tokenizer, text[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+        ]
+        if [token for piece in pieces for token in piece] == tokens:
+            counts = np.cumsum([0] + [len(piece) for piece in pieces])
+            at = dict(zip(cuts, counts.tolist(), strict=True))
+        else:
+            # A tokenizer that treats the start of a text specially, or a real merge: look closely.
+            at = {cut: self._prefix(text[:cut], tokens) for cut in cuts}
+        return [(at[len(turn.prompt)], at[len(turn.done)]) for turn in turns]
+
+    def _prefix(self, text: str, tokens: list[int]) -> int:
+        """Number of tokens of a text, which must begin the tokens of the whole."""
+        head = encode(self.tokenizer, text)
+        if head != tokens[: len(head)]:
+            around = self.tokenizer.decode(head[-5:])
+            raise Retokenised(f"tokens change after {around!r} when the next turn follows")
+        return len(head)
+
+    def _end_of_turn(self, tokens: list[int], start: int, end: int) -> int:
+        """End of an assistant turn behind its last special token; only white space may follow."""
+        for index in range(end - 1, start - 1, -1):
+            if tokens[index] in self.special:
+                return index + 1
+            if self.tokenizer.decode([tokens[index]]).strip():
+                break
+        raise UserError(
+            "the chat template does not end an assistant turn with a special token, so a model "
+            f"would never learn to stop: the turn ends in "
+            f"{self.tokenizer.decode(tokens[max(start, end - 8) : end])!r}. "
+            "Use another chat template (key model.chat_template)."
+        )

@@ -1,0 +1,239 @@
+"""One row to samples: read it as its format says, decide which tokens train, obey the length rule.
+
+The first token of a sequence has nothing before it and never trains.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data import template
+from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
+from jaxtrain.data.messages import ACCEPTED, KEYS, Malformed, read_messages, read_tools
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.errors import UserError
+
+ALPACA_INPUT = "\n\n### Input:\n"
+
+Result = list[Sample | Dropped]
+Weighted = tuple[list[int], list[float]]
+
+
+class Tokeniser:
+    """(row, origin) -> samples and drops; see formats.make_tokeniser. Picklable."""
+
+    def __init__(
+        self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str
+    ) -> None:
+        _check_names(dataset)
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.sequence_len = sequence_len
+        self.too_long = too_long
+        self.renderer = template.Renderer(tokenizer) if tokenizer.chat_template else None
+
+    def __call__(self, row: dict[str, Any], origin: str) -> Result:
+        """Samples of a row, or why it has none."""
+        try:
+            return self._read(self._renamed(row), origin)
+        except Malformed as error:
+            where = f"{origin}, {error.place}" if error.place else origin
+            return [Dropped(f"malformed row: {error}", where)]
+        except template.TemplateFailed as error:
+            return [Dropped(f"malformed row: {error}", origin)]
+        except template.LeftOut as error:
+            return [Dropped(f"chat template leaves out {error}", origin)]
+        except template.Retokenised:
+            return [Dropped("turn is tokenised differently in context", origin)]
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from None
+
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Columns under the names that the formats know."""
+        row = dict(row)
+        for wanted, found in self.dataset.fields.items():
+            if "." not in wanted and found in row:
+                row[wanted] = row[found]
+        return row
+
+    def _read(self, row: dict[str, Any], origin: str) -> Result:
+        name = self.dataset.format
+        if name == "auto":
+            name = detect_format(row)
+            if name is None:
+                raise Malformed(f"no known columns among {', '.join(map(str, row)) or 'none'}")
+        if name == "completion":
+            return self._completion(row, origin)
+        if name == "input_output":
+            return self._finish([self._segments(row)], origin)
+        if name == "chat":
+            return self._chat(*self._conversation(row), origin)
+        if name == "prompt_completion":
+            prompt, completion = _need(row, "prompt"), _need(row, "completion")
+            if isinstance(prompt, str) and isinstance(completion, str) and not self.dataset.as_chat:
+                return self._finish([self._pair(prompt, completion)], origin)
+            before = self._with_system(row, self._messages(prompt, "user"))
+            after = self._messages(completion, "assistant")
+            return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
+        instruction, output = _string(row, "instruction"), _string(row, "output")
+        given = row.get("input") or ""
+        if not self.dataset.as_chat:
+            middle = f"{ALPACA_INPUT}{given}" if given else ""
+            system = f"{row['system']}\n\n" if row.get("system") else ""
+            prompt = f"{system}### Instruction:\n{instruction}{middle}\n\n### Response:\n"
+            return self._finish([self._pair(prompt, output)], origin)
+        user = f"{instruction}\n\n{given}" if given else instruction
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
+        return self._chat(self._with_system(row, messages), None, origin)
+
+    def _messages(self, value: Any, role: str) -> list[dict[str, Any]]:
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        return read_messages(value, self.dataset.fields, self.dataset.roles)
+
+    def _with_system(self, row: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
+        """Messages after those of the column system, unless they bring their own."""
+        system = row.get("system")
+        if not isinstance(system, str) or not system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _conversation(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+        value = row.get("conversations") if row.get("messages") is None else row["messages"]
+        if value is None:
+            raise Malformed("column messages is missing or empty")
+        messages = self._with_system(row, self._messages(value, "user"))
+        return messages, read_tools(row.get("tools"))
+
+    def _chat(
+        self, messages: list[dict[str, Any]], tools: Any, origin: str, first: int = 0
+    ) -> Result:
+        """Render a conversation; messages before `first` are context unless all tokens train."""
+        if self.renderer is None:
+            template.require_chat_template(self.tokenizer)
+        mode = self.dataset.train_on
+        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        if mode == "last":
+            turns = turns[-1:]
+        elif mode == "per_message":
+            turns = [i for i in range(len(messages)) if messages[i].get("train") is True]
+        if mode != "all" and not turns:
+            return [Dropped("no trained token", origin)]
+        plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+        parts = self.renderer(plain, tools, turns if mode != "all" else [])
+        weighted = []
+        for part in parts:
+            weights = np.ones(len(part.tokens)) if mode == "all" else part.author >= 0
+            if weights.any():
+                weighted.append((part.tokens.tolist(), weights.astype(float).tolist()))
+        return self._finish(weighted, origin)
+
+    def _pair(self, prompt: str, completion: str) -> Weighted:
+        """Text before, text after and eos, tokenised apart: as the model meets them in use."""
+        before = self._start(prompt)
+        after = [*template.encode(self.tokenizer, completion), self._eos()]
+        everything = self.dataset.train_on == "all"
+        return before + after, [float(everything)] * len(before) + [1.0] * len(after)
+
+    def _segments(self, row: dict[str, Any]) -> Weighted:
+        """Segments tokenised apart, each trained or not; nothing is added at the end."""
+        segments = _need(row, "segments")
+        if not isinstance(segments, list) or not segments:
+            raise Malformed("segments must be a list of {text, train}")
+        tokens: list[int] = []
+        weights: list[float] = []
+        for segment in segments:
+            text = segment.get("text") if isinstance(segment, Mapping) else None
+            train = segment.get("train", segment.get("label")) if text is not None else None
+            if not isinstance(text, str) or not isinstance(train, bool):
+                raise Malformed("a segment must have a string text and a true/false train")
+            ids = self._start(text) if not tokens else template.encode(self.tokenizer, text)
+            tokens += ids
+            weights += [float(train or self.dataset.train_on == "all")] * len(ids)
+        return tokens, weights
+
+    def _completion(self, row: dict[str, Any], origin: str) -> Result:
+        """A whole document and eos, cut to pieces of sequence_len.
+
+        A piece starts with the last token of the one before, as context: every token but the
+        document's first is predicted exactly once.
+        """
+        text = _string(row, "text")
+        tokens = self._start(text) + [self._eos()]
+        stride = self.sequence_len - 1
+        starts = range(0, max(1, len(tokens) - 1), stride)
+        pieces = [tokens[start : start + self.sequence_len] for start in starts]
+        return self._finish([(piece, [1.0] * len(piece)) for piece in pieces], origin)
+
+    def _start(self, text: str) -> list[int]:
+        """Tokens of the beginning of a text, with a bos token if the tokenizer has that habit."""
+        ids = template.encode(self.tokenizer, text)
+        bos = self.tokenizer.bos_token_id
+        habit = template.encode(self.tokenizer, "", special=True)
+        return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
+
+    def _eos(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(
+                f"the tokenizer {self.tokenizer.name_or_path} names no eos token, which plain text "
+                "must end with: set eos_token in its tokenizer_config.json"
+            )
+        return self.tokenizer.eos_token_id
+
+    def _finish(self, sequences: Sequence[Weighted], origin: str) -> Result:
+        """Length and mask rules, the same for all formats."""
+        results: Result = []
+        for tokens, weights in sequences:
+            if len(tokens) > self.sequence_len:
+                if self.too_long == "error":
+                    raise UserError(
+                        f"{len(tokens)} tokens, but data.sequence_len is {self.sequence_len}: "
+                        'raise it, or set data.too_long to "drop" or "truncate"'
+                    )
+                if self.too_long == "drop":
+                    results.append(Dropped("too long", origin))
+                    continue
+                tokens, weights = tokens[: self.sequence_len], weights[: self.sequence_len]
+            weight = np.asarray(weights, np.float32)
+            weight[:1] = 0.0
+            if weight.any():
+                results.append(Sample(np.asarray(tokens, np.int32), weight, origin))
+            else:
+                results.append(Dropped("no trained token", origin))
+        return results or [Dropped("no trained token", origin)]
+
+
+def _check_names(dataset: DatasetConfig) -> None:
+    """Raise UserError for names in fields or roles that nothing would read."""
+    columns = {name for needed in COLUMNS.values() for names in needed for name in names}
+    allowed = sorted(columns | OPTIONAL) + [f"messages.{key}" for key in KEYS]
+    for wanted in dataset.fields:
+        if wanted not in allowed:
+            near = difflib.get_close_matches(wanted, allowed, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise UserError(
+                f"{dataset.path}: fields renames to {wanted!r}, which no format reads{hint} "
+                f"(wanted = found; wanted is one of {', '.join(allowed)})"
+            )
+    for found, wanted in dataset.roles.items():
+        if wanted not in ACCEPTED:
+            raise UserError(
+                f"{dataset.path}: roles turns {found!r} into {wanted!r}, which is no role "
+                f"(found = wanted; wanted is one of {', '.join(ACCEPTED)})"
+            )
+
+
+def _need(row: dict[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise Malformed(f"column {name} is missing or empty")
+    return row[name]
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    value = _need(row, name)
+    if not isinstance(value, str):
+        raise Malformed(f"column {name} holds a {type(value).__name__}, not a string")
+    return value

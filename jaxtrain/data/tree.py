@@ -1,0 +1,200 @@
+"""Prefix trees of tokens: what one row of training data is, whatever the method.
+
+A document is a tree of one node, a preference pair a trunk with two leaves, an agent episode a
+trunk with a side leaf per hidden thought. A *branch* is a path from the root to an end node; the
+model must see each branch as if it stood alone, and each token is computed once.
+
+    system+user ─┬─ think 1                      K = 3 branches end at: think 1, think 2, answer 2
+                 └─ answer 1, user ─┬─ think 2
+                                    └─ answer 2
+
+A token that several branches share carries the sum of their weights: with weight 1 on each branch
+that is g, the number of branches through it (specification of tree training, prime-rl PR 2405).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+Weights = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A run of tokens without a fork inside."""
+
+    parent: int
+    """Index of the parent node in the tree; -1 for the root."""
+    tokens: np.ndarray
+    """int32 [n] token ids, n >= 1."""
+    weights: Weights
+    """{component: float [n]} summed over the branches through this node; 0 is context."""
+    streams: dict[str, np.ndarray] = field(default_factory=dict)
+    """{name: [n]} other per-token numbers, such as advantages and old log-probs."""
+    role: str = ""
+    """What it is, for people: "user", "think", "response"."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) == 0:
+            raise ValueError("a node has no tokens")
+        for name, values in (*self.weights.items(), *self.streams.items()):
+            if len(values) != len(self.tokens):
+                raise ValueError(f"{name}: {len(values)} values for {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Nodes in topological order: one root at index 0, every parent before its children."""
+
+    nodes: tuple[Node, ...]
+    ends: tuple[int, ...] = ()
+    """Node at which each branch ends; empty means the leaves, ascending. Named when a sequence
+    ends inside another one or occurs twice."""
+    origin: str = ""
+    """Where it came from, for messages."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("a tree needs at least one node")
+        if self.nodes[0].parent != -1:
+            raise ValueError(
+                f"node 0 is the root, its parent must be -1, not {self.nodes[0].parent}"
+            )
+        for index, node in enumerate(self.nodes[1:], start=1):
+            if not 0 <= node.parent < index:
+                raise ValueError(f"node {index}: parent {node.parent} is not in 0..{index - 1}")
+        leaves = self.leaves()
+        if not self.ends:
+            object.__setattr__(self, "ends", leaves)
+        elif not set(leaves) <= set(self.ends) <= set(range(len(self.nodes))):
+            raise ValueError(f"ends {self.ends} must be nodes and include every leaf {leaves}")
+
+    def children(self, index: int) -> tuple[int, ...]:
+        """Child nodes, ascending, which is also the order of the depth-first walk."""
+        return self._children[index]
+
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes without children, ascending."""
+        return tuple(i for i, children in enumerate(self._children) if not children)
+
+    def root_path(self, leaf: int) -> tuple[int, ...]:
+        """Node indices from the root to the end of a branch; ValueError if no branch ends there."""
+        if not 0 <= leaf < len(self.nodes):
+            raise IndexError(f"node {leaf} is not in 0..{len(self.nodes) - 1}")
+        if leaf not in self.ends:
+            raise ValueError(f"no branch ends at node {leaf}; they end at {self.ends}")
+        path = [leaf]
+        while (parent := self.nodes[path[-1]].parent) >= 0:
+            path.append(parent)
+        return tuple(reversed(path))
+
+    @property
+    def num_branches(self) -> int:
+        """K, the number of branches; at least 1."""
+        return len(self.ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the tokens of the packed tree."""
+        return sum(len(node.tokens) for node in self.nodes)
+
+    @cached_property
+    def _children(self) -> tuple[tuple[int, ...], ...]:
+        children: list[list[int]] = [[] for _ in self.nodes]
+        for index, node in enumerate(self.nodes[1:], start=1):
+            children[node.parent].append(index)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def branch_counts(self) -> tuple[int, ...]:
+        """g of each node: the number of branches that pass through it or end in it."""
+        counts = [0] * len(self.nodes)
+        for end in self.ends:
+            counts[end] += 1
+        for index in range(len(self.nodes) - 1, 0, -1):
+            counts[self.nodes[index].parent] += counts[index]
+        return tuple(counts)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Position of each node's first token along its branch."""
+        depths = [0]
+        for node in self.nodes[1:]:
+            depths.append(depths[node.parent] + len(self.nodes[node.parent].tokens))
+        return tuple(depths)
+
+    def branch_lengths(self) -> tuple[int, ...]:
+        """Tokens of each branch, in the order of `ends`."""
+        return tuple(self.depths[end] + len(self.nodes[end].tokens) for end in self.ends)
+
+    def preorder(self) -> list[int]:
+        """Node indices depth first, children in ascending order."""
+        order, stack = [], [0]
+        while stack:
+            index = stack.pop()
+            order.append(index)
+            stack.extend(reversed(self._children[index]))
+        return order
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Trees that only make sense in the same optimizer step: the branches of one tree."""
+
+    trees: tuple[Tree, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(tree.num_tokens for tree in self.trees)
+
+
+def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str = "") -> Tree:
+    """The tree of one branch."""
+    return Tree((Node(-1, tokens, weights, role=role),), origin=origin)
+
+
+def build_tree(
+    parts: Iterable[tuple[int, Sequence[int], Sequence[float], str]],
+    *,
+    component: str = "nll",
+    origin: str = "",
+) -> Tree:
+    """Tree from (parent, tokens, weights of ONE branch, role); the sums over branches follow.
+
+    A mask [n] of bools is a weight of 1 on every branch: the token then carries g.
+    """
+    bare = []
+    for parent, tokens, weights, role in parts:
+        token_array = np.asarray(tokens, np.int32)
+        bare.append(
+            Node(parent, token_array, {component: np.asarray(weights, np.float64)}, role=role)
+        )
+    tree = Tree(tuple(bare), origin=origin)
+    nodes = tuple(
+        Node(node.parent, node.tokens, {component: node.weights[component] * g}, role=node.role)
+        for node, g in zip(tree.nodes, tree.branch_counts, strict=True)
+    )
+    return Tree(nodes, tree.ends, origin)
+
+
+def split_branches(tree: Tree) -> list[tuple[np.ndarray, Weights]]:
+    """(tokens, weights) of each branch alone, in the order of `ends`.
+
+    A shared token's weight is divided evenly between the branches through it, so the weights of
+    the branches add up to the tree's; exact for trees whose branches agree on shared weights.
+    """
+    branches = []
+    for end in tree.ends:
+        path = tree.root_path(end)
+        tokens = np.concatenate([tree.nodes[i].tokens for i in path])
+        weights = {
+            name: np.concatenate(
+                [tree.nodes[i].weights[name] / tree.branch_counts[i] for i in path]
+            )
+            for name in tree.nodes[0].weights
+        }
+        branches.append((tokens, weights))
+    return branches

@@ -1,0 +1,90 @@
+"""`--dry-run`: everything but the memory. Shapes are traced, nothing is allocated or compiled."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.assemble import Parts, abstract_params, assemble
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config
+from jaxtrain.data.formats import probe
+from jaxtrain.data.preview import show_sample
+from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.parallel.feed import row_shards
+from jaxtrain.preprocess import show_packing
+from jaxtrain.session import count_microsteps
+from jaxtrain.step import abstract_state, make_step
+from jaxtrain.tasks import build_task
+
+GIB = 2.0**30
+
+
+def dry_run(config: Config) -> None:
+    """Check data, model and shapes; print parameters, memory per device, packing and a sample."""
+    console = Console()
+    parts = assemble(config)
+    first = None
+    for dataset in [*config.data.datasets, *config.data.eval_datasets]:
+        found = probe(dataset, parts.tokenizer, config.data)
+        console.print(str(found), markup=False)
+        first = first or next(iter(found.samples), None)
+    with jax.set_mesh(parts.mesh):
+        show_memory(config, parts, console)
+    show_packing(config, parts.tokenizer, console, num_batches=4)
+    if first is not None:
+        show_sample(first, parts.tokenizer, console)
+    console.print("dry run: nothing was allocated, compiled or written")
+
+
+def show_memory(config: Config, parts: Parts, console: Console) -> None:
+    """Trace one step on shapes and print what its arrays take on each device."""
+    params, rebuild = abstract_params(parts)
+    optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), params)
+    state = abstract_state(params, optimizer)
+    task = build_task(config)
+    step = make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
+    microsteps = count_microsteps(config, parts.mesh)
+    batch = abstract_batch(config, parts, microsteps, task.coef)
+    jax.eval_shape(step, state, batch)
+
+    weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
+    mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
+    total = sum(value.size for value in params.values())
+    rows = config.data.micro_batch_size * row_shards(parts.mesh)
+    table = Table(show_header=False, title="model", title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in [
+        ("parameters", f"{total:,}"),
+        ("mesh", str(mesh)),
+        ("rows x tokens of an optimizer step", f"{microsteps * rows} x {config.data.sequence_len}"),
+        ("weights, GiB per device", f"{weights / GIB:.3f}"),
+        ("gradients, GiB per device", f"{weights / GIB:.3f}"),
+        ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
+        ("sum, before activations", f"{(2 * weights + slots) / GIB:.3f}"),
+    ]:
+        table.add_row(name, value)
+    console.print(table)
+    if parts.mesh.size > 1:
+        for path, value in params.items():
+            console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
+
+
+def abstract_batch(config: Config, parts: Parts, microsteps: int, components):
+    """Shapes of one optimizer step's batch."""
+    rows = config.data.micro_batch_size * row_shards(parts.mesh)
+    shape = (microsteps, rows, config.data.sequence_len)
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in components}
+    return Batch(tokens=ints, positions=ints, prev=ints, until=ints, weights=weights)
+
+
+def bytes_per_device(tree) -> int:
+    """Bytes that one device holds of a tree of placed shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,1 @@
+"""Environments that a model acts in: what a tool answers, and whether an answer is right."""

@@ -1,0 +1,162 @@
+"""Held-out loss, and calculator problems that the model solves by itself."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.assemble import Parts, abstract_params, assemble, open_params
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, load_config
+from jaxtrain.data.calculator import CalculatorRows
+from jaxtrain.data.pipeline import eval_batches
+from jaxtrain.envs.calculator import Episode, accuracy, end_of_turn_ids, solve_problems
+from jaxtrain.errors import UserError
+from jaxtrain.metrics import add_pairs, average
+from jaxtrain.parallel.feed import feed, row_group, row_shards
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parameters import Params
+from jaxtrain.rollout.local import LocalSampler
+from jaxtrain.session import Session
+from jaxtrain.sinks import Sinks
+from jaxtrain.step import make_eval
+from jaxtrain.tasks import build_task
+from jaxtrain.trained import open_trained
+
+
+class Evaluation:
+    """What section `eval` asks for; remembers the first and the last result."""
+
+    def __init__(self, config: Config, parts: Parts, sinks: Sinks, folder: Path):
+        self.config, self.parts, self.sinks = config, parts, sinks
+        self.samples = folder / "samples.jsonl"
+        self.history: list[dict[str, float]] = []
+        self.sampler: LocalSampler | None = None
+
+    def run(self, session: Session, step: int) -> dict[str, float]:
+        """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
+        found: dict[str, float] = {}
+        for index, dataset in enumerate(self.config.data.eval_datasets):
+            means = held_out_loss(
+                session.evaluate,
+                session.state.params,
+                open_eval(self.config, self.parts, dataset),
+                self.parts.mesh,
+            )
+            name = "eval" if index == 0 else f"eval/{index}"
+            found.update({f"{name}/{key}": value for key, value in means.items()})
+        if self.config.eval.problems:
+            found["eval/accuracy"] = self.solve(session, step)
+        self.history.append(found)
+        return found
+
+    def solve(self, session: Session, step: int) -> float:
+        """Share of held-out questions that the model answers rightly, calling the tool itself."""
+        rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
+        sampler = self.open_sampler(session.rebuild(session.state.params))
+        episodes = solve_problems(
+            lambda prompts: [
+                answer.tokens for answer in sampler.generate(prompts, self.config.sampling)
+            ],
+            self.parts.tokenizer,
+            rows,
+        )
+        if is_main_process():
+            with self.samples.open("a") as file:
+                for episode in episodes:
+                    line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
+                    line |= {"stop": episode.stop, "text": episode.transcript}
+                    file.write(json.dumps(line) + "\n")
+        for episode in episodes[: self.config.eval.show]:
+            self.sinks.say(describe_episode(episode))
+        return accuracy(episodes)
+
+    def open_sampler(self, model: Any) -> LocalSampler:
+        """The run's one sampler, with these weights: it compiles once."""
+        if self.sampler is None:
+            self.sampler = LocalSampler(
+                model,
+                end_of_turn_ids(self.parts.tokenizer),
+                max_len=self.parts.architecture.max_position_embeddings,
+                to_text=self.parts.tokenizer.decode,
+            )
+        self.sampler.use(model)
+        return self.sampler
+
+    def summary(self) -> str:
+        """Before and after, in a line or two."""
+        if not self.history:
+            return ""
+        first, last = self.history[0], self.history[-1]
+        lines = []
+        for key, value in last.items():
+            if key in ("eval/loss", "eval/accuracy"):
+                before = f"{first[key]:.4g} -> " if len(self.history) > 1 and key in first else ""
+                lines.append(f"held-out {key[5:]}: {before}{value:.4g}")
+        return "\n".join(lines)
+
+
+def describe_episode(episode: Episode) -> str:
+    """A played conversation on one line a turn, without the system prompt."""
+    turns = episode.transcript.split("<|im_start|>")[1:]
+    said = [turn.partition("\n") for turn in turns if not turn.startswith("system")]
+    lines = [
+        f"  {role:>9}: {' '.join(text.replace('<|im_end|>', ' ').split())[:160]}"
+        for role, _, text in said
+    ]
+    right = f"{episode.num_right} of {len(episode.answers)} right ({episode.stop})"
+    return "\n".join([f"held-out conversation, {right}", *lines])
+
+
+def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:
+    """Batches [1, B, T] of one held-out dataset, at most eval.max_batches of them."""
+    _, count = row_group(parts.mesh)
+    rows = config.data.micro_batch_size * row_shards(parts.mesh) // count
+    batches = eval_batches(dataset, config.data, parts.tokenizer, rows)
+    for index, batch in enumerate(batches):
+        if config.eval.max_batches is not None and index >= config.eval.max_batches:
+            return
+        yield batch
+
+
+def held_out_loss(
+    evaluate: Callable, params: Params, batches: Iterable[Batch], mesh: Any
+) -> dict[str, float]:
+    """Weighted means over all batches [1, B, T]: loss, perplexity and the loss's other metrics.
+
+    evaluate: the function of `step.make_eval`. Data without trained tokens gives an empty dict.
+    """
+    total: dict[str, tuple[float, float]] = {}
+    for batch in batches:
+        micro = jax.tree.map(lambda leaf: leaf[0], feed(batch, mesh))
+        found = jax.device_get(evaluate(params, micro))
+        total = add_pairs(total, {name: (float(s), float(w)) for name, (s, w) in found.items()})
+    means = average(total)
+    if "nll" not in means:
+        return {}
+    loss = means.pop("nll")
+    return {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), **means}
+
+
+def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
+    """The verb `eval`: held-out loss of a run's newest checkpoint, or of a config's model."""
+    if run is not None:
+        trained = open_trained(str(run), overrides)
+        config, parts = trained.config, trained.parts
+        params, rebuild = trained.params, trained.rebuild
+        print(f"{run}, step {trained.step}")
+    else:
+        config = load_config(config_path, overrides)
+        parts = assemble(config)
+        params, rebuild = open_params(parts, config.run.seed), abstract_params(parts)[1]
+    if not config.data.eval_datasets:
+        raise UserError("eval: data.eval_datasets is empty; add data.eval_datasets.0.path=...")
+    evaluate = make_eval(rebuild, build_task(config).loss)
+    with jax.set_mesh(parts.mesh):
+        for dataset in config.data.eval_datasets:
+            means = held_out_loss(evaluate, params, open_eval(config, parts, dataset), parts.mesh)
+            shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
+            print(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")

@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json, safetensors, and the invertible map between names."""

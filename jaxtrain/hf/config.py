@@ -1,0 +1,106 @@
+"""config.json to a frozen dataclass and back; an attribute that we would ignore is refused.
+
+transformers' own config class fills in what the file leaves out and brings old spellings
+(`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`) to one form, so a default here is
+always the default there.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from jaxtrain.errors import UserError
+
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+"""Say nothing about the network; carried along for export."""
+
+IGNORED = {
+    *KEPT,
+    "_attn_implementation",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+}
+
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
+
+
+def hf_defaults(model_type: str) -> dict[str, Any]:
+    """All attributes of transformers' config class of that type, at their defaults."""
+    return _config_class(model_type)().to_dict()
+
+
+def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for the dataclass `cls` from the content of a config.json.
+
+    Every field of `cls` but `rope` and `kept` is named as in config.json.
+    Raises UserError for an attribute that is not a field, says something about the network and
+    differs from transformers' default.
+    """
+    model_type = cls.model_type
+    names = {field.name for field in dataclasses.fields(cls)} - {"rope", "kept"}
+    defaults = hf_defaults(model_type)
+    for key, value in raw.items():
+        if key in names or key in IGNORED or key in ROPE:
+            continue
+        # A switch that is off cannot change what the network computes.
+        if value is None or value is False or (key in defaults and defaults[key] == value):
+            continue
+        known = f"the default {defaults[key]!r}" if key in defaults else "that it is absent"
+        raise UserError(
+            f"config.json: {key}={_short(value)} is not supported for model_type {model_type!r}; "
+            f"this implementation only knows {known}"
+        )
+    try:
+        full = _config_class(model_type).from_dict(json.loads(json.dumps(raw))).to_dict()
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"config.json ({model_type}): {error}") from error
+    values = {name: _freeze(full[name]) for name in names if name in full}
+    rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}
+    values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
+    values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
+    return values
+
+
+def write_fields(config: Any) -> dict[str, Any]:
+    """The content of a config.json that transformers 4 and 5 read as `config`."""
+    raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
+    for field in dataclasses.fields(config):
+        if field.name not in ("rope", "kept"):
+            raw[field.name] = _thaw(getattr(config, field.name))
+    if config.head_dim is None:  # families without the attribute divide by a null
+        del raw["head_dim"]
+    rope = {key: _thaw(value) for key, value in config.rope}
+    raw["rope_parameters"] = rope
+    raw["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    raw.update({key: json.loads(value) for key, value in config.kept})
+    return raw
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds: only here
+
+    return CONFIG_MAPPING[model_type]
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _thaw(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

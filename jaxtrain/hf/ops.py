@@ -1,0 +1,198 @@
+"""The invertible map between our parameters and the tensors of a Hugging Face folder.
+
+An `Entry` says which tensors a parameter is made of, as a small tree of ops. Each op knows both
+directions and the shapes, so load, save, adapter export and weight publishing walk one list:
+
+    Entry("stack.block.mlp.up.kernel",
+          Stack([Transpose(Tensor(f"model.layers.{i}.mlp.up_proj.weight")) for i in range(L)]))
+
+Reading is by index: a device that holds a slice of the parameter reads just those bytes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Index = tuple[slice, ...]
+"""One slice(start, stop) per dim, no steps and no open ends."""
+Fetch = Callable[[str, Index], np.ndarray]
+"""(tensor name, index) -> that part of it."""
+
+
+class Piece(NamedTuple):
+    """Part of a tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    index: Index
+    """Where the part lies in it."""
+    array: np.ndarray
+
+
+class Op(Protocol):
+    """Target: the array that the op makes. Host: turns a device array into numpy."""
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The tensors needed for a target of `shape`, and their whole shapes."""
+        ...
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """target[index]."""
+        ...
+
+    def write(self, array: Any, host: Callable[[Any], np.ndarray]) -> Iterator[Piece]:
+        """The pieces that a target of that content is stored as."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor as it is (a rename)."""
+
+    name: str
+
+    def shapes(self, shape):
+        return {self.name: shape}
+
+    def read(self, fetch, index):
+        return fetch(self.name, index)
+
+    def write(self, array, host):
+        array = host(array)
+        yield Piece(self.name, array.shape, whole(array.shape), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows [start, start + size) of `axis` of one tensor of `total` there: a split; the other
+    entries that name the tensor hold the rest of it."""
+
+    name: str
+    axis: int
+    start: int
+    total: int
+
+    def shapes(self, shape):
+        return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
+
+    def _shifted(self, index):
+        moved = slice(index[self.axis].start + self.start, index[self.axis].stop + self.start)
+        return (*index[: self.axis], moved, *index[self.axis + 1 :])
+
+    def read(self, fetch, index):
+        return fetch(self.name, self._shifted(index))
+
+    def write(self, array, host):
+        array = host(array)
+        shape = self.shapes(array.shape)[self.name]
+        yield Piece(self.name, shape, self._shifted(whole(array.shape)), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The last two dims swapped: Hugging Face keeps kernels as [out, in], we as [in, out]."""
+
+    op: Op
+
+    def shapes(self, shape):
+        return self.op.shapes((*shape[:-2], shape[-1], shape[-2]))
+
+    def read(self, fetch, index):
+        swapped = (*index[:-2], index[-1], index[-2])
+        return self.op.read(fetch, swapped).swapaxes(-1, -2)
+
+    def write(self, array, host):
+        yield from self.op.write(host(array).swapaxes(-1, -2), host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape:
+    """The stored array of shape `stored` seen in another shape; reads the whole of it."""
+
+    op: Op
+    stored: tuple[int, ...]
+    target: tuple[int, ...]
+
+    def shapes(self, shape):
+        assert shape == self.target, f"{shape} is not {self.target}"
+        return self.op.shapes(self.stored)
+
+    def read(self, fetch, index):
+        return self.op.read(fetch, whole(self.stored)).reshape(self.target)[index]
+
+    def write(self, array, host):
+        yield from self.op.write(host(array).reshape(self.stored), host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Equal ops side by side on a new leading axis (layers, experts)."""
+
+    ops: Sequence[Op]
+
+    def shapes(self, shape):
+        assert shape[0] == len(self.ops), f"{len(self.ops)} ops for a leading axis of {shape[0]}"
+        return {k: v for op in self.ops for k, v in op.shapes(shape[1:]).items()}
+
+    def read(self, fetch, index):
+        chosen = self.ops[index[0]]
+        first = chosen[0].read(fetch, index[1:])
+        out = np.empty((len(chosen), *first.shape), first.dtype)
+        out[0] = first
+        for i, op in enumerate(chosen[1:], 1):
+            out[i] = op.read(fetch, index[1:])
+        return out
+
+    def write(self, array, host):
+        for i, op in enumerate(self.ops):
+            yield from op.write(array[i], host)
+
+
+@dataclasses.dataclass(frozen=True)
+class Concat:
+    """Ops end to end along `axis`, each of its size there (a fused projection of ours)."""
+
+    ops: Sequence[Op]
+    sizes: Sequence[int]
+    axis: int
+
+    def _at(self, index, start, stop):
+        return (*index[: self.axis], slice(start, stop), *index[self.axis + 1 :])
+
+    def shapes(self, shape):
+        assert shape[self.axis] == sum(self.sizes), f"{shape} is not made of {self.sizes}"
+        found = {}
+        for op, size in zip(self.ops, self.sizes, strict=True):
+            found |= op.shapes((*shape[: self.axis], size, *shape[self.axis + 1 :]))
+        return found
+
+    def read(self, fetch, index):
+        parts, begin = [], 0
+        wanted = index[self.axis]
+        for op, size in zip(self.ops, self.sizes, strict=True):
+            start, stop = max(wanted.start - begin, 0), min(wanted.stop - begin, size)
+            if start < stop:
+                parts.append(op.read(fetch, self._at(index, start, stop)))
+            begin += size
+        return np.concatenate(parts, axis=self.axis)
+
+    def write(self, array, host):
+        array, begin = host(array), 0
+        for op, size in zip(self.ops, self.sizes, strict=True):
+            yield from op.write(array[self._at(whole(array.shape), begin, begin + size)], host)
+            begin += size
+
+
+class Entry(NamedTuple):
+    """One parameter: its dotted path in the model and what it is made of."""
+
+    param: str
+    op: Op
+
+
+def whole(shape: Sequence[int]) -> Index:
+    """The index of all of an array."""
+    return tuple(slice(0, size) for size in shape)

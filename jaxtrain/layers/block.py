@@ -1,0 +1,36 @@
+"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what every dense decoder here is."""
+
+import jax
+from flax import nnx
+
+from jaxtrain.layers.attention import Attention, LayerCache, Sight
+from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.rope import Angles
+
+
+class PreNormBlock(nnx.Module):
+    """[B, T, D] -> [B, T, D]."""
+
+    def __init__(
+        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP
+    ):
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        sight: Sight,
+        *,
+        window: int | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        h_BTD, cache = self.attention(
+            self.attention_norm(x_BTD), angles, sight, window=window, cache=cache
+        )
+        x_BTD = x_BTD + h_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache

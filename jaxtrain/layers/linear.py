@@ -1,0 +1,35 @@
+"""Linear: the one place where a weight meets an activation."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Dtype = jnp.dtype | type | str
+
+
+class Linear(nnx.Module):
+    """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`."""
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        axes: tuple[str | None, str | None],
+        use_bias: bool = False,
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shape = (num_in, num_out)
+        kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        self.bias = (
+            nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[1:]) if use_bias else None
+        )
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(self.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)

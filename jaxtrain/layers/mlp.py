@@ -1,0 +1,52 @@
+"""GatedMLP: down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.parallel.rules import constrain
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class GatedMLP(nnx.Module):
+    """[..., D] -> [..., D] through F; `activation` is a key of ACTIVATIONS."""
+
+    def __init__(
+        self,
+        num_features: int,
+        num_hidden: int,
+        *,
+        activation: str = "silu",
+        use_bias: bool = False,
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        linear = functools.partial(
+            Linear,
+            use_bias=use_bias,
+            init_std=init_std,
+            param_dtype=param_dtype,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = ACTIVATIONS[self.activation](self.gate(x_BTD)) * self.up(x_BTD)
+        return self.down(constrain(h_BTF, "rows", "length", "act_mlp"))

@@ -1,0 +1,1 @@
+"""Losses: pure functions of (model, batch); normalised by nobody but the step."""

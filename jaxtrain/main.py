@@ -1,0 +1,184 @@
+"""The one door: train from a config, or one of the verbs around it.
+
+Heavy imports happen inside the verb that needs them, so `--help` and mistakes answer at once.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxtrain.errors import RunStopped, UserError
+
+USAGE = """\
+usage:
+  jaxtrain --config FILE [section.key=value ...]      train
+  jaxtrain --config FILE --dry-run                    check everything, allocate nothing
+  jaxtrain preprocess --config FILE                   tokenise, validate, show samples
+  jaxtrain eval RUN | --config FILE                   held-out loss
+  jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
+  jaxtrain export RUN [--output FOLDER]               write a Hugging Face model folder
+  jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
+  jaxtrain docs | schema                              every key: as Markdown | as JSON schema
+
+RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own options: -h after it.
+`python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run one command line; returns the exit code (2: a mistake that the user can fix)."""
+    verbs = {
+        "train": run_train,
+        "preprocess": run_preprocess,
+        "eval": run_eval,
+        "generate": run_generate,
+        "export": run_export,
+        "plot": run_plot,
+        "docs": run_docs,
+        "schema": run_schema,
+    }
+    verb, rest = "train", argv
+    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+        verb, rest = argv[0], argv[1:]
+    try:
+        if verb not in verbs:
+            raise UserError(f"unknown verb {verb!r}; the verbs are {', '.join(verbs)}")
+        return verbs[verb](rest) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunStopped as stop:
+        print(f"stopped: {stop}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0
+
+
+def run_train(argv: list[str]) -> int:
+    """Train, or with --dry-run only check."""
+    if not argv or argv in (["-h"], ["--help"]):
+        from jaxtrain.config.docs import render_help
+
+        print(USAGE + (render_help() if argv else ""))
+        return 0 if argv else 2
+    parser = config_parser("train")
+    parser.add_argument("--dry-run", action="store_true", help="build all shapes, allocate nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
+    args = parser.parse_args(argv)
+    config = read_config(args)
+    if args.print_config:
+        print(config.model_dump_json(indent=2))
+        return 0
+    if args.dry_run:
+        from jaxtrain.dry_run import dry_run
+
+        dry_run(config)
+        return 0
+    from jaxtrain.train import train
+
+    return train(config, command=["jaxtrain", *argv])
+
+
+def run_preprocess(argv: list[str]) -> None:
+    """Tokenise everything, report what was dropped and why, show samples."""
+    parser = config_parser("preprocess")
+    parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
+    args = parser.parse_args(argv)
+    from jaxtrain.preprocess import preprocess
+
+    preprocess(read_config(args), args.samples)
+
+
+def run_eval(argv: list[str]) -> None:
+    """Held-out loss of a run's newest checkpoint, or of a config's model."""
+    parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
+    args = parser.parse_args(argv)
+    from jaxtrain.evaluate import evaluate_command
+
+    runs = [word for word in args.overrides if "=" not in word]
+    overrides = [word for word in args.overrides if "=" in word]
+    if len(runs) + bool(args.config) != 1:
+        raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
+    evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
+
+
+def run_generate(argv: list[str]) -> None:
+    """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
+    parser = argparse.ArgumentParser("jaxtrain generate", description=run_generate.__doc__)
+    parser.add_argument("model", help="a run's output_dir, a Hugging Face folder or a Hub id")
+    parser.add_argument("overrides", nargs="*", help="sampling.key=value or model.key=value")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--input", type=Path, help="jsonl with prompt or messages in each line")
+    parser.add_argument("--output", type=Path, help="jsonl to write the answers to")
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
+    parser.add_argument("--system", help="system message of a conversation")
+    args = parser.parse_args(argv)
+    from jaxtrain.generate import generate_command
+
+    generate_command(args)
+
+
+def run_export(argv: list[str]) -> None:
+    """Write a checkpoint as a Hugging Face model folder."""
+    parser = argparse.ArgumentParser("jaxtrain export", description=run_export.__doc__)
+    parser.add_argument("run", type=Path, help="a run's output_dir")
+    parser.add_argument("--output", type=Path, help="default: RUN/model")
+    parser.add_argument("--step", type=int, help="default: the newest checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as loaded")
+    args = parser.parse_args(argv)
+    from jaxtrain.export import export_command
+
+    export_command(args.run, args.output or args.run / "model", args.step, args.dtype)
+
+
+def run_plot(argv: list[str]) -> None:
+    """Draw the curves of one or more runs into a PNG."""
+    parser = argparse.ArgumentParser("jaxtrain plot", description=run_plot.__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="output_dirs")
+    parser.add_argument("--output", type=Path, help="default: curves.png in the first run")
+    args = parser.parse_args(argv)
+    from jaxtrain.plot import plot_runs
+
+    output = args.output or args.runs[0] / "curves.png"
+    plot_runs(args.runs, output)
+    print(output)
+
+
+def run_docs(argv: list[str]) -> None:
+    """Print docs/config.md."""
+    from jaxtrain.config.docs import render_markdown
+
+    print(render_markdown(), end="")
+
+
+def run_schema(argv: list[str]) -> None:
+    """Print the config's JSON schema, for editors."""
+    import json
+
+    from jaxtrain.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def config_parser(verb: str, required: bool = True, first: str = "") -> argparse.ArgumentParser:
+    """The options that every verb with a config shares."""
+    parser = argparse.ArgumentParser(f"jaxtrain {verb}")
+    parser.add_argument("--config", required=required, help="TOML or YAML file")
+    parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
+    return parser
+
+
+def read_config(args: argparse.Namespace):
+    """The Config that --config and the overrides name."""
+    from jaxtrain.config import load_config
+
+    return load_config(args.config, args.overrides)
+
+
+def entry() -> None:
+    """Console-script entry point."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,107 @@
+"""Numbers about a run: averages that add up, throughput, model FLOP utilisation and memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+
+Pair = tuple[float, float]
+
+PEAK_TFLOPS_BF16 = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "TPU v4": 275.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5e": 197.0,
+    "TPU v5p": 459.0,
+    "TPU v5": 459.0,
+    "TPU v6 lite": 918.0,
+    "TPU v6e": 918.0,
+}
+"""Dense bf16 peaks from the vendors' data sheets, by a part of jax's device_kind."""
+
+
+def peak_flops(device_kind: str, compute_dtype: str, override_tflops: float | None) -> float | None:
+    """Peak FLOP/s of one device in the compute dtype, or None where it is not known."""
+    if override_tflops:
+        return override_tflops * 1e12
+    if compute_dtype != "bfloat16":
+        return None
+    for name, tflops in PEAK_TFLOPS_BF16.items():
+        if name.lower() in device_kind.lower():
+            return tflops * 1e12
+    return None
+
+
+def average(pairs: dict[str, Pair]) -> dict[str, float]:
+    """Means of (sum, weight) pairs; a metric without weight is left out."""
+    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+
+
+def add_pairs(left: dict[str, Pair], right: dict[str, Pair]) -> dict[str, Pair]:
+    """Sum two sets of (sum, weight) pairs by name."""
+    names = [*left, *(name for name in right if name not in left)]
+    nothing = (0.0, 0.0)
+    return {
+        name: tuple(
+            a + b for a, b in zip(left.get(name, nothing), right.get(name, nothing), strict=True)
+        )
+        for name in names
+    }
+
+
+@dataclass
+class Throughput:
+    """Tokens per second and MFU between two readings of the clock."""
+
+    num_devices: int
+    peak_flops: float | None
+    """FLOP/s of one device; None leaves MFU out."""
+    last_time: float | None = None
+
+    def read(self, now: float, tokens: float, flops: float) -> dict[str, float]:
+        """Rates of the step that ended at `now` (seconds) with `tokens` and model `flops`."""
+        previous, self.last_time = self.last_time, now
+        if previous is None or now <= previous:
+            return {}
+        seconds = now - previous
+        rates = {
+            "step_seconds": seconds,
+            "tokens_per_second_per_device": tokens / seconds / self.num_devices,
+        }
+        if self.peak_flops:
+            rates["mfu"] = flops / seconds / (self.peak_flops * self.num_devices)
+        return rates
+
+
+def model_flops(matmul_params: int, heads_width: int, tokens: float, layer_pairs: float) -> float:
+    """FLOPs that one training step needs, recomputation not counted.
+
+    6 per weight that multiplies a token (the output head counts, the embedding table does not) and
+    12 per visible (query, key) pair of each layer and attention feature: `heads_width` is query
+    heads x head dim, `layer_pairs` the pairs that the mask shows, summed over layers (a tree's
+    shared tokens once; a causal row of T tokens has T(T+1)/2). PaLM's MFU (arXiv 2204.02311) with
+    the mask accounted for.
+    """
+    return 6.0 * matmul_params * tokens + 12.0 * heads_width * layer_pairs
+
+
+def count_work(batch: Batch, windows: tuple[int | None, ...]) -> tuple[int, int]:
+    """(tokens that are not padding, visible pairs summed over layers) of a host Batch.
+
+    windows: each layer's sliding window, None where it sees everything.
+    """
+    until = np.asarray(batch.until)
+    index = np.arange(until.shape[-1])
+    real = (np.asarray(batch.prev) >= 0) | (until > index + 1)
+    spans = np.where(real, until - index, 0)
+    pairs = sum(
+        int((spans if window is None else np.minimum(spans, window)).sum()) * windows.count(window)
+        for window in set(windows)
+    )
+    return int(real.sum()), pairs

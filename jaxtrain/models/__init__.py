@@ -1,0 +1,16 @@
+"""Model families, by the architecture name of config.json.
+
+A module here has `Config` (from_hf, to_hf), `Block`, `Model` (hidden, head, init_cache, decode) and
+`names(config)`; `build.py` makes, loads and saves models of any of them.
+"""
+
+from types import ModuleType
+
+from jaxtrain.models import llama, mistral, qwen2, qwen3
+
+ARCHITECTURES: dict[str, ModuleType] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}

@@ -1,0 +1,249 @@
+"""Models from a config or a Hugging Face folder, sharded from the first byte, and back.
+
+Loaded parameters come slice by slice from memory-mapped files straight to the devices that hold
+them; random ones are drawn where they live. `mesh=None` means the default device.
+"""
+
+import collections
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry, Tensor, whole
+from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.models import ARCHITECTURES
+from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.parallel.mesh import is_main_process, sync_processes
+from jaxtrain.parallel.rules import shardings
+
+TIED_COPY = "lm_head.weight"
+"""Some folders store a tied head a second time."""
+
+
+def family(architecture: str) -> ModuleType:
+    """The module of an architecture; UserError names those that exist."""
+    if architecture not in ARCHITECTURES:
+        raise UserError(
+            f"config.json: architecture {architecture!r} is not supported; supported: "
+            f"{sorted(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[architecture]
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Config of the family that a config.json names, by `architectures` or else `model_type`."""
+    named = raw.get("architectures") or [
+        name
+        for name, module in ARCHITECTURES.items()
+        if module.Config.model_type == raw.get("model_type")
+    ]
+    if not named:
+        kinds = sorted(module.Config.model_type for module in ARCHITECTURES.values())
+        raise UserError(
+            f"config.json: neither architectures ({sorted(ARCHITECTURES)}) nor a known model_type "
+            f"({kinds}); found model_type={raw.get('model_type')!r}"
+        )
+    return family(named[0]).Config.from_hf(raw)
+
+
+def read_config(folder: str | os.PathLike) -> DecoderConfig:
+    """Config of a Hugging Face folder; UserError where there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return config_from_hf(raw)
+
+
+def abstract(config: DecoderConfig, **options: Any) -> Decoder:
+    """The model with shapes for parameters; allocates nothing. `options` are those of Options."""
+    module = family(config.architecture)
+    return nnx.eval_shape(lambda: module.Model(config, Options(**options), nnx.Rngs(0)))
+
+
+def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:
+    """Randomly initialised model: normal(0, initializer_range), zero biases, unit norms.
+
+    The numbers depend on the seed alone, not on the mesh.
+    """
+    module = family(config.architecture)
+    graphdef, state = nnx.split(abstract(config, **options))
+
+    def draw(key: jax.Array) -> nnx.State:
+        return nnx.state(module.Model(config, Options(**options), nnx.Rngs(params=key)))
+
+    out_shardings = None if mesh is None else shardings(state, mesh)
+    return nnx.merge(graphdef, jax.jit(draw, out_shardings=out_shardings)(jax.random.key(seed)))
+
+
+def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
+    """The model of a Hugging Face folder of safetensors, its parameters in `param_dtype`.
+
+    It remembers the stored dtypes for `save`. Raises one UserError that lists missing, unexpected
+    and misshapen tensors, and one for a file that is missing, damaged or truncated.
+    """
+    config = read_config(folder)
+    files = Folder(folder)
+    graphdef, state = nnx.split(abstract(config, **options))
+    flat = dict(nnx.to_flat_state(state))
+    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    entries = {entry.param: entry for entry in family(config.architecture).names(config)}
+    paths = {path: entries[".".join(map(str, path))] for path in flat}
+    assert len(paths) == len(entries), "names() and Model differ"
+    _check(files, {paths[path]: leaf.get_value().shape for path, leaf in flat.items()}, config)
+    for path, entry in paths.items():
+        place = places[path].get_value() if places else None
+        flat[path] = flat[path].replace(_read(files, entry, flat[path].get_value(), place))
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return remember(model, folder)
+
+
+def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
+    """`model` as if it came from `folder`: `save` will keep that folder's dtypes.
+
+    For a model whose weights came from a checkpoint; reads only the headers.
+    """
+    dtypes = {name: str(stored.dtype) for name, stored in Folder(folder).tensors.items()}
+    common = collections.Counter(dtypes.values()).most_common(1)[0][0]
+    others = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
+    model.stored = (("", common), *sorted(others.items()))
+    return model
+
+
+def save(
+    model: Decoder, config: DecoderConfig, folder: str | os.PathLike, dtype: str | None = None
+) -> None:
+    """Write safetensors and config.json that transformers loads.
+
+    dtype None: each tensor in the dtype of the folder that was loaded, or of the parameter where
+    nothing was. Every process takes part; the first one writes.
+    """
+    stored = dict(model.stored)
+    entries, flat = family(config.architecture).names(config), nnx.to_flat_state(nnx.state(model))
+    params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    if config.tie_word_embeddings and TIED_COPY in stored:
+        entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]
+    plan = {}
+    for entry in entries:
+        own = params[entry.param].dtype
+        for name, shape in entry.op.shapes(params[entry.param].shape).items():
+            plan[name] = (shape, np.dtype(dtype or stored.get(name) or stored.get("") or own))
+    pieces = (piece for e in entries for piece in e.op.write(params[e.param], _to_host))
+    if is_main_process():
+        write_folder(folder, dict(sorted(plan.items())), pieces)
+        raw = config.to_hf()
+        common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
+        raw["torch_dtype"] = common
+        unfinished = Path(folder) / ".config.json.unfinished"
+        unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        os.replace(unfinished, Path(folder) / "config.json")
+    else:
+        collections.deque(pieces, maxlen=0)  # takes part in the gathers
+    sync_processes("save")
+
+
+def param_count(config: DecoderConfig) -> int:
+    """Number of parameters; a tied head counts once."""
+    state = nnx.state(abstract(config))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int, full_square: bool = False) -> float:
+    """Training FLOPs per token of packed rows of documents of `seq_len` tokens, for MFU.
+
+    6 per weight of a matmul (2 forward, 4 backward): all parameters but the embedding lookup, the
+    head included, tied or not. Plus attention: 12 * N * H per layer and visible key (QK^T and PV,
+    forward and backward), where a token sees (seq_len + 1) / 2 keys on average, or with
+    `full_square` all seq_len (the convention that counts masked work), and at most its window.
+    Recomputation by remat is not counted: this is model, not hardware, utilisation.
+    """
+    head = config.vocab_size * config.hidden_size
+    weights = param_count(config) - (0 if config.tie_word_embeddings else head)
+    keys = 0.0
+    for window in config.windows():
+        reach = min(seq_len, window or seq_len)
+        # The first `reach` tokens see 1, 2, ..., reach keys, the others reach.
+        seen = reach * (reach + 1) / 2 + (seq_len - reach) * reach
+        keys += reach if full_square else seen / seq_len
+    return 6.0 * weights + 12.0 * config.num_attention_heads * config.head_size * keys
+
+
+def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: DecoderConfig) -> None:
+    """One UserError for all tensors that are missing, unexpected or of another shape."""
+    wanted = {}
+    for entry, shape in shapes.items():
+        wanted |= entry.op.shapes(shape)
+    found = files.tensors
+    problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
+    for name, stored in found.items():
+        if name in wanted:
+            if stored.shape != wanted[name]:
+                problems.append(
+                    f"{stored.file.name}: {name} is {stored.shape}, config.json says {wanted[name]}"
+                )
+        elif name == TIED_COPY and config.tie_word_embeddings:
+            table = found.get("model.embed_tokens.weight")
+            if table is not None and not _equal(files, TIED_COPY, "model.embed_tokens.weight"):
+                problems.append(
+                    f"{stored.file.name}: {name} differs from the embedding, but config.json says "
+                    "tie_word_embeddings=true"
+                )
+        elif not name.endswith("rotary_emb.inv_freq"):  # a buffer of old transformers, not a weight
+            problems.append(f"{stored.file.name}: unexpected {name} {stored.shape}")
+    if problems:
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:8])
+        raise UserError(
+            f"{files.path}: the tensors do not fit {config.architecture} with this config.json:"
+            f"{listed}{more}"
+        )
+
+
+def _equal(files: Folder, name: str, other: str) -> bool:
+    a, b = files.tensors[name], files.tensors[other]
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return (
+        a.file.samefile(b.file)
+        and a.offset == b.offset
+        or bool(
+            np.array_equal(files.fetch(name, whole(a.shape)), files.fetch(other, whole(b.shape)))
+        )
+    )
+
+
+def _read(
+    files: Folder, entry: Entry, like: jax.ShapeDtypeStruct, place: NamedSharding | None
+) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = whole(like.shape) if index is None else index
+        closed = tuple(
+            slice(s.start or 0, size if s.stop is None else s.stop)
+            for s, size in zip(index, like.shape, strict=True)
+        )
+        array = entry.op.read(files.fetch, closed)
+        return np.ascontiguousarray(array).astype(like.dtype, copy=False)
+
+    if place is None:
+        return jax.device_put(part(None))
+    return jax.make_array_from_callback(like.shape, place, part)
+
+
+def _to_host(array: Any) -> np.ndarray:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)

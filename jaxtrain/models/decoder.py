@@ -1,0 +1,230 @@
+"""What the dense decoders share: sizes, options, the walk from tokens to hidden states, the cache.
+
+Shapes: B rows, T tokens, S cache slots, D model, L layers, K kv heads, H head dim, V vocab.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.batch import Batch
+from jaxtrain.errors import UserError
+from jaxtrain.hf.config import read_fields, write_fields
+from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.mlp import ACTIVATIONS
+from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.rope import angles, frequencies
+from jaxtrain.layers.stack import Stack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The config.json attributes that all dense decoders have; a family adds its own."""
+
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    hidden_act: str
+    max_position_embeddings: int
+    initializer_range: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: tuple[tuple[str, Any], ...]
+    """Hugging Face's rope_parameters as sorted items."""
+    kept: tuple[tuple[str, str], ...] = ()
+    """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """From the content of a config.json; UserError for anything that would be ignored."""
+        config = cls(**read_fields(cls, raw))
+        config.check()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json, for transformers 4 and 5."""
+        return write_fields(self)
+
+    def check(self) -> None:
+        """UserError where the sizes do not fit together."""
+        if self.hidden_act not in ACTIVATIONS:
+            raise UserError(
+                f"config.json: hidden_act={self.hidden_act!r}; supported: {sorted(ACTIVATIONS)}"
+            )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise UserError(
+                f"config.json: num_attention_heads={heads} must be a multiple of "
+                f"num_key_value_heads={kv_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            raise UserError(
+                f"config.json: hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={heads} where head_dim is not given"
+            )
+        if self.head_size % 2:
+            raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
+        frequencies(self.head_size, dict(self.rope))
+        self.windows()
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer; None sees everything."""
+        return (None,) * self.num_hidden_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is stored and run; nothing here changes what it computes but by rounding."""
+
+    param_dtype: str = "float32"
+    dtype: str = "float32"
+    """Of activations and matmuls."""
+    remat: str = "none"
+    """none | full | dots | save_attention: see layers.stack.REMAT."""
+    scan_layers: bool = True
+    attention_impl: str = "auto"
+
+    def layer_options(self, config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+        """The keyword arguments that every layer with weights takes."""
+        return {
+            "init_std": config.initializer_range,
+            "param_dtype": jnp.dtype(self.param_dtype),
+            "dtype": jnp.dtype(self.dtype),
+            "rngs": rngs,
+        }
+
+
+class Cache(NamedTuple):
+    """Keys and values of S slots, filled from slot 0 for all rows alike."""
+
+    k: jax.Array
+    """[L, B, S, K, H]; v the same."""
+    v: jax.Array
+    valid: jax.Array
+    """bool [B, S]: a token that later queries may see."""
+    positions: jax.Array
+    """int32 [B, S]."""
+    length: jax.Array
+    """int32 scalar: slots written so far."""
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, final norm and head; `make_block(config, options, rngs)` is the family's.
+
+    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: Options,
+        make_block: Callable[[DecoderConfig, Options, nnx.Rngs], nnx.Module],
+        rngs: nnx.Rngs,
+    ):
+        common = options.layer_options(config, rngs)
+        self.embed = Embed(config.vocab_size, config.hidden_size, **common)
+        self.stack = Stack(
+            lambda block_rngs: make_block(config, options, block_rngs),
+            config.windows(),
+            remat=options.remat,
+            scan=options.scan_layers,
+            rngs=rngs,
+        )
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
+        )
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
+        frequency, self.rope_factor = frequencies(config.head_size, dict(config.rope))
+        self.frequency = tuple(frequency.tolist())
+        self.stored: tuple[tuple[str, str], ...] = ()
+        self.kv_shape = (config.num_key_value_heads, config.head_size)
+
+    def hidden(
+        self, batch: Batch, capture: Sequence[int] = ()
+    ) -> jax.Array | tuple[jax.Array, dict[int, jax.Array]]:
+        """Final-normed hidden states [B, T, D] of a Batch [B, T].
+
+        With `capture`, also {layer: output of that layer before the final norm}; layers count
+        from 0. Padding gives finite values that mean nothing.
+        """
+        sight = Sight(batch.until, batch.since, batch.positions, batch.positions)
+        x_BTD, _, captured = self._run(batch.tokens, batch.positions, sight, capture=capture)
+        return (x_BTD, captured) if capture else x_BTD
+
+    def head(self) -> jax.Array:
+        """Output projection [V, D] in the param dtype; the embedding itself when tied."""
+        return (self.embed if self.lm_head is None else self.lm_head).embedding[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the
+        log-prob kernel, which never holds this array."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        head_VD = self.head().astype(hidden.dtype)
+        return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
+
+    def init_cache(self, batch_size: int, length: int, dtype: Any = None) -> Cache:
+        """Empty cache of `length` slots for `batch_size` rows, by default in the compute dtype."""
+        dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
+        shape = (len(self.stack.windows), batch_size, length, *self.kv_shape)
+        return Cache(
+            k=jnp.zeros(shape, dtype),
+            v=jnp.zeros(shape, dtype),
+            valid=jnp.zeros((batch_size, length), bool),
+            positions=jnp.zeros((batch_size, length), jnp.int32),
+            length=jnp.zeros((), jnp.int32),
+        )
+
+    def decode(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: Cache,
+        valid_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Final-normed hidden states [B, T, D] of the next T tokens of every row, and the cache.
+
+        Serves the prompt (left-aligned rows of unequal length: `valid_BT` False in the padding,
+        which nobody ever sees) and single steps alike. All rows write the same slots, so rows
+        differ in `positions_BT`, not in where their tokens lie. The caller keeps within the
+        cache's length.
+        """
+        B, T = tokens_BT.shape
+        if valid_BT is None:
+            valid_BT = jnp.ones((B, T), bool)
+        at = (0, cache.length)
+        valid_BS = jax.lax.dynamic_update_slice(cache.valid, valid_BT, at)
+        positions_BS = jax.lax.dynamic_update_slice(cache.positions, positions_BT, at)
+        slots = jnp.arange(valid_BS.shape[1], dtype=jnp.int32)
+        sight = Sight(
+            until=jnp.where(valid_BS, T, 0).astype(jnp.int32),
+            since=jnp.broadcast_to(jnp.maximum(slots - cache.length, 0), valid_BS.shape),
+            positions=positions_BT,
+            key_positions=positions_BS,
+        )
+        layers = LayerCache(cache.k, cache.v, layer=0, start=cache.length)
+        x_BTD, layers, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
+        return x_BTD, Cache(layers.k, layers.v, valid_BS, positions_BS, cache.length + T)
+
+    def _run(self, tokens_BT, positions_BT, sight: Sight, *, cache=None, capture=()):
+        x_BTD = self.embed(tokens_BT)
+        turns = angles(positions_BT, self.frequency, self.rope_factor, x_BTD.dtype)
+        x_BTD, cache, captured = self.stack(x_BTD, turns, sight, cache=cache, capture=capture)
+        return self.norm(x_BTD), cache, captured

@@ -1,0 +1,33 @@
+"""A model taken apart into named arrays, and put together again."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+Params = dict[str, jax.Array]
+Rebuild = Callable[[Params], nnx.Module]
+
+
+def split_model(model: nnx.Module) -> tuple[Params, Rebuild]:
+    """Return (parameters by dotted path, function that rebuilds the model around such a dict).
+
+    Works on concrete and abstract (`nnx.eval_shape`) models. Everything after this point, from the
+    optimizer to the checkpoint, knows parameters by path and the model as a pure function of them.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    paths = [name_path(path) for path, _ in leaves]
+    assert len(set(paths)) == len(paths), "two parameters share a path"
+
+    def rebuild(values: Params) -> nnx.Module:
+        state = jax.tree_util.tree_unflatten(structure, [values[path] for path in paths])
+        return nnx.merge(graph, state, rest)
+
+    return dict(zip(paths, (leaf for _, leaf in leaves), strict=True)), rebuild
+
+
+def name_path(path: tuple) -> str:
+    """ "layers.attention.query.kernel" from a jax key path."""
+    keys = (getattr(part, "key", getattr(part, "idx", None)) for part in path)
+    return ".".join(str(key) for key in keys if key is not None)

@@ -1,0 +1,119 @@
+"""Curves of one or more runs, from their metrics.jsonl into one PNG. No jax here."""
+
+import json
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+
+PANELS = (
+    ("loss", ("loss", "eval/loss")),
+    ("accuracy", ("eval/accuracy", "accuracy", "reward")),
+    ("learning rate", ("learning_rate",)),
+    ("gradient norm", ("grad_norm",)),
+    ("tokens/s per device", ("tokens_per_second_per_device",)),
+    ("MFU", ("mfu",)),
+)
+"""Title of each panel and the metrics that it shows; a panel without data is left out."""
+
+LABELS = {"loss": "training", "eval/loss": "held-out", "eval/accuracy": "held-out"}
+FROM_ZERO = {"gradient norm", "tokens/s per device", "MFU"}
+
+
+def plot_runs(runs: list[Path], output: Path) -> None:
+    """Draw the runs' curves over steps into `output` (PNG); several runs share the panels.
+
+    Raises UserError when a run has no metrics.jsonl, a broken one or nothing in it to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    curves = {str(run): read_metrics(run) for run in runs}
+    panels = [
+        (title, names)
+        for title, names in PANELS
+        if any(name in curve for name in names for curve in curves.values())
+    ]
+    if not panels:
+        raise UserError(f"nothing to draw in {', '.join(curves)}: no step was logged yet")
+    last = max(max(steps) for curve in curves.values() for steps, _ in curve.values())
+    rows = (len(panels) + 1) // 2
+    figure = Figure(figsize=(12, 3.4 * rows), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (title, names) in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, min(2, len(panels)), place)
+        for color, (run, curve) in enumerate(curves.items()):
+            for name in names:
+                if name in curve:
+                    draw(axes, *curve[name], name, run if len(curves) > 1 else "", f"C{color}")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.set_xlim(0, 1.02 * last)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+        if title in FROM_ZERO:
+            axes.set_ylim(bottom=0)
+        elif title == "accuracy" and axes.get_ylim()[1] <= 1.05:
+            axes.set_ylim(0, 1.05)
+        if len(curves) > 1 or len(axes.lines) > 1:
+            axes.legend(fontsize=8)
+    figure.suptitle(" | ".join(Path(run).name for run in curves), fontsize=12)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, format="png")
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+
+
+def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
+    """One curve: held-out numbers as dots on a line, a noisy training loss with its average."""
+    label = f"{run} {LABELS.get(name, '')}".strip() or name
+    if name.startswith("eval/"):
+        color = color if run else "C3"
+        axes.plot(steps, values, "o--", color=color, label=label, markersize=4, zorder=3)
+    elif name == "loss" and len(values) >= 20:
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, smooth(values), color=color, label=label)
+    else:
+        marker = "." if len(values) == 1 else ""
+        axes.plot(steps, values, color=color, label=label, marker=marker)
+
+
+def smooth(values: list[float], share: float = 0.05) -> list[float]:
+    """Exponential average over about `share` of the curve, without the pull of a start value."""
+    decay = 1 - 1 / max(share * len(values), 1)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        result.append(total / weight)
+    return result
+
+
+def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """{metric: (steps, values)} of a run folder or a metrics.jsonl; nulls are left out."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give the output_dir of a run that has started")
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a metrics.jsonl: it is not text") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            step = row["step"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                continue  # a run that is still being written, or was killed
+            raise UserError(
+                f"{path}, line {number} is not a line of metrics: {line[:60]!r}"
+            ) from None
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float):
+                steps, values = curves.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return curves

@@ -1,0 +1,40 @@
+"""A jax.profiler trace over a window of steps."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class ProfileWindow:
+    """Context: traces the steps start ... start + steps - 1 into `folder`; None: no trace."""
+
+    def __init__(self, folder: str | Path, start: int | None, steps: int):
+        self.folder, self.start, self.steps = Path(folder), start, steps
+        self.tracing = False
+
+    def before(self, step: int, state: Any) -> None:
+        """Call before step `step` (counted from 1) is dispatched, with the state it starts from."""
+        if self.tracing and step >= self.start + self.steps:
+            self._finish(state)
+        elif self.start == step:
+            # What was dispatched earlier does not belong into the window.
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self.folder))
+            self.tracing = True
+
+    def close(self, state: Any = None) -> None:
+        """Training ends; write a trace that is still open."""
+        if self.tracing:
+            self._finish(state)
+
+    def __enter__(self) -> "ProfileWindow":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _finish(self, state: Any) -> None:
+        jax.block_until_ready(state)
+        jax.profiler.stop_trace()
+        self.tracing = False

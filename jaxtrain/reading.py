@@ -1,0 +1,104 @@
+"""A step's device output read into the numbers that people watch."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.errors import RunStopped
+from jaxtrain.metrics import Throughput, average, count_work, model_flops, peak_flops
+from jaxtrain.optim import is_vector
+from jaxtrain.parameters import Params
+from jaxtrain.session import Session
+
+
+class Pending(NamedTuple):
+    """A step whose numbers were not read yet."""
+
+    step: int
+    """Count of this step, from 1."""
+    output: Any
+    """step.StepOutput on the devices."""
+    batch: Batch
+    """The host batch that it trained on."""
+    counters: dict[str, Any]
+    """The source's counters when it had just given that batch."""
+
+
+class Reader:
+    """Turns a step's device output into the numbers that people watch."""
+
+    def __init__(self, session: Session, folder: Path):
+        config, architecture = session.config, session.parts.architecture
+        device = jax.devices()[0]
+        self.folder = folder
+        self.schedule = session.schedule
+        self.windows = architecture.windows()
+        self.heads_width = architecture.num_attention_heads * architecture.head_size
+        self.matmul_params = count_matmul_params(session.state.params)
+        peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
+        self.throughput = Throughput(session.parts.mesh.size, peak, time.monotonic())
+        self.warm = False
+
+    def read(self, pending: Pending) -> dict[str, float]:
+        """Wait for the step and return its values; raises RunStopped if it was not finite."""
+        output = jax.device_get(pending.output)
+        now = time.monotonic()
+        if not output.finite:
+            raise RunStopped(self.explain(pending, output))
+        tokens, pairs = count_work(pending.batch, self.windows)
+        tokens, pairs = tokens * jax.process_count(), pairs * jax.process_count()
+        flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
+        rates = self.throughput.read(now, tokens, flops)
+        values = {
+            **{name: float(v) for name, v in average(output.metrics).items()},
+            "grad_norm": float(output.grad_norm),
+            "learning_rate": float(self.schedule(pending.step - 1)),
+            "tokens": float(tokens),
+            "trained_tokens": float(
+                sum(np.count_nonzero(w) for w in pending.batch.weights.values())
+            ),
+            # The first step of a process holds the compilation; its rate would mislead.
+            **(rates if self.warm else {}),
+        }
+        self.warm = True
+        return {**values, "peak_memory_gib": peak_memory()}
+
+    def explain(self, pending: Pending, output: Any) -> str:
+        """Which step and batch was not finite; the batch is kept in a file."""
+        bad = [int(i) for i in np.flatnonzero(~np.isfinite(output.micro_loss))]
+        path = self.folder / f"nonfinite_batch_step_{pending.step}.npz"
+        fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
+        weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
+        np.savez(path, **fields, **weights)
+        where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
+        return (
+            f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
+            f" weights were left as they were before it and nothing was saved since. Its batch is"
+            f" in {path}. Lower optim.learning_rate, raise optim.warmup_steps, or look at the data"
+        )
+
+
+def count_matmul_params(params: Params) -> int:
+    """Weights that multiply a token: all matrices but an embedding table beside an own head."""
+    untied = any(path.split(".")[0] == "lm_head" for path in params)
+    return sum(
+        value.size
+        for path, value in params.items()
+        if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
+    )
+
+
+def peak_memory() -> float:
+    """Most memory in use so far, in GiB: of the first device, or of this process on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,1 @@
+"""Tokens out of a policy: what a sampler promises, and samplers."""

@@ -1,0 +1,149 @@
+"""One optimizer step as a pure function: exact under accumulation and on any mesh.
+
+Denominators are summed over the whole step, inside the compiled program, before any microstep runs;
+microsteps add up sums, never means. So A microsteps of B rows give the update of one batch of A*B
+rows, whatever the number of trained tokens in each.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.batch import Batch
+from jaxtrain.parameters import Params
+
+
+class State(NamedTuple):
+    """Everything that training changes, and all that a checkpoint must hold besides the data's
+    cursor."""
+
+    step: jax.Array
+    """int32 number of updates made."""
+    params: Params
+    """Trained parameters by path, in the masters' dtype."""
+    opt_state: Any
+    """The optimizer's own state, sharded like the parameters."""
+
+
+class StepOutput(NamedTuple):
+    """Small arrays to be read on the host, one step late."""
+
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    """(sum, weight) pairs over the whole step; "loss" among them."""
+    grad_norm: jax.Array
+    """Global norm before clipping."""
+    micro_loss: jax.Array
+    """[A] share of each microstep in the loss: tells which one was not finite."""
+    finite: jax.Array
+    """False: loss or gradients were not finite and the state was left as it was."""
+
+
+def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
+
+    An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
+    replicated.
+    """
+    sample = next(iter(params.values())).sharding
+    replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
+
+    def place(path, slot):
+        names = [str(getattr(part, "key", "")) for part in path]
+        owner = next((params[name] for name in reversed(names) if name in params), None)
+        fits = owner is not None and owner.shape == slot.shape
+        sharding = owner.sharding if fits else replicated
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
+
+    slots = jax.eval_shape(optimizer.init, params)
+    return State(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        {path: shape_of(value) for path, value in params.items()},
+        jax.tree_util.tree_map_with_path(place, slots),
+    )
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """The state before the first step."""
+    shapes = abstract_state(params, optimizer)
+    places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
+    return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+
+
+def shape_of(array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of an array, without its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def make_step(
+    rebuild: Callable[[Params], Any],
+    loss: Callable,
+    coef: dict[str, float],
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float | None,
+) -> Callable[[State, Batch], tuple[State, StepOutput]]:
+    """Compile-ready `(state, batch [A, B, T]) -> (state, output)`; the state is donated."""
+
+    def micro_loss(params: Params, micro: Batch, denoms: dict[str, jax.Array]):
+        sums, metrics = loss(rebuild(params), micro)
+        total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
+        return total, metrics
+
+    def step(state: State, batch: Batch) -> tuple[State, StepOutput]:
+        denoms = {name: denominator(batch, name) for name in coef}
+        grad = jax.value_and_grad(micro_loss, has_aux=True)
+
+        def add_micro(summed, micro):
+            (total, metrics), grads = grad(state.params, micro, denoms)
+            return jax.tree.map(jnp.add, summed, (grads, metrics)), total
+
+        if batch.tokens.shape[0] == 1:
+            only = jax.tree.map(lambda leaf: leaf[0], batch)
+            (total, metrics), grads = grad(state.params, only, denoms)
+            micro_losses = total[None]
+        else:
+            first = jax.tree.map(lambda leaf: leaf[0], batch)
+            shapes = jax.eval_shape(grad, state.params, first, denoms)
+            (_, metric_shapes), grad_shapes = shapes
+            zeros = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grad_shapes, metric_shapes)
+            )
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, zeros, batch)
+
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
+        if max_grad_norm is not None:
+            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = State(state.step + 1, params, opt_state)
+        # A bad step must not spoil what a checkpoint may still save.
+        kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        weight = jnp.ones((), micro_losses.dtype)
+        metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}
+        return kept, StepOutput(metrics, norm, micro_losses, finite)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def denominator(batch: Batch, component: str) -> jax.Array:
+    """What a component's sum is divided by: its constant, or the step's total weight."""
+    if component in batch.denoms:
+        return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
+    total = jnp.sum(batch.weights[component])
+    return jnp.where(total > 0, total, 1.0)
+
+
+def make_eval(rebuild: Callable[[Params], Any], loss: Callable) -> Callable:
+    """Compile-ready `(params, batch [B, T]) -> {component or metric: (sum, weight)}`, no grads."""
+
+    def evaluate(params: Params, batch: Batch):
+        sums, metrics = loss(rebuild(params), batch)
+        pairs = {name: (value, jnp.sum(batch.weights[name])) for name, value in sums.items()}
+        return {**pairs, **metrics}
+
+    return jax.jit(evaluate)

@@ -1,0 +1,212 @@
+"""Training: one loop for every method.
+
+    source (reads, packs ahead) -> feed (onto the mesh) -> step (compiled) -> sinks, one step late
+
+The loop thread alone launches device work. It reads a step's numbers only after the next step was
+dispatched, so the devices never wait for the host; before anything is saved or evaluated it reads
+the current step's, so that a state with a loss that is not finite is never saved.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+
+from jaxtrain.assemble import assemble
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import Config
+from jaxtrain.data.formats import probe
+from jaxtrain.evaluate import Evaluation
+from jaxtrain.export import export_model
+from jaxtrain.parallel.feed import feed
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.plot import plot_runs
+from jaxtrain.profile import ProfileWindow
+from jaxtrain.reading import Pending, Reader
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.session import Session, open_session, start_state
+from jaxtrain.sinks import Sinks
+from jaxtrain.watchdog import Signals, Watchdog
+
+
+def train(config: Config, command: list[str]) -> int:
+    """Run a config from its start or newest checkpoint to its last step; returns the exit code.
+
+    Raises UserError for what a person can fix and RunStopped when training cannot go on.
+    """
+    parts = assemble(config)
+    primary = is_main_process()
+    formats = [
+        str(probe(dataset, parts.tokenizer, config.data))
+        for dataset in [*config.data.datasets, *config.data.eval_datasets]
+    ]
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(config, command))
+        sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))
+        watchdog = stack.enter_context(
+            Watchdog(folder.path, config.log.watchdog_seconds, sinks.say, primary=primary)
+        )
+        signals = stack.enter_context(Signals(sinks.say))
+        stack.enter_context(jax.set_mesh(parts.mesh))
+        for line in [*folder.describe(), *formats]:
+            sinks.say(line)
+        checkpoints = open_checkpoints(config, folder.path, sinks)
+        stack.callback(checkpoints.close)
+        with watchdog.phase("opening the data"):
+            session = open_session(config, parts, sinks.say)
+            stack.callback(session.source.close)
+        with watchdog.phase("reading the weights"):
+            start_state(session, checkpoints)
+        folder.rewind(session.start)
+        sinks.say(describe_start(session))
+        sinks.start(session.total_steps, session.start)
+        evaluation = Evaluation(config, parts, sinks, folder.path)
+        run = Loop(session, folder.path, sinks, watchdog, signals, checkpoints, evaluation)
+        with stack.enter_context(
+            ProfileWindow(
+                folder.path / "profile", config.log.profile_start, config.log.profile_steps
+            )
+        ) as profile:
+            run.go(profile)
+        if signals.stop:
+            sinks.summarise(
+                f"{signals.name}: saved step {run.step} of {session.total_steps} in {folder.path};"
+                " the same command goes on from there"
+            )
+            return 0
+        with watchdog.phase("exporting the model"):
+            sinks.summarise(finish(session, folder.path, evaluation))
+    return 0
+
+
+def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
+    """The run's checkpoints by section `checkpoint`."""
+    options = config.checkpoint.model_dump(exclude={"every"})
+    return Checkpoints(folder / "checkpoints", **options, say=sinks.say)
+
+
+class Loop:
+    """The steps of one run; holds what changes while they pass."""
+
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        sinks: Sinks,
+        watchdog: Watchdog,
+        signals: Signals,
+        checkpoints: Checkpoints,
+        evaluation: "Evaluation",
+    ):
+        self.session, self.config = session, session.config
+        self.sinks, self.watchdog, self.signals = sinks, watchdog, signals
+        self.checkpoints, self.evaluation = checkpoints, evaluation
+        self.reader = Reader(session, folder)
+        self.step = session.start
+        self.pending: Pending | None = None
+        self.latest: dict[str, float] = {}
+
+    def go(self, profile: ProfileWindow) -> None:
+        """Train until the last step or a signal; the state is saved at the end of either."""
+        session = self.session
+        if self.config.eval.at_start and self.step == 0:
+            self.evaluate()
+        while self.step < session.total_steps and not self.signals.stop:
+            with self.watchdog.phase("waiting for data"):
+                (batch,) = next(session.source)
+            profile.before(self.step + 1, session.state)
+            with self.watchdog.phase("running a step (the first one compiles)"):
+                placed = feed(batch, session.parts.mesh)
+                session.state, output = session.step(session.state, placed)
+                self.settle()
+            self.step += 1
+            self.pending = Pending(self.step, output, batch, session.source.counters())
+            self.act()
+        profile.close(session.state)
+        if self.step > session.start:
+            self.save()
+
+    def act(self) -> None:
+        """Whatever is due after this step."""
+        last = self.step == self.session.total_steps
+        if last or self.due(self.config.eval.every):
+            self.settle()
+            self.evaluate()
+        if self.due(self.config.checkpoint.every) and not last:
+            self.save()
+
+    def due(self, every: int | None) -> bool:
+        return bool(every) and self.step % every == 0
+
+    def settle(self) -> None:
+        """Read and report the step that is still pending; raises RunStopped if not finite."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        self.latest = self.reader.read(pending)
+        self.watchdog.beat(pending.step)
+        if pending.step % self.config.log.every == 0 or pending.step == self.session.total_steps:
+            efficiency = pending.counters["packing_efficiency"]
+            self.sinks.write(pending.step, {**self.latest, "packing_efficiency": efficiency})
+
+    def evaluate(self) -> None:
+        """Held-out numbers of the current weights."""
+        with self.watchdog.phase("evaluating"):
+            found = self.evaluation.run(self.session, self.step)
+        if found:
+            self.latest = {**self.latest, **found}
+            self.sinks.write(self.step, found)
+
+    def save(self) -> None:
+        """Checkpoint the current state together with the data's cursor."""
+        self.settle()
+        with self.watchdog.phase("saving a checkpoint"):
+            self.checkpoints.save(
+                self.step,
+                self.session.state,
+                self.session.source.state(),
+                metrics=self.latest,
+                config=self.config.model_dump(mode="json"),
+            )
+
+
+def describe_start(session: Session) -> str:
+    """One line on what is about to be trained."""
+    params = sum(value.size for value in session.state.params.values())
+    steps = f"steps {session.start + 1} to {session.total_steps}"
+    if session.start >= session.total_steps:
+        steps = f"all {session.total_steps} steps are done"
+    return (
+        f"{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
+        f" {jax.devices()[0].device_kind} device(s), {steps}"
+    )
+
+
+def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
+    """Export, draw the curves, and tell people where everything lies."""
+    config, lines = session.config, [evaluation.summary()]
+    places = {
+        "checkpoints": folder / "checkpoints",
+        "metrics": folder / "metrics.jsonl",
+    }
+    if is_main_process() and config.log.plot and (folder / "metrics.jsonl").exists():
+        plot_runs([folder], folder / "curves.png")
+        places["curves"] = folder / "curves.png"
+    if config.run.export:
+        export_model(
+            session.rebuild(session.state.params),
+            session.parts.architecture,
+            session.parts.tokenizer,
+            folder / "model",
+            config=config,
+            step=session.total_steps,
+        )
+        places["model"] = folder / "model"
+    lines += [f"{name:<12} {path}" for name, path in places.items()]
+    lines += [
+        "try next",
+        f"  jaxtrain generate {folder}                      talk to it",
+        f"  jaxtrain plot {folder} OTHER_RUN --output x.png  compare runs",
+        "  jaxtrain --help                                  every key of the config",
+    ]
+    return "\n".join(line for line in lines if line)

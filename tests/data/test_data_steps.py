@@ -1,0 +1,256 @@
+"""The source: epochs, resume at any point, workers, streams, drops, eval; on in-memory rows."""
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from jaxtrain.batch import check_batch
+from jaxtrain.config.data import DataConfig
+from jaxtrain.data.readers import Part
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.steps import count_part_steps, eval_part_batches, open_parts
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tokenise:
+    """Row {"id", "n"} -> n tokens that all equal the id; longer than `limit` is dropped."""
+
+    limit: int = 32
+
+    def __call__(self, row, origin):
+        if row["n"] > self.limit:
+            return [Dropped("too long", origin)]
+        weights = np.ones(row["n"], np.float32)
+        return [Sample(np.full(row["n"], row["id"], np.int32), weights, origin)]
+
+
+class Once:
+    """An iterable without a length and without a state of its own."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def make_rows(count, first=1, low=3, high=30, seed=0):
+    lengths = np.random.default_rng(seed).integers(low, high + 1, count)
+    return [{"id": first + i, "n": int(n)} for i, n in enumerate(lengths)]
+
+
+def make_data(**changes):
+    return DataConfig(sequence_len=32, **{"packing_window": 8, **changes})
+
+
+def open_source(parts, data, **changes):
+    options = {"seed": 3, "rows_per_microstep": 2, "microsteps": 2, **changes}
+    return open_parts(parts, data, **options)
+
+
+def make_parts(kind="indexed", tokenise=None):
+    tokenise = tokenise or Tokenise()
+    one, two = make_rows(23), make_rows(11, first=100, seed=1)
+    if kind == "indexed":
+        return [Part("one", one, tokenise), Part("two", two, tokenise)]
+    if kind == "weighted":
+        return [Part("one", one, tokenise, 3.0), Part("two", two, tokenise, 1.0)]
+    if kind == "stream":
+        return [Part("one", Once(one), tokenise, 2.0), Part("two", Once(two), tokenise, 1.0)]
+    if kind == "mixed":
+        return [Part("one", Once(one), tokenise), Part("two", two, tokenise)]
+    import datasets
+
+    stream = datasets.Dataset.from_list(one).to_iterable_dataset(num_shards=3)
+    return [Part("hub", stream, tokenise)]
+
+
+def read(source, count):
+    return [batch for batch, *_ in islice(source, count)]
+
+
+def ids_of(batches):
+    """Ids of the trees in the order of rows, once for each tree."""
+    found = []
+    for batch in batches:
+        roots = (np.asarray(batch.prev) == -1) & (batch.owner >= 0)
+        found += batch.tokens[roots].tolist()
+    return found
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        for x, y in zip(a[:4], b[:4], strict=True):
+            np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(a.weights["nll"], b.weights["nll"])
+        np.testing.assert_array_equal(a.owner, b.owner)
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_is_shuffled_anew():
+    source = open_source(make_parts(), make_data(), num_epochs=2)
+    batches = read(source, 100)
+    for batch in batches:
+        check_batch(batch)
+        assert batch.tokens.shape == (2, 2, 32)
+    ids = ids_of(batches)
+    expected = sorted([*range(1, 24), *range(100, 111)])
+    assert sorted(ids) == sorted(expected * 2)
+    first = ids_of(read(open_source(make_parts(), make_data(), num_epochs=1), 100))
+    assert sorted(first) == expected
+    assert first != expected
+    other_seed = ids_of(read(open_source(make_parts(), make_data(), num_epochs=1, seed=4), 100))
+    assert other_seed != first
+
+
+@pytest.mark.parametrize("kind", ["indexed", "weighted", "stream", "mixed", "hub"])
+@pytest.mark.parametrize("changes", [{}, {"packing": False}, {"shuffle": False, "prefetch": 1}])
+def test_resume_continues_with_the_identical_next_batch(kind, changes):
+    data = make_data(shuffle_buffer=7, **changes)
+    source = open_source(make_parts(kind), data)
+    states, expected, counters = [], [], []
+    for _ in range(12):
+        states.append(json.loads(json.dumps(source.state())))
+        expected.append(next(source)[0])
+        counters.append(source.counters())
+    source.close()
+    for cut, state in enumerate(states):
+        resumed = open_source(make_parts(kind), data)
+        if cut % 2:
+            next(resumed)  # a source that has already run can go back as well
+        resumed.restore(state)
+        assert_same(read(resumed, 12 - cut), expected[cut:])
+        assert resumed.counters() == counters[-1]
+        resumed.close()
+
+
+def test_workers_give_the_same_batches_and_take_over_each_others_cursor():
+    alone = open_source(make_parts(), make_data())
+    with_workers = open_source(make_parts(), make_data(num_workers=2))
+    expected = read(alone, 9)
+    assert_same(read(with_workers, 4), expected[:4])
+    state = with_workers.state()
+    with_workers.close()
+    alone.restore(state)
+    assert_same(read(alone, 5), expected[4:])
+
+
+def test_weights_share_out_the_draws_and_restart_the_smaller_dataset():
+    source = open_source(make_parts("weighted"), make_data())
+    ids = np.array(ids_of(read(source, 200)))
+    assert abs((ids < 100).mean() - 0.75) < 0.02
+    counts = np.bincount(ids)[1:24]
+    assert counts.max() - counts.min() <= 2  # passes of the dataset, each row once a pass
+
+
+def test_processes_share_the_rows_of_an_epoch():
+    seen = []
+    for index in range(3):
+        source = open_source(
+            make_parts(), make_data(), num_epochs=1, process_index=index, process_count=3
+        )
+        seen += ids_of(read(source, 10))
+        assert not next(source)[0].weights["nll"].any()  # keeps step with longer shares
+        source.close()
+    assert sorted(seen) == sorted([*range(1, 24), *range(100, 111)])
+
+
+def test_processes_share_a_stream():
+    seen = []
+    for index in range(2):
+        source = open_source(
+            make_parts("stream"), make_data(), process_index=index, process_count=2
+        )
+        seen.append(ids_of(read(source, 30)))
+        source.close()
+    both = open_source(make_parts("stream"), make_data())
+    together = ids_of(read(both, 60))
+    count = min(map(len, seen)) - 30
+    assert set(zip(seen[0][:count], seen[1][:count], strict=True))
+    assert sorted(set(seen[0] + seen[1])) == sorted(set(together))
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_drops_are_counted_by_reason(kind):
+    source = open_source(make_parts(kind, Tokenise(limit=20)), make_data(shuffle_buffer=5))
+    read(source, 6)
+    counters = source.counters()
+    assert counters["dropped"]["too long"] > 0
+    assert counters["samples"] + counters["dropped"]["too long"] == counters["rows_read"]
+    assert 0.5 < counters["packing_efficiency"] <= 1
+
+
+@pytest.mark.parametrize("kind", ["indexed", "weighted", "stream", "mixed", "hub"])
+def test_data_of_which_nothing_survives_is_an_error_not_a_loop(kind):
+    source = open_source(make_parts(kind, Tokenise(limit=2)), make_data(shuffle_buffer=5))
+    with pytest.raises(UserError, match=r"no example of the data trains: .* x too long"):
+        next(source)
+
+
+def test_the_first_token_alone_does_not_train():
+    rows = [{"id": 5, "n": 1}] * 4
+    with pytest.raises(UserError, match="4 x no trained token"):
+        next(open_source([Part("x", rows, Tokenise())], make_data()))
+
+
+@pytest.mark.parametrize("rows", [[], Once([])])
+def test_an_empty_dataset_is_named(rows):
+    with pytest.raises(UserError, match="some.jsonl has no rows"):
+        next(open_source([Part("some.jsonl", rows, Tokenise())], make_data()))
+
+
+def test_a_user_error_of_the_tokeniser_arrives_unchanged():
+    def refuse(row, origin):
+        raise UserError(f"{origin}: too long")
+
+    with pytest.raises(UserError, match=r"^x row 0: too long$"):
+        next(open_source([Part("x", make_rows(1), refuse)], make_data()))
+
+
+def test_a_dataset_smaller_than_a_batch_repeats_or_is_padded():
+    parts = [Part("tiny", make_rows(2), Tokenise())]
+    endless = open_source(parts, make_data())
+    assert set(ids_of(read(endless, 5))) == {1, 2}
+    finite = read(open_source(parts, make_data(), num_epochs=1), 5)
+    assert sorted(ids_of(finite)) == [1, 2]
+    assert len(finite) == 1 and finite[0].tokens.shape == (2, 2, 32)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2.5])
+@pytest.mark.parametrize("kind", ["indexed", "weighted"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_counted_steps_are_those_that_come_out(num_epochs, kind, packing):
+    data = make_data(packing=packing)
+    options = {"seed": 3, "rows_per_microstep": 2, "microsteps": 2, "num_epochs": num_epochs}
+    steps = count_part_steps(make_parts(kind), data, **options)
+    assert len(read(open_parts(make_parts(kind), data, **options), 1000)) == steps
+
+
+@pytest.mark.parametrize("kind", [0, 1, "stream"])
+def test_eval_sees_every_row_exactly_once(kind):
+    part = make_parts("stream")[0] if kind == "stream" else make_parts()[kind]
+    batches = list(eval_part_batches(part, make_data(), rows=3))
+    assert all(batch.tokens.shape == (1, 3, 32) for batch in batches)
+    assert sorted(ids_of(batches)) == sorted(row["id"] for row in part.rows)
+
+
+def test_buckets_cut_a_step_to_its_longest_row():
+    rows = [{"id": 1, "n": 5}] * 6 + [{"id": 2, "n": 20}] * 2
+    data = make_data(packing=False, shuffle=False, length_buckets=[8, 16])
+    source = open_source([Part("x", rows, Tokenise())], data, num_epochs=1)
+    assert source.lengths == (8, 16, 32)
+    batches = read(source, 5)
+    assert [batch.tokens.shape[-1] for batch in batches] == [8, 32]
+    for batch in batches:
+        check_batch(batch)
+
+
+def test_a_cursor_of_other_data_is_refused():
+    state = open_source(make_parts(), make_data()).state()
+    other = open_source([Part("one", make_rows(9), Tokenise())], make_data())
+    with pytest.raises(UserError, match="rows: .* then, .* now"):
+        other.restore(state)

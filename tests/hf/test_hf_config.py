@@ -1,0 +1,110 @@
+"""config.json: old and new spellings are one, defaults are transformers', surprises are refused."""
+
+import json
+
+import pytest
+import transformers
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import ARCHITECTURES, build
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_published_qwen3_config_counts_its_published_parameters():
+    config = build.config_from_hf(QWEN3)
+    # The model card of Qwen3-0.6B: 0.6B parameters, 0.44B without embeddings.
+    assert build.param_count(config) == 596_049_920
+    assert build.param_count(config) - config.vocab_size * config.hidden_size == 440_467_456
+    assert dict(config.rope) == {"rope_theta": 1000000, "rope_type": "default"}
+
+
+def test_flops_by_hand():
+    config = build.config_from_hf(QWEN3)
+    attention = 28 * 16 * 128
+    weights = 596_049_920  # tied: the table is a matmul once, as the head
+    assert build.flops_per_token(config, 8192) == 6 * weights + 12 * attention * 8193 / 2
+    full = build.flops_per_token(config, 8192, full_square=True)
+    assert full == 6 * weights + 12 * attention * 8192
+    windowed = build.config_from_hf(
+        {"model_type": "mistral", "sliding_window": 3, "num_hidden_layers": 1}
+    )
+    plain = 6 * (build.param_count(windowed) - 32000 * 4096)
+    # Queries of 5 tokens see 1, 2, 3, 3, 3 keys.
+    assert build.flops_per_token(windowed, 5) == pytest.approx(plain + 12 * 4096 * 12 / 5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_round_trip_and_transformers_agree(architecture):
+    module = ARCHITECTURES[architecture]
+    raw = {"architectures": [architecture], "model_type": module.Config.model_type}
+    config = build.config_from_hf({**raw, "eos_token_id": [7, 9]})
+    written = json.loads(json.dumps(config.to_hf()))
+    assert build.config_from_hf(written) == config
+    assert written["eos_token_id"] == [7, 9] and written["architectures"] == [architecture]
+    theirs = transformers.AutoConfig.for_model(**written).to_dict()
+    default = transformers.AutoConfig.for_model(module.Config.model_type).to_dict()
+    differing = {k for k in default if theirs.get(k) != default[k]} - {"eos_token_id"}
+    assert differing <= {"architectures"}
+
+
+def test_old_and_new_rope_spelling_are_one():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
+    new = {"model_type": "llama", "rope_parameters": {**scaling, "rope_theta": 5e5}}
+    assert build.config_from_hf(old) == build.config_from_hf(new)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* default 0.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"made_up": 3}, "made_up=3"),
+        ({"hidden_act": "softplus"}, "softplus"),
+        ({"num_key_value_heads": 3}, "multiple of"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "odd": 1}}, "odd"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Qwen3ForCausalLM"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_surprises_are_refused(change, words):
+    with pytest.raises(UserError, match=words):
+        build.config_from_hf({**QWEN3, **change})
+
+
+def test_switches_that_are_off_pass():
+    build.config_from_hf({**QWEN3, "use_mrope": False, "new_thing": None})
+
+
+def test_a_config_that_names_no_family_is_refused():
+    with pytest.raises(UserError, match="model_type"):
+        build.config_from_hf({"model_type": "gpt2"})

@@ -1,0 +1,159 @@
+"""Loading and saving: bit-identical, sharded like unsharded, one message for what does not fit."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tiny_models import RAW, documents, pack
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.parallel.mesh import make_mesh
+
+MESHES = [
+    {"data": 2, "fsdp": 2},
+    {"fsdp": 2, "tensor": 2},
+    {"tensor": 4},
+    {"fsdp": 2, "context": 2},
+]
+
+
+def write_checkpoint(folder, name, seed=0, copy_head=False):
+    """A folder with random bits in bfloat16, and norms in float32; its tensors."""
+    config = build.config_from_hf(RAW[name])
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    state = build.abstract(config)
+    shapes = {
+        ".".join(map(str, p)): v.get_value().shape for p, v in nnx.to_flat_state(nnx.state(state))
+    }
+    for entry in build.family(config.architecture).names(config):
+        for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
+            dtype = np.float32 if "norm" in tensor else ml_dtypes.bfloat16
+            tensors[tensor] = (0.2 * rng.standard_normal(shape)).astype(dtype)
+    if copy_head:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    folder.mkdir(exist_ok=True)
+    names = sorted(tensors)
+    shards = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
+    for file, held in shards.items():
+        save_file({n: tensors[n] for n in held}, folder / file, metadata={"format": "pt"})
+    weight_map = {n: file for file, held in shards.items() for n in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(RAW[name]))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "copy_head"), [("qwen3", False), ("qwen3", True), ("qwen2", False)]
+)
+def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
+    tensors = write_checkpoint(tmp_path / "in", name, copy_head=copy_head)
+    model = build.load(tmp_path / "in")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {np.dtype("float32")}
+    build.save(model, build.read_config(tmp_path / "in"), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(tensors)
+    for tensor, array in tensors.items():
+        assert found[tensor].dtype == array.dtype
+        assert found[tensor].tobytes() == array.tobytes(), tensor
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["torch_dtype"] == "bfloat16"
+
+
+def test_save_in_a_chosen_dtype(tmp_path):
+    config = build.config_from_hf(RAW["llama"])
+    build.save(build.init(config, 0), config, tmp_path, dtype="bfloat16")
+    found = load_file(tmp_path / "model.safetensors")
+    assert {array.dtype for array in found.values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
+    name = "qwen3_yarn"
+    tensors = write_checkpoint(tmp_path / "in", name)
+    config = build.read_config(tmp_path / "in")
+    mesh = make_mesh(**sizes)
+    for make in (
+        lambda mesh: build.load(tmp_path / "in", mesh=mesh),
+        lambda mesh: build.init(config, 5, mesh=mesh),
+    ):
+        one, many = make(None), make(mesh)
+        for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, many)), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert b.sharding.mesh == mesh
+    kernel = many.stack.block.mlp.up.kernel[...]
+    ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    assert kernel.addressable_shards[0].data.size * ways == kernel.size
+    build.save(build.load(tmp_path / "in", mesh=mesh), config, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(found[n].tobytes() == array.tobytes() for n, array in tensors.items())
+
+
+def value_and_grads(mesh):
+    config = build.config_from_hf(RAW["qwen3"])
+    batch = pack([documents(row, 9, 14) for row in range(4)], 24)
+    graphdef, state = nnx.split(build.init(config, 0, mesh=mesh))
+
+    def loss(state, batch):
+        model = nnx.merge(graphdef, state)
+        return (model.logits(model.hidden(batch)) ** 2).mean()
+
+    return jax.jit(jax.value_and_grad(loss))(state, batch)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return value_and_grads(None)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_sharded_gradients_equal_one_device(sizes, one_device):
+    value, grads = one_device
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        found, found_grads = value_and_grads(mesh)
+    # float32 sums split over devices.
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(np.abs(b).max()))
+
+
+def spoil(tensors):
+    tensors.pop("model.norm.weight")
+    tensors["model.embed_tokens.weight"] = np.zeros((3, 3), np.float32)
+    tensors["visual.weight"] = np.zeros(2, np.float32)
+
+
+def test_all_misfits_in_one_message(tmp_path):
+    tensors = write_checkpoint(tmp_path, "qwen2")
+    spoil(tensors)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        build.load(tmp_path)
+    message = str(caught.value)
+    assert "missing model.norm.weight" in message
+    assert "unexpected visual.weight" in message
+    assert "model.safetensors: model.embed_tokens.weight is (3, 3)" in message
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    tensors = write_checkpoint(tmp_path, "qwen3", copy_head=True)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + np.ones((), ml_dtypes.bfloat16)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head.weight differs from the embedding"):
+        build.load(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match="config.json does not exist"):
+        build.load(tmp_path)

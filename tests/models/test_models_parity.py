@@ -1,0 +1,93 @@
+"""Every family against transformers in torch: logits, every gradient, and the export."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
+
+import jax
+import jax.numpy as jnp
+import torch
+import transformers
+from flax import nnx
+from tiny_models import RAW, documents, pack
+
+from jaxtrain.models import build
+from jaxtrain.models.build import family
+
+
+def make_torch(raw, seed=0):
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(**raw)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+def relative_error(ours, theirs):
+    scale = np.abs(theirs).max()
+    return np.abs(np.asarray(ours) - theirs).max() / scale
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_parity_with_transformers(name, tmp_path):
+    theirs = make_torch(RAW[name])
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = build.load(tmp_path / "theirs")
+    config = build.read_config(tmp_path / "theirs")
+    tokens = np.stack(documents(1, 40, 40))
+    batch = pack([[row] for row in tokens], 40)
+
+    # The loss is a random linear function of the logits: no direction of theirs can go unseen.
+    probe = np.random.default_rng(2).standard_normal((*tokens.shape, 97)).astype(np.float32)
+    graphdef, state = nnx.split(model)
+
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        logits = model.logits(model.hidden(batch))
+        return (logits * probe).sum() / probe.size, logits
+
+    (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
+    their_logits = theirs(torch.from_numpy(tokens).long()).logits
+    (their_logits * torch.from_numpy(probe)).sum().div(probe.size).backward()
+
+    # 1e-4 of the largest value: float32 sums in another order, through two layers and back.
+    assert relative_error(logits, their_logits.detach().numpy()) < 1e-4
+    flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(grads)}
+    ours = {
+        piece.name: piece.array
+        for entry in family(config.architecture).names(config)
+        for piece in entry.op.write(flat[entry.param], np.asarray)
+    }
+    wanted = {n: p.grad.numpy() for n, p in theirs.named_parameters()}
+    assert set(ours) == set(wanted)
+    scale = max(np.abs(grad).max() for grad in wanted.values())
+    for tensor, grad in wanted.items():
+        if np.abs(grad).max() < 1e-6 * scale:
+            # A bias on keys shifts all scores of a query alike: its gradient is rounding noise.
+            assert tensor.endswith("k_proj.bias")
+            assert np.abs(ours[tensor]).max() < 1e-5 * scale
+        else:
+            assert relative_error(ours[tensor], grad) < 1e-4, tensor
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_export_loads_in_transformers(name, tmp_path):
+    config = build.config_from_hf(RAW[name])
+    model = build.init(config, seed=3)
+    build.save(model, config, tmp_path)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert build.read_config(tmp_path) == config
+    tokens = np.stack(documents(4, 30, 30))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)))
+    assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
+    assert theirs.config.to_dict()["rope_parameters"] == dict(config.rope)
+    assert jnp.isfinite(logits).all()

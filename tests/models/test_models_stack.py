@@ -1,0 +1,114 @@
+"""One network, however it is run: scanned or not, with or without remat, packed or alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import RAW, documents, pack
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.stack import REMAT
+from jaxtrain.models import build
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@jax.jit
+def hidden_of(model, batch):
+    return model.hidden(batch)
+
+
+def value_and_grads(config, batch, seed=0, **options):
+    graphdef, state = nnx.split(build.init(config, seed, **options))
+
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        return jnp.sin(model.logits(model.hidden(batch))).sum()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(state)
+    return value, jax.tree.leaves(grads)
+
+
+def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
+    # Three layers in two runs: one without a window, then two with one.
+    config = build.config_from_hf({**RAW["qwen2_window"], "num_hidden_layers": 3})
+    batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
+    wide = {"param_dtype": "float64", "dtype": "float64"}
+    expected, grads = value_and_grads(config, batch, **wide, scan_layers=False)
+    variants = [(False, "full"), *((True, policy) for policy in REMAT)]
+    for scan, remat in variants:
+        value, found = value_and_grads(config, batch, **wide, scan_layers=scan, remat=remat)
+        # float64 with a compiler free to reorder sums.
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        for ours, theirs in zip(found, grads, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_unknown_remat_is_refused():
+    with pytest.raises(UserError, match="save_attention"):
+        build.abstract(build.config_from_hf(RAW["qwen3"]), remat="everything")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama"])
+def test_packed_equals_alone(name, x64):
+    config = build.config_from_hf(RAW[name])
+    model = build.init(config, 0, param_dtype="float64", dtype="float64")
+    texts = documents(2, 13, 1, 9)
+    packed = hidden_of(model, pack([texts], 32))
+    start = 0
+    for text in texts:
+        alone = hidden_of(model, pack([[text]], len(text)))
+        # The figure promised to users; float64 leaves about 1e-14.
+        np.testing.assert_allclose(packed[:, start : start + len(text)], alone, atol=1e-10)
+        start += len(text)
+    assert jnp.isfinite(packed).all()
+
+
+def test_branches_that_share_a_prefix_equal_their_paths(x64):
+    config = build.config_from_hf(RAW["mistral"])  # windows must follow positions, not indices
+    model = build.init(config, 0, param_dtype="float64", dtype="float64")
+    trunk, left, right = documents(3, 6, 7, 5)
+    batch = pack([[np.concatenate([trunk, left, right])]], 18)
+    index = np.arange(18)
+    in_right = index >= 13
+    tree = batch._replace(
+        positions=jnp.asarray(np.where(in_right, index - 7, index)[None], jnp.int32),
+        until=jnp.asarray(np.where((index >= 6) & ~in_right, 13, 18)[None], jnp.int32),
+    )
+    hidden = hidden_of(model, tree)
+    one = hidden_of(model, pack([[np.concatenate([trunk, left])]], 13))
+    two = hidden_of(model, pack([[np.concatenate([trunk, right])]], 11))
+    np.testing.assert_allclose(hidden[:, :13], one, atol=1e-10)  # as in the test above
+    np.testing.assert_allclose(hidden[:, 13:], two[:, 6:], atol=1e-10)
+
+
+def test_capture_gives_the_states_between_layers():
+    config = build.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
+    batch = pack([documents(4, 12)], 12)
+    model = build.init(config, 0)
+    hidden, captured = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
+    assert set(captured) == {0, 2}
+    # float32: capturing cuts the scan in two, and each program rounds in its own order.
+    np.testing.assert_allclose(model.norm(captured[2]), hidden, atol=1e-5)
+    np.testing.assert_allclose(hidden_of(model, batch), hidden, atol=1e-5)
+    first = build.init(config, 0)
+    first.stack.windows = first.stack.windows[:1]
+    nnx.update(first.stack.block, jax.tree.map(lambda leaf: leaf[:1], nnx.state(first.stack.block)))
+    np.testing.assert_allclose(hidden_of(first, batch), model.norm(captured[0]), atol=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_masters():
+    config = build.config_from_hf(RAW["qwen3"])
+    batch = pack([documents(5, 20)], 20)
+    mixed = build.init(config, 0, dtype="bfloat16")
+    hidden = hidden_of(mixed, batch)
+    assert hidden.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mixed))} == {jnp.dtype("float32")}
+    exact = hidden_of(build.init(config, 0), batch)
+    error = np.abs(hidden.astype(jnp.float32) - exact).max() / np.abs(exact).max()
+    assert 0 < error < 0.05  # bfloat16 has 8 bits: 0.4% a rounding, some ten of them in a row

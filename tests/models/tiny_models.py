@@ -1,0 +1,79 @@
+"""Tiny configs of every family and batches for them, shared by the tests of this folder."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.batch import Batch
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+RAW = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "attention_bias": True,
+        "rope_theta": 1e6,
+        "rope_scaling": YARN_ROPE,
+    },
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6},
+    "qwen2_window": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "llama": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+    "llama_bias": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+}
+RAW = {name: {**SIZES, **raw} for name, raw in RAW.items()}
+
+
+def pack(rows: list[list[np.ndarray]], length: int) -> Batch:
+    """Batch [B, T] of plain documents, padded; weights 1 wherever a token has a predecessor."""
+    shape = (len(rows), length)
+    tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    prev = np.full(shape, -1, np.int32)
+    until = np.tile(np.arange(1, length + 1, dtype=np.int32), (len(rows), 1))
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            stop = start + len(document)
+            tokens[b, start:stop] = document
+            positions[b, start:stop] = np.arange(len(document))
+            prev[b, start + 1 : stop] = np.arange(start, stop - 1)
+            until[b, start:stop] = stop
+            start = stop
+    weights = {"nll": (prev >= 0).astype(np.float32)}
+    fields = (jnp.asarray(field) for field in (tokens, positions, prev, until))
+    return Batch(*fields, weights={name: jnp.asarray(w) for name, w in weights.items()})
+
+
+def documents(seed: int, *lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, SIZES["vocab_size"], n).astype(np.int32) for n in lengths]
