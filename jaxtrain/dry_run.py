@@ -40,7 +40,7 @@ def dry_run(config: Config) -> None:
         show_memory(config, parts, console)
     show_packing(config, parts.tokenizer, console, num_batches=4)
     if isinstance(first, Tree):
-        console.print(describe_tree(first, parts.tokenizer.decode), markup=False)
+        console.print(describe_tree(first, parts.tokenizer.decode), markup=False, soft_wrap=True)
     elif isinstance(first, Sample):
         show_sample(first, parts.tokenizer, console)
     console.print("dry run: nothing was allocated, compiled or written")

@@ -29,7 +29,8 @@ def preprocess(config: Config, num_samples: int) -> None:
         console.print(str(found), style="bold", markup=False)
         if isinstance(config.task, TreeTask):
             part = open_part(dataset, config.data, tokenizer, config.task)
-            console.print(describe_part(part, tokenizer, num_samples), markup=False)
+            text = describe_part(part, tokenizer, num_samples)
+            console.print(text, markup=False, soft_wrap=True)
             continue
         count_dataset(dataset, config, tokenizer, num_samples, console)
     show_packing(config, tokenizer, console)
