@@ -37,7 +37,7 @@ from jaxtrain.checkpoint_folder import (
     remove_folder,
 )
 from jaxtrain.errors import UserError
-from jaxtrain.manifest import is_sealed, read_manifest, write_manifest
+from jaxtrain.manifest import find_damage, is_sealed, read_manifest, write_manifest
 
 
 class Restored(NamedTuple):
@@ -256,14 +256,25 @@ def check_shapes(folder: Path, named: dict[str, jax.ShapeDtypeStruct]) -> None:
         )
 
 
-def load_newest(folder: str | Path, abstract: Any) -> Restored:
-    """Read the newest good checkpoint of a run that may still be training; changes nothing.
+def load_checkpoint(folder: str | Path, abstract: Any, step: int | None = None) -> Restored:
+    """Read the newest good checkpoint, or that of `step`, of a run that may still be training.
 
-    `abstract` may name a part of the saved arrays. Raises UserError when there is none.
+    Changes nothing, unlike Checkpoints.restore. `abstract` may name a part of the saved arrays.
+    Raises UserError when there is no such checkpoint or its files are damaged.
     """
-    step, _ = find_good_step(folder)
-    if step < 0:
-        raise UserError(f"{folder} holds no usable checkpoint; train first, or name another run")
+    folder = Path(folder)
+    if step is None:
+        step, _ = find_good_step(folder)
+        if step < 0:
+            raise UserError(
+                f"{folder} holds no usable checkpoint; train first, or name another run"
+            )
+    elif step not in find_steps(folder):
+        raise UserError(
+            f"{folder} has no checkpoint of step {step}; there are {find_steps(folder)}"
+        )
+    elif damage := find_damage(folder / str(step)):
+        raise UserError(f"{folder / str(step)} is damaged: {damage}")
     checkpoints = Checkpoints(folder)
     try:
         return checkpoints.load(step, abstract)

@@ -26,6 +26,8 @@ class Pending(NamedTuple):
     """step.StepOutput on the devices."""
     batch: Batch
     """The host batch that it trained on."""
+    counters: dict[str, Any]
+    """The source's counters when it had just given that batch."""
 
 
 class Reader:

@@ -48,7 +48,7 @@ def train(config: Config, command: list[str]) -> int:
         )
         signals = stack.enter_context(Signals(sinks.say))
         stack.enter_context(jax.set_mesh(parts.mesh))
-        for line in [f"run folder {folder.path}, attempt {folder.attempt}", *formats]:
+        for line in [*folder.describe(), *formats]:
             sinks.say(line)
         checkpoints = open_checkpoints(config, folder.path, sinks)
         stack.callback(checkpoints.close)
@@ -120,7 +120,7 @@ class Loop:
                 session.state, output = session.step(session.state, placed)
                 self.settle()
             self.step += 1
-            self.pending = Pending(self.step, output, batch)
+            self.pending = Pending(self.step, output, batch, session.source.counters())
             self.act()
         profile.close(session.state)
         if self.step > session.start:
@@ -146,11 +146,8 @@ class Loop:
         self.latest = self.reader.read(pending)
         self.watchdog.beat(pending.step)
         if pending.step % self.config.log.every == 0 or pending.step == self.session.total_steps:
-            counters = self.session.source.counters()
-            self.sinks.write(
-                pending.step,
-                {**self.latest, "packing_efficiency": counters["packing_efficiency"]},
-            )
+            efficiency = pending.counters["packing_efficiency"]
+            self.sinks.write(pending.step, {**self.latest, "packing_efficiency": efficiency})
 
     def evaluate(self) -> None:
         """Held-out numbers of the current weights."""

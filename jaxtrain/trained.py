@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.assemble import Parts, abstract_params, assemble, open_params
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import load_checkpoint
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides
 from jaxtrain.errors import UserError
@@ -53,16 +53,5 @@ def open_trained(name: str, overrides: list[str], step: int | None = None) -> Tr
     config = validate_config(apply_overrides(table, overrides), str(saved))
     parts = assemble(config)
     shapes, rebuild = abstract_params(parts)
-    checkpoints = Checkpoints(path / "checkpoints", keep=10**9)
-    try:
-        wanted = State(None, shapes, None)
-        if step is not None and step not in checkpoints.steps():
-            raise UserError(
-                f"{path} has no checkpoint of step {step}; there are {checkpoints.steps()}"
-            )
-        found = checkpoints.restore(wanted) if step is None else checkpoints.load(step, wanted)
-    finally:
-        checkpoints.close()
-    if found is None:
-        raise UserError(f"{path} is a run without a finished checkpoint; train it first")
+    found = load_checkpoint(path / "checkpoints", State(None, shapes, None), step)
     return Trained(config, parts, found.arrays.params, rebuild, found.step)

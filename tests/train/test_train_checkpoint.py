@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtrain import checkpoint
-from jaxtrain.checkpoint import Checkpoints, load_newest
+from jaxtrain.checkpoint import Checkpoints, load_checkpoint
 from jaxtrain.checkpoint_folder import choose_kept, find_good_step
 from jaxtrain.errors import UserError
 from jaxtrain.manifest import NAME, find_damage, read_manifest, write_manifest
@@ -193,7 +193,11 @@ def test_all_damaged_is_an_error_and_moves_nothing(tmp_path):
         restore(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     with pytest.raises(UserError, match="no usable checkpoint"):
-        load_newest(tmp_path, describe(make_arrays()))
+        load_checkpoint(tmp_path, describe(make_arrays()))
+    with pytest.raises(UserError, match=r"no checkpoint of step 7; there are \[2\]"):
+        load_checkpoint(tmp_path, describe(make_arrays()), step=7)
+    with pytest.raises(UserError, match="2 is damaged: manifest.json is not readable"):
+        load_checkpoint(tmp_path, describe(make_arrays()), step=2)
 
 
 def test_killed_between_commit_and_manifest(tmp_path):
@@ -241,7 +245,8 @@ def test_a_part_can_be_read_without_changing_the_folder(tmp_path):
     (tmp_path / "4.writing").touch()
     before = sorted(tmp_path.rglob("*"))
     part = {"params": describe(make_arrays())["params"]}
-    restored = load_newest(tmp_path, part)
+    restored = load_checkpoint(tmp_path, part)
+    assert load_checkpoint(tmp_path, part, step=1).step == 1
     assert sorted(tmp_path.rglob("*")) == before
     assert_same_bits(restored.arrays, {"params": make_arrays(3)["params"]})
 

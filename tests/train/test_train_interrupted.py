@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.checkpoint import load_newest
+from jaxtrain.checkpoint import load_checkpoint
 from jaxtrain.checkpoint_folder import find_good_step, find_steps
 from jaxtrain.manifest import read_manifest
 
@@ -133,7 +133,9 @@ def read_arrays(folder: Path) -> dict[str, np.ndarray]:
         name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
         for name, (shape, dtype) in saved.items()
     }
-    return {k: np.asarray(v) for k, v in load_newest(folder / "checkpoints", abstract)[1].items()}
+    return {
+        k: np.asarray(v) for k, v in load_checkpoint(folder / "checkpoints", abstract)[1].items()
+    }
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
