@@ -5,7 +5,7 @@ from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.root import Config
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
-from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask
+from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask, TreeTask
 
 __all__ = [
     "CheckpointConfig",
@@ -20,6 +20,7 @@ __all__ = [
     "RunConfig",
     "SFTTask",
     "SamplingConfig",
+    "TreeTask",
     "load_config",
     "validate_config",
 ]

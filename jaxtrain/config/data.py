@@ -14,7 +14,8 @@ class DatasetConfig(Section):
 
     path: str
     """File (jsonl, json, csv, parquet, arrow), folder of such files, Hub id, or
-    "builtin:calculator" (conversations that the project generates)."""
+    "builtin:calculator" (conversations that the project generates), or for task tree
+    "builtin:caterpillar" (random trees)."""
     name: str | None = None
     """Subset of a Hub dataset."""
     split: str = "train"
@@ -40,6 +41,8 @@ class DatasetConfig(Section):
     and a dataset that is used up starts over."""
     max_rows: int | None = Field(None, ge=1)
     """Use only the first rows of the split."""
+    tools: str | None = None
+    """JSON file with the tool schemas of trajectories that do not bring their own (task tree)."""
     options: dict[str, Any] = {}
     """Options of a builtin generator, such as num_rows and seed."""
 

@@ -3,7 +3,7 @@
 from typing import Any, get_args, get_origin
 
 from jaxtrain.config.base import Section
-from jaxtrain.config.load import section_type
+from jaxtrain.config.load import kind_of, section_type
 from jaxtrain.config.root import Config
 
 
@@ -39,13 +39,22 @@ def list_sections() -> list[tuple[str, type[Section]]]:
     """(title, section) for the root's sections and the tables nested in them."""
     found = []
     for name, field in Config.model_fields.items():
-        section = section_type(field.annotation)
-        found.append((name, section))
-        for key, inner in section.model_fields.items():
-            nested = section_type(inner.annotation)
-            if nested and not any(section is nested for _, section in found):
-                found.append((f"[{name}.{key}]", nested))
+        for section in section_types(field.annotation):
+            kind = kind_of(section)
+            found.append((f'{name} (kind = "{kind}")' if kind else name, section))
+            for key, inner in section.model_fields.items():
+                nested = section_type(inner.annotation)
+                if nested and not any(section is nested for _, section in found):
+                    found.append((f"[{name}.{key}]", nested))
     return found
+
+
+def section_types(annotation: Any) -> list[type[Section]]:
+    """The section of a field, or all that a union names."""
+    members = [m for m in get_args(annotation) if isinstance(m, type) and issubclass(m, Section)]
+    if isinstance(annotation, type) or not members:
+        members = [section_type(annotation)]
+    return [member for member in members if member]
 
 
 def list_keys(section: type[Section]) -> list[tuple[str, str, str, str]]:

@@ -134,8 +134,8 @@ def load_preset(section: str, name: str) -> dict[str, Any]:
 
 def describe_error(detail: Any) -> str:
     """One line for one pydantic error: key, what was found, what is allowed."""
-    location = [part for part in detail["loc"]]
-    key = ".".join(str(part) for part in location)
+    location = list(detail["loc"])
+    key = ".".join(str(part) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":
         return f"{key}: {suggest(str(location[-1]), section_keys(location[:-1]))}"
@@ -169,10 +169,25 @@ def suggest(key: str, allowed: list[str]) -> str:
 def section_keys(location: list[Any]) -> list[str]:
     """The keys that the section at `location` allows."""
     model: Any = Config
+    union: Any = None
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
-            model = section_type(model.model_fields[part].annotation) or model
+            union = model.model_fields[part].annotation
+            model = section_type(union) or model
+        else:
+            model = next((m for m in get_args(union) if kind_of(m) == part), model)
     return list(model.model_fields)
+
+
+def kind_of(section: Any) -> str | None:
+    """The `kind` by which a union of sections knows this one."""
+    fields = getattr(section, "model_fields", {})
+    return fields["kind"].default if "kind" in fields else None
+
+
+def is_tag(location: list[Any], part: Any) -> bool:
+    """Whether a part of an error's location is a kind of the union task, not a key."""
+    return location[0] == "task" and len(location) > 1 and location[1] is part and part != "kind"
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:

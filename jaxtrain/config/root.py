@@ -1,12 +1,20 @@
 """The whole config, and the rules that span its sections."""
 
-from pydantic import model_validator
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
-from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask
+from jaxtrain.config.task import (
+    EvalConfig,
+    SamplingConfig,
+    SFTTask,
+    TreeTask,
+    find_tree_conflicts,
+)
 
 
 class Config(Section):
@@ -15,13 +23,21 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    task: SFTTask = SFTTask()
+    task: SFTTask | TreeTask = Field(SFTTask(), discriminator="kind")
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def default_kind(cls, table: Any) -> Any:
+        """A task that names no kind is sft."""
+        if isinstance(table, dict) and isinstance(table.get("task"), dict):
+            table = {**table, "task": {"kind": "sft", **table["task"]}}
+        return table
 
     @model_validator(mode="after")
     def check_sections_together(self) -> "Config":
@@ -69,6 +85,10 @@ def find_conflicts(config: Config):
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.every and not data.eval_datasets and not config.eval.problems:
         yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or eval.problems"
+    if isinstance(config.task, TreeTask):
+        yield from find_tree_conflicts(config.task, data)
+    elif any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets):
+        yield 'data.datasets builtin:caterpillar makes trees; set task.kind to "tree"'
     wide = {"float64": 8, "float32": 4, "bfloat16": 2}
     if wide[model.compute_dtype] > wide[model.param_dtype]:
         yield (

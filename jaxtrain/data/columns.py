@@ -11,6 +11,9 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The columns that each format needs, in order of preference when several fit."""
 
+OPTIONAL = {"tools", "system", "input"}
+"""Columns that a format reads when they are there."""
+
 
 def detect_format(columns: Iterable[str], fields: Mapping[str, str] | None = None) -> str | None:
     """Name of the first format whose columns are all there, or None.

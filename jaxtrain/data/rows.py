@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Tree, chain
+from jaxtrain.data.tree import Group, Tree, chain
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
@@ -14,21 +14,22 @@ def to_tree(sample: Sample, component: str = "nll") -> Tree:
 
 
 def to_trees(
-    items: list[Sample | Tree | Dropped], row_tokens: int, component: str = "nll"
-) -> list[Tree | Dropped]:
-    """Trees of what a tokeniser returned for one row of a dataset.
+    items: list[Sample | Tree | Group | Dropped], row_tokens: int, component: str = "nll"
+) -> list[Tree | Group | Dropped]:
+    """Trees (or groups) of what a tokeniser returned for one row of a dataset.
 
     Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
     tokens fit no row, and a trained first token has nothing that predicts it.
     """
-    checked: list[Tree | Dropped] = []
+    checked: list[Tree | Group | Dropped] = []
     for item in items:
         if isinstance(item, Sample):
             item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
-        if isinstance(item, Tree) and item.num_tokens > row_tokens:
-            item = Dropped("too long for a row", item.origin)
-        elif isinstance(item, Tree) and not trains(item):
-            item = Dropped("no trained token", item.origin)
+        trees = item.trees if isinstance(item, Group) else (item,) if isinstance(item, Tree) else ()
+        if any(tree.num_tokens > row_tokens for tree in trees):
+            item = Dropped("too long for a row", trees[0].origin)
+        elif trees and not any(map(trains, trees)):
+            item = Dropped("no trained token", trees[0].origin)
         checked.append(item)
     return checked
 

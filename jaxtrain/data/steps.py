@@ -20,7 +20,8 @@ from jaxtrain.config.data import DataConfig
 from jaxtrain.data.pack import Normalise, build_batch, lay_out, stack_batches
 from jaxtrain.data.readers import IndexedReader, Part, StreamReader, is_stream
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.window import WindowPacker
+from jaxtrain.data.units import UnitPacker
+from jaxtrain.data.window import Reader, WindowPacker
 from jaxtrain.errors import UserError
 
 
@@ -37,6 +38,8 @@ class Shape:
     buckets: tuple[int, ...] = ()
     """Shorter T that a step may be cut to; each one that occurs is one more compilation."""
     normalise: Normalise = "token"
+    units: int | None = None
+    """Trees (branches, groups, samples) of a step; A then follows from what they fill."""
     pad_forever: bool = False
     """Give empty batches after the end: processes with a shorter share keep step with the rest."""
 
@@ -45,15 +48,25 @@ class Shape:
         """Every T that can occur, ascending."""
         return tuple(sorted({*(n for n in self.buckets if n < self.row_tokens), self.row_tokens}))
 
+    def count_microsteps(self, rows: int) -> int:
+        """A for so many rows: fixed, or with units the next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+        if self.units is None:
+            return self.microsteps
+        wanted, power = max(-(-rows // self.rows), 1), 1
+        while 2 * power < wanted:
+            power *= 2
+        return next(n for n in (power, 3 * power // 2, 2 * power) if n >= wanted)
+
 
 class _StepIterator(grain.DatasetIterator):
     """Batches [A, B, T] from packed rows; its state is JSON-able."""
 
-    def __init__(self, packer: WindowPacker, shape: Shape):
+    def __init__(self, packer: WindowPacker | UnitPacker, shape: Shape):
         super().__init__()
         self._packer, self._shape = packer, shape
         self._failed = False
         self._totals = {"batches": 0, "rows": 0, "tokens": 0, "slots": 0, "trained_tokens": 0}
+        self._totals["shapes"] = []
 
     def __next__(self) -> Batch | UserError:
         if self._failed:
@@ -65,24 +78,24 @@ class _StepIterator(grain.DatasetIterator):
             return error  # raised by whoever asked: grain adds to the text of what it sees raised
 
     def _next_batch(self) -> Batch:
-        shape, rows = self._shape, []
-        for _ in range(shape.rows * shape.microsteps):
-            try:
-                rows.append(next(self._packer))
-            except StopIteration:
-                break
+        shape = self._shape
+        rows = self._next_rows()
         if not rows and not shape.pad_forever:
             raise StopIteration
+        slots = shape.rows * shape.count_microsteps(len(rows))
         used = [sum(tree.num_tokens for tree in row) for row in rows]
         length = next(n for n in shape.lengths if n >= max(used, default=0))
         packed = [[lay_out(tree, shape.normalise) for tree in row] for row in rows]
-        packed += [[]] * (shape.rows * shape.microsteps - len(rows))
+        packed += [[]] * (slots - len(rows))
         batch = stack_batches(
             [
                 build_batch(packed[start : start + shape.rows], length)
                 for start in range(0, len(packed), shape.rows)
             ]
         )
+        shapes = self._totals["shapes"]
+        if list(batch.tokens.shape) not in shapes:
+            self._totals["shapes"] = [*shapes, list(batch.tokens.shape)]
         self._totals["batches"] += 1
         self._totals["rows"] += len(rows)
         self._totals["tokens"] += sum(used)
@@ -90,10 +103,22 @@ class _StepIterator(grain.DatasetIterator):
         self._totals["trained_tokens"] += int(np.count_nonzero(batch.weights["nll"]))
         return batch
 
+    def _next_rows(self) -> list[list]:
+        rows: list[list] = []
+        try:
+            if isinstance(self._packer, UnitPacker):
+                return next(self._packer)
+            for _ in range(self._shape.rows * self._shape.microsteps):
+                rows.append(next(self._packer))
+        except StopIteration:
+            pass
+        return rows
+
     def get_state(self) -> dict:
         return {"packer": self._packer.state(), "totals": dict(self._totals)}
 
     def set_state(self, state: dict) -> None:
+        self._failed = False
         self._packer.restore(state["packer"])
         self._totals = dict(state["totals"])
 
@@ -110,7 +135,7 @@ def _raise_if_error(item: Batch | UserError) -> Batch:
 class _Steps(grain.IterDataset):
     """The iterator above as a node of a grain graph."""
 
-    def __init__(self, packer: WindowPacker, shape: Shape):
+    def __init__(self, packer: WindowPacker | UnitPacker, shape: Shape):
         super().__init__()
         self._packer, self._shape = packer, shape
 
@@ -122,7 +147,12 @@ class Source:
     """Iterator of rounds (lists of one Batch [A, B, T]) with an exact, JSON-able cursor."""
 
     def __init__(
-        self, packer: WindowPacker, shape: Shape, *, prefetch: int = 2, layout: Any = None
+        self,
+        packer: WindowPacker | UnitPacker,
+        shape: Shape,
+        *,
+        prefetch: int = 2,
+        layout: Any = None,
     ):
         """`layout` goes into the cursor: a cursor of another layout is refused."""
         self.lengths = shape.lengths
@@ -169,7 +199,8 @@ class Source:
         self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
 
     def counters(self) -> dict:
-        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency."""
+        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency, and
+        batch_shapes: how many shapes of a batch there were, each of which is compiled once."""
         state = self._iterator.get_state()
         counts, totals = state["packer"]["counts"], state["totals"]
         return {
@@ -182,6 +213,7 @@ class Source:
             },
             "tokens": totals["tokens"],
             "trained_tokens": totals["trained_tokens"],
+            "batch_shapes": len(totals["shapes"]),
             "packing_efficiency": totals["tokens"] / max(totals["slots"], 1),
         }
 
@@ -212,21 +244,35 @@ def open_parts(
     process_count: int = 1,
     num_epochs: float | None = None,
     normalise: Normalise = "token",
+    row_tokens: int | None = None,
+    units: int | None = None,
 ) -> Source:
-    """Source over opened datasets; without num_epochs it never ends."""
+    """Source over opened datasets; without num_epochs it never ends.
+
+    row_tokens: T where it is not data.sequence_len. units: trees of a step, which then fill as many
+    microsteps as they need; microsteps does not count.
+    """
+    row_tokens = row_tokens or data.sequence_len
+    if units is not None and process_count > 1:
+        raise UserError(
+            f"task.units_per_step {units} on {process_count} processes: each process would fill"
+            " another number of microsteps; unset it"
+        )
     shape = Shape(
         rows_per_microstep,
         microsteps,
-        data.sequence_len,
-        tuple(data.length_buckets),
+        row_tokens,
+        # Processes must agree on a step's shape, and each knows its own rows only.
+        tuple(data.length_buckets) if process_count == 1 else (),
         normalise,
+        units,
         pad_forever=num_epochs is not None and process_count > 1,
     )
     streams = any(is_stream(part.rows) for part in parts)
     if streams and num_epochs is not None:
         raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
     shard = {"process_index": process_index, "process_count": process_count}
-    common = {"row_tokens": data.sequence_len, "seed": seed, "shuffle": data.shuffle, **shard}
+    common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle, **shard}
     if streams:
         reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
     else:
@@ -237,18 +283,24 @@ def open_parts(
         "weights": [part.weight for part in parts],
         "seed": seed,
         "shuffle": data.shuffle,
-        "sequence_len": data.sequence_len,
+        "row_tokens": row_tokens,
+        "units": units,
         "packing": data.packing,
         "packing_window": data.packing_window,
         **shard,
     }
-    return Source(_open_packer(reader, data, seed), shape, prefetch=data.prefetch, layout=layout)
+    packer = _open_packer(reader, data, seed, row_tokens, units)
+    return Source(packer, shape, prefetch=data.prefetch, layout=layout)
 
 
-def _open_packer(reader: Any, data: DataConfig, seed: int) -> WindowPacker:
+def _open_packer(
+    reader: Reader, data: DataConfig, seed: int, row_tokens: int, units: int | None = None
+) -> WindowPacker | UnitPacker:
+    if units is not None:
+        return UnitPacker(reader, units=units, row_tokens=row_tokens, packing=data.packing)
     return WindowPacker(
         reader,
-        row_tokens=data.sequence_len,
+        row_tokens=row_tokens,
         window=data.packing_window,
         packing=data.packing,
         shuffle=data.shuffle,
@@ -263,9 +315,9 @@ class _Length:
     num_tokens: int
 
 
-def measure_lengths(part: Part, data: DataConfig) -> list[list[_Length | Dropped]]:
+def measure_lengths(part: Part, data: DataConfig, row_tokens: int) -> list[list[_Length | Dropped]]:
     """Tokenise every row once; sizes of what each became."""
-    options = {"row_tokens": data.sequence_len, "shuffle": False, "num_epochs": 1}
+    options = {"row_tokens": row_tokens, "shuffle": False, "num_epochs": 1}
     reader = IndexedReader([part], num_workers=data.num_workers, **options)
     lengths = [
         [item if isinstance(item, Dropped) else _Length(item.num_tokens) for item in items]
@@ -284,23 +336,32 @@ def count_part_steps(
     microsteps: int,
     num_epochs: float = 1.0,
     process_count: int = 1,
+    row_tokens: int | None = None,
+    units: int | None = None,
 ) -> int:
     """Optimizer steps of `num_epochs`, exactly those that open_parts will yield."""
-    sized = [Part(part.name, measure_lengths(part, data), _pass_on, part.weight) for part in parts]
+    row_tokens = row_tokens or data.sequence_len
+    if units is not None:  # only how many there are matters, and a group has no row of its own
+        data = data.model_copy(update={"packing": False})
+    sized = [
+        Part(part.name, measure_lengths(part, data, row_tokens), _pass_on, part.weight)
+        for part in parts
+    ]
     steps = 0
     for process_index in range(process_count):
         reader = IndexedReader(
             sized,
-            row_tokens=data.sequence_len,
+            row_tokens=row_tokens,
             seed=seed,
             shuffle=data.shuffle,
             num_epochs=num_epochs,
             process_index=process_index,
             process_count=process_count,
         )
-        packer = _open_packer(reader, data, seed)
-        rows = sum(1 for _ in iter(lambda packer=packer: next(packer, None), None))
-        steps = max(steps, -(-rows // (rows_per_microstep * microsteps)))
+        packer = _open_packer(reader, data, seed, row_tokens, units)
+        found = sum(1 for _ in iter(lambda packer=packer: next(packer, None), None))
+        per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
+        steps = max(steps, -(-found // per_step))
     return steps
 
 
@@ -308,16 +369,19 @@ def _pass_on(row: list, origin: str) -> list:
     return row
 
 
-def eval_part_batches(part: Part, data: DataConfig, *, rows: int) -> Iterator[Batch]:
+def eval_part_batches(
+    part: Part, data: DataConfig, *, rows: int, row_tokens: int | None = None
+) -> Iterator[Batch]:
     """Batches [1, B, T] of every row of `part` once, in order; the last one is padded."""
-    options = {"row_tokens": data.sequence_len, "shuffle": False}
+    row_tokens = row_tokens or data.sequence_len
+    options = {"row_tokens": row_tokens, "shuffle": False}
     if is_stream(part.rows):
         reader = StreamReader([part], once=True, **options)
     else:
         reader = IndexedReader([part], num_epochs=1, **options)
     quiet = data.model_copy(update={"shuffle": False})
-    shape = Shape(rows, 1, data.sequence_len, tuple(data.length_buckets))
-    iterator = _StepIterator(_open_packer(reader, quiet, 0), shape)
+    shape = Shape(rows, 1, row_tokens, tuple(data.length_buckets))
+    iterator = _StepIterator(_open_packer(reader, quiet, 0, row_tokens), shape)
     try:
         for batch in iterator:
             yield _raise_if_error(batch)

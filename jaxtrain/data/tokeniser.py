@@ -3,6 +3,7 @@
 The first token of a sequence has nothing before it and never trains.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data import template
-from jaxtrain.data.columns import detect_format
-from jaxtrain.data.messages import Malformed, read_messages, read_tools
+from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
+from jaxtrain.data.messages import ACCEPTED, KEYS, Malformed, read_messages, read_tools
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.errors import UserError
 
@@ -27,6 +28,7 @@ class Tokeniser:
     def __init__(
         self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str
     ) -> None:
+        _check_names(dataset)
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.sequence_len = sequence_len
@@ -73,7 +75,7 @@ class Tokeniser:
             prompt, completion = _need(row, "prompt"), _need(row, "completion")
             if isinstance(prompt, str) and isinstance(completion, str) and not self.dataset.as_chat:
                 return self._finish([self._pair(prompt, completion)], origin)
-            before = self._system(row) + self._messages(prompt, "user")
+            before = self._with_system(row, self._messages(prompt, "user"))
             after = self._messages(completion, "assistant")
             return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
         instruction, output = _string(row, "instruction"), _string(row, "output")
@@ -85,22 +87,25 @@ class Tokeniser:
             return self._finish([self._pair(prompt, output)], origin)
         user = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-        return self._chat(self._system(row) + messages, None, origin)
+        return self._chat(self._with_system(row, messages), None, origin)
 
     def _messages(self, value: Any, role: str) -> list[dict[str, Any]]:
         if isinstance(value, str):
             return [{"role": role, "content": value}]
         return read_messages(value, self.dataset.fields, self.dataset.roles)
 
-    def _system(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _with_system(self, row: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
+        """Messages after those of the column system, unless they bring their own."""
         system = row.get("system")
-        return [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+        if not isinstance(system, str) or not system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
     def _conversation(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-        value = row.get("messages")
-        messages = self._messages(_need(row, "conversations") if value is None else value, "user")
-        if messages and messages[0]["role"] != "system":
-            messages = self._system(row) + messages
+        value = row.get("conversations") if row.get("messages") is None else row["messages"]
+        if value is None:
+            raise Malformed("column messages is missing or empty")
+        messages = self._with_system(row, self._messages(value, "user"))
         return messages, read_tools(row.get("tools"))
 
     def _chat(
@@ -199,6 +204,26 @@ class Tokeniser:
             else:
                 results.append(Dropped("no trained token", origin))
         return results or [Dropped("no trained token", origin)]
+
+
+def _check_names(dataset: DatasetConfig) -> None:
+    """Raise UserError for names in fields or roles that nothing would read."""
+    columns = {name for needed in COLUMNS.values() for names in needed for name in names}
+    allowed = sorted(columns | OPTIONAL) + [f"messages.{key}" for key in KEYS]
+    for wanted in dataset.fields:
+        if wanted not in allowed:
+            near = difflib.get_close_matches(wanted, allowed, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise UserError(
+                f"{dataset.path}: fields renames to {wanted!r}, which no format reads{hint} "
+                f"(wanted = found; wanted is one of {', '.join(allowed)})"
+            )
+    for found, wanted in dataset.roles.items():
+        if wanted not in ACCEPTED:
+            raise UserError(
+                f"{dataset.path}: roles turns {found!r} into {wanted!r}, which is no role "
+                f"(found = wanted; wanted is one of {', '.join(ACCEPTED)})"
+            )
 
 
 def _need(row: dict[str, Any], name: str) -> Any:

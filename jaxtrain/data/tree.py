@@ -139,6 +139,18 @@ class Tree:
         return order
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Trees that only make sense in the same optimizer step: the branches of one tree."""
+
+    trees: tuple[Tree, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(tree.num_tokens for tree in self.trees)
+
+
 def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str = "") -> Tree:
     """The tree of one branch."""
     return Tree((Node(-1, tokens, weights, role=role),), origin=origin)

@@ -19,6 +19,9 @@ from jaxtrain.data.pack import fit_rows
 from jaxtrain.data.sample import Dropped
 from jaxtrain.errors import UserError
 
+PROBE = 64
+"""Draws after which data that mostly do not train are refused."""
+
 
 class Sized(Protocol):
     """All that packing needs to know of a tree."""
@@ -65,7 +68,6 @@ class WindowPacker:
         self._next: tuple[dict, int, list[tuple[int, int, Sized]]] = (self._begin, 0, [])
         self.counts: Counter[str] = Counter()
         """draws, trees, and "dropped:<reason>", of everything read so far."""
-        self._since_tree = 0
 
     def __next__(self) -> list[Sized]:
         while self._emitted == len(self._rows):
@@ -85,7 +87,6 @@ class WindowPacker:
             "window": self._number,
             "emitted": self._emitted,
             "counts": dict(self.counts),
-            "since_tree": self._since_tree,
         }
 
     def restore(self, state: dict) -> None:
@@ -107,7 +108,6 @@ class WindowPacker:
             self._next = (self._begin, 0, [])
         self._emitted = state["emitted"]
         self.counts = Counter(state["counts"])
-        self._since_tree = state["since_tree"]
 
     def close(self) -> None:
         self._reader.close()
@@ -126,13 +126,11 @@ class WindowPacker:
                 self._final = True
                 break
             for index, item in enumerate(items):
-                if isinstance(item, Dropped):
-                    self.counts[f"dropped:{item.reason}"] += 1
-                else:
+                if not isinstance(item, Dropped):
                     trees.append((draws, index, item))
                     tokens += item.num_tokens
             draws += 1
-            self._count(items)
+            count_items(self.counts, items, self._reader.pass_len)
         rows = self._arrange([tree.num_tokens for *_, tree in trees], len(self._carried))
         opening = bool(self._carried)
         carry: list[int] = []
@@ -155,17 +153,29 @@ class WindowPacker:
             return [[index] for index in range(len(lengths))]
         return fit_rows(lengths, self._row_tokens, range(num_carried))
 
-    def _count(self, items: list) -> None:
-        self.counts["draws"] += 1
-        survived = sum(not isinstance(item, Dropped) for item in items)
-        self.counts["trees"] += survived
-        self._since_tree = 0 if survived else self._since_tree + 1
-        pass_len = self._reader.pass_len
-        if pass_len is not None and self._since_tree >= pass_len:
-            raise UserError(
-                f"no example of the data trains: {describe_drops(self.counts)}; look at a few"
-                " with `jaxtrain preprocess`"
-            )
+
+def count_items(counts: Counter[str], items: list, pass_len: int | None) -> None:
+    """Count one draw; UserError when a whole pass over the data gave nothing, or no masks do."""
+    counts["draws"] += 1
+    survived = 0
+    for item in items:
+        if isinstance(item, Dropped):
+            counts[f"dropped:{item.reason}"] += 1
+        else:
+            survived += 1
+    counts["trees"] += survived
+    counts["draws_since_tree"] = 0 if survived else counts["draws_since_tree"] + 1
+    if pass_len is not None and counts["draws_since_tree"] >= pass_len:
+        raise UserError(
+            f"no example of the data trains: {describe_drops(counts)}; look at a few with"
+            " `jaxtrain preprocess`"
+        )
+    if counts["draws"] == PROBE and counts["dropped:no trained token"] > PROBE // 2:
+        raise UserError(
+            f"most examples have no trained token ({describe_drops(counts)}): the masking does not"
+            " fit the data; look at a few with `jaxtrain preprocess`, and at train_on of the"
+            " dataset"
+        )
 
 
 def describe_drops(counts: Counter[str] | dict[str, int]) -> str:

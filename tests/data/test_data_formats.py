@@ -296,7 +296,7 @@ def test_no_trained_token(tokenizer, row, options):
         ),
         ({"messages": TALK, "tools": "{broken"}, "tools: broken JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "tools must be a list"),
-        ({"messages": None}, "column conversations is missing"),
+        ({"messages": None}, "column messages is missing"),
         ({"prompt": "a", "completion": None}, "column completion is missing or empty"),
         ({"prompt": 1, "completion": "a"}, "messages must be a list"),
         ({"instruction": "a", "output": 3}, "column output holds a int"),
@@ -325,6 +325,26 @@ def test_empty_keys_of_a_table_do_not_matter(tokenizer):
     row = {"messages": [{**message, **nulls} for message in TALK], "tools": None}
     [other] = tokenise(tokenizer, row)
     assert plain.tokens.tolist() == other.tokens.tolist()
+
+
+def test_system_column_and_system_message(tokenizer):
+    with_own = [say("system", "own"), *TALK]
+    [sample] = tokenise(tokenizer, {"messages": with_own, "system": "column"})
+    [other] = tokenise(tokenizer, {"messages": with_own})
+    assert sample.tokens.tolist() == other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"fields": {"mesages": "talk"}}, 'did you mean "messages"'),
+        ({"fields": {"messages.value": "says"}}, "which no format reads"),
+        ({"roles": {"bot": "asistant"}}, "'asistant', which is no role"),
+    ],
+)
+def test_names_that_nothing_reads(tokenizer, options, message):
+    with pytest.raises(UserError, match=message):
+        make_tokeniser(DatasetConfig(path="x", **options), tokenizer, 512, "drop")
 
 
 def test_tokeniser_pickles(tokenizer):

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import os
 import pickle
 from pathlib import Path
@@ -287,3 +288,25 @@ def test_qwen2_tokenizer():
     other = load_tokenizer(str(folder), "builtin")
     [rendering] = Renderer(other)(TALK, None, [2, 4])
     assert marked(other, rendering)[4] == "<think>so</think>\nsecond<|im_end|>"
+
+
+def test_slow_tokenizer_is_refused(monkeypatch, tmp_path):
+    class Slow:
+        is_fast = False
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: Slow())
+    with pytest.raises(UserError, match=r"slow one \(Slow\)"):
+        load_tokenizer("someone/something")
+
+
+def test_cutting_and_filling_up_in_tokenizer_json_is_ignored(tmp_path, shipped):
+    shipped.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert len(template.encode(load_tokenizer(str(tmp_path)), "1234567890")) == 10

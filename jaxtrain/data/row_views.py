@@ -1,0 +1,76 @@
+"""Rows made of rows, and rows made of chance: all with len and getitem."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SyntheticTurns:
+    """Random caterpillars: row i is drawn from seed + i, so any row can be had alone.
+
+    For each turn, in order: user length, user ids, think length, ids, response length, ids; lengths
+    uniform in their inclusive bounds, ids uniform in [0, vocab_size).
+    """
+
+    vocab_size: int
+    num_rows: int = 10_000
+    num_turns: int = 3
+    user_len: tuple[int, int] = (4, 4)
+    think_len: tuple[int, int] = (6, 6)
+    response_len: tuple[int, int] = (6, 6)
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.num_rows:
+            raise IndexError(index)
+        rng = np.random.default_rng(self.seed + index)
+        turns = []
+        for _ in range(self.num_turns):
+            parts = []
+            for low, high in (self.user_len, self.think_len, self.response_len):
+                length = rng.integers(low, high + 1)
+                parts.append(rng.integers(0, self.vocab_size, length).astype(np.int32))
+            turns.append(tuple(parts))
+        return {"turns": turns}
+
+
+class GroupedRows:
+    """Rows that share the value of a column, as one row {"group": [...]}; first seen first."""
+
+    def __init__(self, rows: Any, column: str):
+        """Reads the column of every row once; raises KeyError without it."""
+        self._rows = rows
+        members: dict[Any, list[int]] = {}
+        for index in range(len(rows)):
+            members.setdefault(str(rows[index][column]), []).append(index)
+        self._members = list(members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"group": [self._rows[i] for i in self._members[index]]}
+
+
+class SelectedRows:
+    """Some rows of others, in a given order."""
+
+    def __init__(self, rows: Any, order: Sequence[int]):
+        self._rows, self._order = rows, list(order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._order[index]]
+
+    def origin(self, index: int) -> str:
+        """Name of a row in messages: that of the row behind it."""
+        named = getattr(self._rows, "origin", None)
+        return named(self._order[index]) if named else f"row {self._order[index]}"

@@ -1,0 +1,133 @@
+"""Which rows of a large set of trajectories are worth a tree: scored once, when data are opened."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from math import inf
+from multiprocessing import get_context
+from typing import Any, Literal
+
+from jaxtrain.data.messages import Malformed
+from jaxtrain.data.row_views import SelectedRows
+from jaxtrain.data.trajectory import read_row, reasoning_of
+from jaxtrain.errors import UserError
+
+CHUNK = 2000
+"""Rows that a scoring process gets at a time."""
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """What selection knows of a row without tokenising it."""
+
+    estimate: float
+    """Tokens of the final context by the row's own usage columns; inf without them."""
+    assistant_turns: int
+    reasoning_turns: int
+    num_turns: int
+    """The column of that name, or 0."""
+    usable: bool
+    """Whether its messages can be read."""
+
+    @property
+    def branching_score(self) -> int:
+        """(turns with reasoning + 1) x turns: an estimate of the tokens that branches repeat."""
+        return (self.reasoning_turns + 1) * max(self.num_turns, self.assistant_turns)
+
+
+def score_row(row: Mapping[str, Any], fields: Mapping, roles: Mapping) -> RowScore:
+    """Score one row; unreadable ones are marked, not raised."""
+    num_turns = int(row.get("num_turns") or 0)
+    try:
+        messages, _ = read_row(row, fields, roles)
+    except Malformed:
+        return RowScore(estimate_tokens(row), 0, 0, num_turns, False)
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    thoughtful = sum(bool(reasoning_of(message)) for message in spoken)
+    return RowScore(estimate_tokens(row), len(spoken), thoughtful, num_turns, True)
+
+
+def estimate_tokens(row: Mapping[str, Any]) -> float:
+    """token_usage.final_{input,output}_tokens, else rlm_final_..., added up; inf if not given."""
+    usage = row.get("token_usage")
+    total = 0.0
+    for kind in ("input", "output"):
+        count = usage.get(f"final_{kind}_tokens") if isinstance(usage, Mapping) else None
+        count = count or row.get(f"rlm_final_{kind}_tokens")
+        if not isinstance(count, int | float) or count <= 0:
+            return inf
+        total += count
+    return total
+
+
+def select_rows(
+    rows: Any,
+    *,
+    metric: Literal["none", "branching_score", "num_turns"],
+    max_examples: int | None = None,
+    max_estimate: int | None = None,
+    workers: int = 0,
+    fields: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
+    name: str = "the dataset",
+) -> Any:
+    """The chosen rows, best first. branching_score keeps rows with reasoning only.
+
+    Ties of branching_score stay in the order of the rows; those of num_turns go by example_id or
+    row number, largest first. UserError if nothing is left.
+    """
+    if metric == "none" and max_estimate is None:
+        order = list(range(len(rows)))
+    else:
+        scores = list(_score_all(rows, workers, fields or {}, roles or {}))
+        order = _order(rows, scores, metric, max_estimate)
+    order = order[:max_examples]
+    if not order:
+        raise UserError(
+            f"{name}: the selection leaves none of {len(rows)} rows; look at task.selection and"
+            " task.filter_by_token_estimate"
+        )
+    return SelectedRows(rows, order)
+
+
+def _order(
+    rows: Any, scores: Sequence[RowScore], metric: str, max_estimate: int | None
+) -> list[int]:
+    kept = [
+        index
+        for index, score in enumerate(scores)
+        if max_estimate is None or score.estimate <= max_estimate
+    ]
+    if metric == "branching_score":
+        kept = [i for i in kept if scores[i].usable and scores[i].reasoning_turns > 0]
+        return sorted(kept, key=lambda i: (-scores[i].branching_score, i))
+    if metric == "num_turns":
+        return sorted(
+            kept, key=lambda i: (scores[i].num_turns, _identity(rows[i], i)), reverse=True
+        )
+    return kept
+
+
+def _identity(row: Mapping[str, Any], index: int) -> float:
+    found = row.get("example_id")
+    return found if isinstance(found, int | float) else index
+
+
+def _score_all(
+    rows: Any, workers: int, fields: Mapping[str, str], roles: Mapping[str, str]
+) -> Iterator[RowScore]:
+    spans = [(i, min(i + CHUNK, len(rows))) for i in range(0, len(rows), CHUNK)]
+    if workers == 0:
+        for span in spans:
+            yield from _score_span(rows, span, fields, roles)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(_score_span, rows, span, fields, roles) for span in spans]
+        for job in jobs:
+            yield from job.result()
+
+
+def _score_span(
+    rows: Any, span: tuple[int, int], fields: Mapping[str, str], roles: Mapping[str, str]
+) -> list[RowScore]:
+    return [score_row(rows[index], fields, roles) for index in range(*span)]

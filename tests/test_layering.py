@@ -1,0 +1,115 @@
+"""The house's rules as tests: imports only point down, jax stays out of a third of it, files are
+short. docs/architecture.md draws the same picture."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each line may import lines above it, and its own members.
+LAYERS = [
+    ["jaxtrain_kernels"],
+    ["errors", "batch"],
+    ["config", "metrics", "manifest"],
+    ["hf", "parallel"],
+    ["layers"],
+    ["models", "parameters"],
+    ["losses"],
+    ["data"],
+    ["rollout"],
+    ["envs"],
+    ["tasks"],
+    ["console", "checkpoint_folder", "checkpoint", "sinks", "watchdog", "profile", "plot"],
+    ["run_folder"],
+    ["optim", "step", "assemble", "session", "trained", "reading", "evaluate", "export"],
+    ["preprocess", "dry_run", "generate", "train"],
+    ["main"],
+]
+RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
+
+WITHOUT_JAX = ["config", "errors", "batch", "metrics", "manifest", "data", "envs", "rollout.types"]
+
+MAX_LINES, MAX_KERNEL_LINES = 500, 900
+
+
+def noun(module: str) -> str | None:
+    """The member of LAYERS that a module belongs to; None for outside packages."""
+    parts = module.split(".")
+    if parts[0] == "jaxtrain_kernels":
+        return "jaxtrain_kernels"
+    return parts[1] if parts[0] == "jaxtrain" and len(parts) > 1 else None
+
+
+def sources() -> list[Path]:
+    return sorted([*ROOT.glob("jaxtrain/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(ROOT / "kernels" if "kernels" in path.parts else ROOT)
+    return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path):
+    """(line, module) of every import in a file, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+            if node.module == "jaxtrain":
+                yield from ((node.lineno, f"jaxtrain.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = noun(module_of(path))
+    if here is None:  # jaxtrain/__init__.py
+        assert not [name for _, name in imports(path) if name.startswith("jaxtrain")]
+        return
+    assert here in RANK, f"{path} belongs to no layer; add it to LAYERS and to the architecture"
+    for line, module in imports(path):
+        there = noun(module)
+        if there is not None and there != here:
+            assert RANK.get(there, 99) <= RANK[here], f"{path}:{line} imports upwards: {module}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= (MAX_KERNEL_LINES if "kernels" in path.parts else MAX_LINES)
+
+
+def test_no_drawer_for_everything():
+    names = {"utils", "helpers", "misc", "common", "manager"}
+    assert not [path for path in sources() if path.stem in names]
+
+
+def test_a_third_of_the_house_runs_without_jax():
+    """Grain workers and environments must start fast and must not touch an accelerator."""
+    modules = [f"jaxtrain.{name}" for name in WITHOUT_JAX]
+    for package in ("config", "data", "envs"):
+        modules += [module_of(path) for path in (ROOT / "jaxtrain" / package).glob("*.py")]
+    code = "import sys; sys.modules['jax'] = None\n" + "\n".join(f"import {m}" for m in modules)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_imports_nothing_heavy():
+    heavy = "{'jax', 'transformers', 'pydantic'}"
+    code = f"import sys, jaxtrain.main\nassert not {heavy} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_tree_is_up_to_date():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from make_readme_tree import insert
+    finally:
+        sys.path.pop(0)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == insert(readme), "run python scripts/make_readme_tree.py"
