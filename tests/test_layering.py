@@ -103,3 +103,13 @@ def test_the_command_line_imports_nothing_heavy():
     code = f"import sys, jaxtrain.main\nassert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_tree_is_up_to_date():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from make_readme_tree import insert
+    finally:
+        sys.path.pop(0)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == insert(readme), "run python scripts/make_readme_tree.py"

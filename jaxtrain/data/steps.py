@@ -66,6 +66,7 @@ class _StepIterator(grain.DatasetIterator):
         self._packer, self._shape = packer, shape
         self._failed = False
         self._totals = {"batches": 0, "rows": 0, "tokens": 0, "slots": 0, "trained_tokens": 0}
+        self._totals["shapes"] = []
 
     def __next__(self) -> Batch | UserError:
         if self._failed:
@@ -92,6 +93,9 @@ class _StepIterator(grain.DatasetIterator):
                 for start in range(0, len(packed), shape.rows)
             ]
         )
+        shapes = self._totals["shapes"]
+        if list(batch.tokens.shape) not in shapes:
+            self._totals["shapes"] = [*shapes, list(batch.tokens.shape)]
         self._totals["batches"] += 1
         self._totals["rows"] += len(rows)
         self._totals["tokens"] += sum(used)
@@ -195,7 +199,8 @@ class Source:
         self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
 
     def counters(self) -> dict:
-        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency."""
+        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency, and
+        batch_shapes: how many shapes of a batch there were, each of which is compiled once."""
         state = self._iterator.get_state()
         counts, totals = state["packer"]["counts"], state["totals"]
         return {
@@ -208,6 +213,7 @@ class Source:
             },
             "tokens": totals["tokens"],
             "trained_tokens": totals["trained_tokens"],
+            "batch_shapes": len(totals["shapes"]),
             "packing_efficiency": totals["tokens"] / max(totals["slots"], 1),
         }
 

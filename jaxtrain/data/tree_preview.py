@@ -27,13 +27,13 @@ class TreeProbe:
     path: str
     num_rows: int | None
     """None for a stream."""
-    trees: tuple[Tree, ...]
+    samples: tuple[Tree, ...]
     """Trees, branches or samples of the rows looked at, depending on the mode."""
     dropped: dict[str, int]
 
     def __str__(self) -> str:
         size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
-        branches = [tree.num_branches for tree in self.trees]
+        branches = [tree.num_branches for tree in self.samples]
         return (
             f"{self.path}: {size}, the first {len(branches)} trees have"
             f" {sum(branches) / len(branches):.1f} branches on average"

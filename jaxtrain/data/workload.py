@@ -54,8 +54,9 @@ def describe_workload(trees: Iterable[Tree]) -> str:
 def describe_tree(tree: Tree, decode: Callable[[Sequence[int]], str] | None = None) -> str:
     """Outline of a tree: a line a node with role, tokens, how many train, and g/K.
 
-    An only child stands below its parent, siblings hang off it. decode: tokens -> text, of which
-    the beginning is shown.
+    A chain, and a trunk with nothing but leaves at its side, runs straight down; other children
+    hang off their parent. * marks a branch that ends inside the tree. decode: tokens -> text, of
+    which the beginning is shown.
     """
     size = measure_tree(tree)
     lines = [
@@ -67,15 +68,16 @@ def describe_tree(tree: Tree, decode: Callable[[Sequence[int]], str] | None = No
     while stack:
         index, lead, indent = stack.pop()
         lines.append(lead + _describe_node(tree, index, decode))
-        children = tree.children(index)
-        if len(children) == 1:
-            stack.append((children[0], indent, indent))
+        *sides, last = tree.children(index) or (None,)
+        if last is None:
             continue
-        for place, child in reversed(list(enumerate(children))):
-            last = place == len(children) - 1
-            stack.append(
-                (child, indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "))
-            )
+        if tree.children(last) and not any(map(tree.children, sides)):
+            stack.append((last, indent, indent))  # a trunk does not move to the right
+        else:
+            lead = "└─ " if sides else ""
+            stack.append((last, indent + lead, indent + " " * len(lead)))
+        for child in reversed(sides):
+            stack.append((child, indent + "├─ ", indent + "│  "))
     return "\n".join(lines)
 
 

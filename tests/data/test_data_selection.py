@@ -102,9 +102,15 @@ def test_the_outline_shows_roles_sizes_and_what_trains():
         "K 2  packed 7  longest path 5  token ratio 1.29  pair ratio 1.14  x row 1",
         "context 2",
         "├─ think 2, 2 trained x 1/2",
-        "└─ response 1, 1 trained x 1/2",
-        "   context 1",
-        "   response 1, 1 trained x 1/2",
+        "response 1, 1 trained x 1/2",
+        "context 1",
+        "response 1, 1 trained x 1/2",
     ]
     with_text = describe_tree(small_tree(), decode=lambda tokens: f"<{tokens}>")
     assert with_text.splitlines()[2].endswith("'<[3, 4]>'")
+
+
+def test_the_outline_of_a_fork_hangs_both_sides_off_it():
+    parts = [(-1, [1], [0], "a"), (0, [2], [0], "b"), (1, [3], [1], "c"), (0, [4], [1], "d")]
+    lines = describe_tree(build_tree([*parts, (3, [5], [1], "e")])).splitlines()[1:]
+    assert [line.split(" 1")[0] for line in lines] == ["a", "├─ b", "│  c", "└─ d", "   e"]

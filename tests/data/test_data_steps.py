@@ -245,6 +245,7 @@ def test_buckets_cut_a_step_to_its_longest_row():
     assert source.lengths == (8, 16, 32)
     batches = read(source, 5)
     assert [batch.tokens.shape[-1] for batch in batches] == [8, 32]
+    assert source.counters()["batch_shapes"] == 2
     for batch in batches:
         check_batch(batch)
 

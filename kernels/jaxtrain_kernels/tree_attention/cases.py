@@ -57,7 +57,7 @@ def tree_8k():
 
 
 def tree_32k():
-    return testing.agent_tree(80, 330, 70)
+    return testing.agent_tree(28, 1000, 170)
 
 
 def documents_32k():

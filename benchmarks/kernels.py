@@ -1,0 +1,170 @@
+"""Kernels beside their PyTorch peers, in one run on one GPU.
+
+python benchmarks/kernels.py --op attention --out benchmarks/results/attention.json
+python benchmarks/kernels.py --op logp_gather --case t8192 --impl xla torch
+
+Prints a line per measurement and writes them as JSON. `tflops` counts useful work: 4 (forward) and
+10 (backward) x heads x head dim x visible pairs; 2 or 6 x T x D x V. `share` is of the measured
+rate of large bf16 matmuls. `error` is the largest error against float32 maths, `plain_error` that
+of the same maths in bf16 by XLA.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtrain_kernels import attention, logp_gather
+from jaxtrain_kernels.logp_gather import cases as logp_cases
+from jaxtrain_kernels.tree_attention import cases as attention_cases
+from timing import jax_ms, torch_ms
+
+PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
+DECLINED = (NotImplementedError, ValueError, RuntimeError)  # this measurement is recorded as failed
+
+
+class Report:
+    """Lines printed as they come, and all of them as JSON at the end."""
+
+    def __init__(self, path: Path | None):
+        device = jax.devices()[0]
+        self.path = path
+        self.rows = []
+        self.header = {
+            "command": "python benchmarks/" + " ".join(sys.argv).split(" --out")[0],
+            "hardware": f"{jax.device_count()} x {device.device_kind}",
+            "jax": jax.__version__,
+        }
+
+    def add(self, **row):
+        self.rows.append(row)
+        cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+        print("  ".join(cells), flush=True)
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
+
+    def timed(self, flops: float, measure, **row):
+        """Add what `measure()` finds, or why it could not."""
+        try:
+            found = measure()
+        except DECLINED as reason:
+            self.add(**row, failed=" ".join(str(reason).split())[:200])
+            return
+        tflops = flops / found["ms"] / 1e9
+        self.add(**row, **found, tflops=tflops, share=tflops / PEAK_TFLOPS)
+
+
+def attention_function(case, arrays, impl):
+    options = {"softcap": case.softcap, "window": case.window}
+    if case.window is not None:
+        options["positions"] = arrays["positions"]
+    return lambda q, k, v: attention(q, k, v, arrays["until"], impl=impl, **options)
+
+
+def run_attention(case, impls, report):
+    inputs = case.inputs()
+    arrays = {n: jnp.asarray(x) for n, x in inputs.items()}
+    q, k, v, d_out = (arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out"))
+    flops = 4 * case.heads * case.head_dim * case.pairs()
+    for impl in (impl for impl in impls if impl != "torch"):
+        function = attention_function(case, arrays, impl)
+        labels = {"op": "attention", "case": case.name, "impl": impl}
+        report.timed(flops, lambda f=function: jax_ms(f, q, k, v), **labels, step="forward")
+
+        def backward(function=function):
+            _, pull = jax.vjp(jax.jit(function), q, k, v)
+            return jax_ms(lambda pull, d_out: pull(d_out), pull, d_out)
+
+        report.timed(2.5 * flops, backward, **labels, step="backward")
+    if "torch" in impls:
+        import torch_peers
+
+        for peer in ("flex", "sdpa"):
+            made = getattr(torch_peers, peer)(case, inputs)
+            if made is None:
+                continue
+            labels = {"op": "attention", "case": case.name, "impl": "torch_" + peer}
+            report.timed(flops, lambda m=made: torch_ms(m[0]), **labels, step="forward")
+            report.timed(2.5 * flops, lambda m=made: torch_ms(m[1]), **labels, step="backward")
+
+
+def attention_errors(case, impls, report):
+    """Largest errors on the case's tree with two query heads and one key head."""
+    inputs = case.inputs()
+    arrays = {n: jnp.asarray(x) for n, x in inputs.items()}
+    low = [arrays[n][:, :, :h].astype(jnp.bfloat16) for n, h in (("q", 2), ("k", 1), ("v", 1))]
+    d_out = arrays["d_out"][:, :, :2].astype(jnp.bfloat16)
+
+    def results(impl, dtype):
+        q, k, v = (x.astype(dtype) for x in low)
+        out, pull = jax.vjp(jax.jit(attention_function(case, arrays, impl)), q, k, v)
+        found = (out, *pull(d_out.astype(dtype)))
+        return [np.asarray(x.astype(jnp.float32)) for x in found]
+
+    with jax.default_matmul_precision("highest"):
+        exact = results("xla", jnp.float32)
+    plain = results("xla", jnp.bfloat16)
+    for impl in (impl for impl in impls if impl not in ("xla", "torch")):
+        for name, a, e, p in zip(
+            ("out", "dq", "dk", "dv"), results(impl, jnp.bfloat16), exact, plain, strict=True
+        ):
+            report.add(
+                op="attention",
+                case=case.name,
+                impl=impl,
+                what=name,
+                error=float(np.abs(a - e).max()),
+                plain_error=float(np.abs(p - e).max()),
+                relative=float(np.linalg.norm(a - e) / np.linalg.norm(e)),
+            )
+
+
+def run_logp_gather(case, impls, report):
+    inputs = case.inputs()
+    hidden, head = (jnp.asarray(inputs[n], jnp.bfloat16) for n in ("hidden", "head"))
+    targets = jnp.asarray(inputs["targets"])
+    flops = 2 * case.tokens * case.width * case.vocabulary
+    for impl in (impl for impl in impls if impl != "torch"):
+        labels = {"op": "logp_gather", "case": case.name, "impl": impl}
+
+        def loss(hidden, head, impl=impl):
+            return logp_gather(hidden, head, targets, impl=impl).logp.sum()
+
+        report.timed(flops, lambda f=loss: jax_ms(f, hidden, head), **labels, step="forward")
+        both = jax.grad(loss, (0, 1))
+        report.timed(3 * flops, lambda f=both: jax_ms(f, hidden, head), **labels, step="both")
+    if "torch" in impls:
+        import torch_peers
+
+        for chunks in (1, 8):
+            step = torch_peers.compiled_logp(inputs, chunks)
+            labels = {"op": "logp_gather", "case": case.name, "impl": f"torch_compile_{chunks}"}
+            report.timed(3 * flops, lambda f=step: torch_ms(f), **labels, step="both")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--op", choices=["attention", "logp_gather"], nargs="+", required=True)
+    parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
+    parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
+    parser.add_argument("--errors", action="store_true", help="attention: numerics, not times")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = Report(options.out)
+    runners = {
+        "attention": (attention_cases, attention_errors if options.errors else run_attention),
+        "logp_gather": (logp_cases, run_logp_gather),
+    }
+    for op in options.op:
+        cases, runner = runners[op]
+        for case in cases.CASES:
+            if "bench" in case.tags and any(part in case.name for part in options.case):
+                runner(case, options.impl, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The PyTorch side of the kernel benchmarks, written as well as PyTorch allows.
+
+Attention: FlexAttention compiled with a block mask of the same intervals (its mask is built outside
+the timing); for plain documents of one length, scaled_dot_product_attention on a batch of them.
+logp_gather: torch.compile of matmul, log-softmax and gather, whole and in chunks of tokens.
+"""
+
+import functools
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+torch._dynamo.config.recompile_limit = 64
+torch._functorch.config.donated_buffer = False  # a timed backward runs again on what it saved
+
+
+def on_gpu(array: np.ndarray) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).cuda()
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def flex(case, inputs):
+    """(forward, backward) callables of FlexAttention for an attention case."""
+    q, k, v, d_out = (
+        on_gpu(inputs[n]).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
+        for n in ("q", "k", "v", "d_out")
+    )
+    until = on_gpu(inputs["until"])
+
+    def mask(b, h, q_index, k_index):
+        return (k_index <= q_index) & (q_index < until[b, k_index])
+
+    blocks = create_block_mask(mask, case.rows, None, case.tokens, case.tokens, _compile=True)
+    attend = torch.compile(
+        functools.partial(
+            flex_attention, block_mask=blocks, enable_gqa=case.heads != case.kv_heads
+        ),
+        dynamic=False,
+    )
+
+    def forward():
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    out = attend(q, k, v)
+
+    def backward():
+        return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+
+    return forward, backward
+
+
+def sdpa(case, inputs, backend="cudnn"):
+    """(forward, backward) of scaled_dot_product_attention; None unless documents of one size."""
+    sizes = {size for size, _ in case.forest()}
+    if len(sizes) != 1 or any(parent >= 0 for _, parent in case.forest()):
+        return None
+    (size,) = sizes
+    q, k, v, d_out = (
+        on_gpu(inputs[n].reshape(-1, size, *inputs[n].shape[2:])).transpose(1, 2)
+        for n in ("q", "k", "v", "d_out")
+    )
+    q, k, v = (x.contiguous().requires_grad_() for x in (q, k, v))
+    kind = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+
+    def attend():
+        with sdpa_kernel(kind):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def forward():
+        with torch.no_grad():
+            return attend()
+
+    out = attend()
+
+    def backward():
+        return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+
+    return forward, backward
+
+
+def compiled_logp(inputs, chunks: int = 1):
+    """Forward and backward of -mean log p(target) by torch.compile; chunked over tokens."""
+    hidden = on_gpu(inputs["hidden"]).requires_grad_()
+    head = on_gpu(inputs["head"]).requires_grad_()
+    targets = on_gpu(inputs["targets"]).long()
+
+    @torch.compile(dynamic=False)
+    def loss(hidden, head, targets):
+        return F.cross_entropy((hidden @ head.T).float(), targets, reduction="sum")
+
+    def step():
+        hidden.grad = head.grad = None
+        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)
+        for rows, part in parts:
+            loss(rows, head, part).backward()
+
+    return step

@@ -1,0 +1,100 @@
+"""Compile Mosaic kernels to Hopper machine code without a GPU: what ptxas says about each.
+
+Run by test_kernels_compile.py in a process of its own, because it needs jax's CUDA plugin where the
+tests run on the CPU: `python sm90a.py` prints {kernel, case, spills} lines as JSON.
+"""
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+H200 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 device_address_bits: 64 pcie_bandwidth: 34359738368
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 ecc_enabled: true
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def compile_for_h200(function, *shapes):
+    """The compiled program for one H200 of a function of ShapeDtypeStructs."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology="1x1x1", target_config=H200
+    )
+    mesh = Mesh(np.array(topology.devices), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole) for s in shapes]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).trace(*placed).lower().compile()
+
+
+@contextlib.contextmanager
+def captured_output():
+    """What the process, C++ included, writes to its outputs: a list with one string after."""
+    found = []
+    with tempfile.TemporaryFile("w+") as sink:
+        saved = os.dup(1), os.dup(2)
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield found
+        finally:
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            sink.seek(0)
+            found.append(sink.read())
+
+
+def report(case, function, *shapes):
+    with captured_output() as output:
+        compiled = compile_for_h200(function, *shapes)
+    names = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", output[0])
+    spills = [int(n) for n in re.findall(r"stack frame, (\d+) bytes spill stores", output[0])]
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    for name, spill in zip(names, spills, strict=True):
+        print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
+
+
+def attention_step(head_dim, **settings):
+    from jaxtrain_kernels import attention
+
+    def loss(q, k, v, until, positions):
+        out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
+        return out.astype(jnp.float32).sum()
+
+    heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
+    metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
+    return jax.grad(loss, (0, 1, 2)), *heads, *metadata
+
+
+def main():
+    for head_dim in (64, 128, 256):
+        for name, settings in {
+            "": {},
+            "softcap": {"softcap": 30.0},
+            "window": {"window": 64},
+        }.items():
+            report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
+
+
+if __name__ == "__main__":
+    main()
