@@ -10,8 +10,11 @@ from rich.table import Table
 from jaxtrain.assemble import Parts, abstract_params, assemble
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.data.formats import probe
+from jaxtrain.data.pipeline import probe_dataset, row_tokens
 from jaxtrain.data.preview import show_sample
+from jaxtrain.data.sample import Sample
+from jaxtrain.data.tree import Tree
+from jaxtrain.data.workload import describe_tree
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.preprocess import show_packing
@@ -28,13 +31,17 @@ def dry_run(config: Config) -> None:
     parts = assemble(config)
     first = None
     for dataset in [*config.data.datasets, *config.data.eval_datasets]:
-        found = probe(dataset, parts.tokenizer, config.data)
+        found = probe_dataset(dataset, config.data, parts.tokenizer, config.task)
         console.print(str(found), markup=False)
-        first = first or next(iter(found.samples), None)
+        first = first or next(
+            iter(getattr(found, "trees", ()) or getattr(found, "samples", ())), None
+        )
     with jax.set_mesh(parts.mesh):
         show_memory(config, parts, console)
     show_packing(config, parts.tokenizer, console, num_batches=4)
-    if first is not None:
+    if isinstance(first, Tree):
+        console.print(describe_tree(first, parts.tokenizer.decode), markup=False, soft_wrap=True)
+    elif isinstance(first, Sample):
         show_sample(first, parts.tokenizer, console)
     console.print("dry run: nothing was allocated, compiled or written")
 
@@ -54,13 +61,14 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(value.size for value in params.values())
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
+    length = row_tokens(config.data, config.task)
     table = Table(show_header=False, title="model", title_justify="left")
     table.add_column()
     table.add_column(justify="right")
     for name, value in [
         ("parameters", f"{total:,}"),
         ("mesh", str(mesh)),
-        ("rows x tokens of an optimizer step", f"{microsteps * rows} x {config.data.sequence_len}"),
+        ("rows x tokens of an optimizer step", f"{microsteps * rows} x {length}"),
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
         ("gradients, GiB per device", f"{weights / GIB:.3f}"),
         ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
@@ -76,7 +84,7 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
 def abstract_batch(config: Config, parts: Parts, microsteps: int, components):
     """Shapes of one optimizer step's batch."""
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
-    shape = (microsteps, rows, config.data.sequence_len)
+    shape = (microsteps, rows, row_tokens(config.data, config.task))
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in components}
     return Batch(tokens=ints, positions=ints, prev=ints, until=ints, weights=weights)

@@ -115,7 +115,7 @@ def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:
     """Batches [1, B, T] of one held-out dataset, at most eval.max_batches of them."""
     _, count = row_group(parts.mesh)
     rows = config.data.micro_batch_size * row_shards(parts.mesh) // count
-    batches = eval_batches(dataset, config.data, parts.tokenizer, rows)
+    batches = eval_batches(dataset, config.data, parts.tokenizer, rows, config.task)
     for index, batch in enumerate(batches):
         if config.eval.max_batches is not None and index >= config.eval.max_batches:
             return

@@ -7,12 +7,13 @@ from rich.console import Console
 
 from jaxtrain.assemble import find_tokenizer
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig
-from jaxtrain.data.formats import make_tokeniser, probe
-from jaxtrain.data.pipeline import open_source
+from jaxtrain.config import Config, DatasetConfig, TreeTask
+from jaxtrain.data.formats import make_tokeniser
+from jaxtrain.data.pipeline import open_part, open_source, probe_dataset, row_tokens
 from jaxtrain.data.preview import Counts, show_counts, show_sample
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources import open_rows
+from jaxtrain.data.tree_preview import describe_part
 from jaxtrain.errors import UserError
 
 STREAM_ROWS = 1000
@@ -24,7 +25,13 @@ def preprocess(config: Config, num_samples: int) -> None:
     console = Console()
     tokenizer = find_tokenizer(config.model)
     for dataset in [*config.data.datasets, *config.data.eval_datasets]:
-        console.print(str(probe(dataset, tokenizer, config.data)), style="bold", markup=False)
+        found = probe_dataset(dataset, config.data, tokenizer, config.task)
+        console.print(str(found), style="bold", markup=False)
+        if isinstance(config.task, TreeTask):
+            part = open_part(dataset, config.data, tokenizer, config.task)
+            text = describe_part(part, tokenizer, num_samples)
+            console.print(text, markup=False, soft_wrap=True)
+            continue
         count_dataset(dataset, config, tokenizer, num_samples, console)
     show_packing(config, tokenizer, console)
 
@@ -62,6 +69,7 @@ def show_packing(config: Config, tokenizer, console: Console, num_batches: int =
         rows_per_microstep=config.data.micro_batch_size,
         microsteps=1,
         num_epochs=1.0 if config.run.num_epochs else None,
+        task=config.task,
     )
     batches = [round_[0] for _, round_ in zip(range(num_batches), source, strict=False)]
     counters = source.counters()
@@ -69,7 +77,8 @@ def show_packing(config: Config, tokenizer, console: Console, num_batches: int =
     documents = np.mean([count_roots(batch) for batch in batches])
     console.print(
         f"packing of the first {len(batches)} batches: {config.data.micro_batch_size} rows of"
-        f" {config.data.sequence_len} tokens, {counters['packing_efficiency']:.1%} filled,"
+        f" {row_tokens(config.data, config.task)} tokens,"
+        f" {counters['packing_efficiency']:.1%} filled,"
         f" {documents:.1f} samples a batch"
     )
 

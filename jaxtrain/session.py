@@ -86,6 +86,7 @@ def open_data(
         "microsteps": microsteps,
         "process_index": index,
         "process_count": count,
+        "task": config.task,
     }
     epochs, total_steps = config.run.num_epochs, config.run.max_steps
     if total_steps is None:

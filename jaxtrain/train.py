@@ -15,7 +15,7 @@ import jax
 from jaxtrain.assemble import assemble
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
-from jaxtrain.data.formats import probe
+from jaxtrain.data.pipeline import probe_dataset
 from jaxtrain.evaluate import Evaluation
 from jaxtrain.export import export_model
 from jaxtrain.parallel.feed import feed
@@ -37,7 +37,7 @@ def train(config: Config, command: list[str]) -> int:
     parts = assemble(config)
     primary = is_main_process()
     formats = [
-        str(probe(dataset, parts.tokenizer, config.data))
+        str(probe_dataset(dataset, config.data, parts.tokenizer, config.task))
         for dataset in [*config.data.datasets, *config.data.eval_datasets]
     ]
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Write README.md's tree, a phrase per file, from the first lines of the modules' docstrings.
 
-    python scripts/make_readme_tree.py          rewrite README.md
+python scripts/make_readme_tree.py          rewrite README.md
 """
 
 import ast
@@ -21,7 +21,8 @@ def render() -> str:
         for path in sorted((ROOT / name).glob("*.py")):
             lines.append(entry("  " + path.name, first_line(path)))
     lines += ["", entry("configs/", "runnable recipes, one file each")]
-    lines += [entry("tests/", "mirrors the packages"), entry("docs/", "architecture, config, methods")]
+    lines.append(entry("tests/", "mirrors the packages"))
+    lines.append(entry("docs/", "architecture, config, methods"))
     return "\n".join(lines) + "\n"
 
 

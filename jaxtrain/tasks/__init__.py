@@ -21,6 +21,6 @@ class Task:
 def build_task(config: Config) -> Task:
     """The task that `task.kind` names."""
     match config.task.kind:
-        case "sft":
+        case "sft" | "tree":
             return Task(sft_loss(config.model.logp), {"nll": 1.0})
     raise AssertionError(config.task.kind)
