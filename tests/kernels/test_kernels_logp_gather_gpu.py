@@ -12,8 +12,8 @@ from test_kernels_logp_gather import NAMES, numpy_logp_gather, options_of, run
 
 CASES = [
     Case("whole_tiles", 130, 64, 768, frozenset()),
-    Case("everything", 100, 128, 776, frozenset(), softcap=3.0, per_token_temperature=True),
-    Case("frozen", 100, 64, 776, frozenset(), freeze_head=True),
+    Case("everything", 100, 128, 832, frozenset(), softcap=3.0, per_token_temperature=True),
+    Case("frozen", 100, 64, 832, frozenset(), freeze_head=True),
 ]
 
 
@@ -21,7 +21,7 @@ CASES = [
 def test_interpreted_kernels(case):
     """Values and gradients by the 2x rule; two chunks; no data race.
 
-    With 776 rows the last tile overlaps the one before, and both write the same numbers there,
+    With 832 rows the last tile overlaps the one before, and both write the same numbers there,
     which the detector calls a race.
     """
     inputs = case.inputs()
@@ -58,10 +58,17 @@ def test_interpreted_kernels(case):
         assert not np.asarray(actual[4], np.float32).any()
 
 
-@pytest.mark.parametrize("tokens, vocabulary", [(8192, 151936), (16384, 151936), (100, 32000)])
-def test_chunks_are_whole_tiles_and_leave_no_sliver(tokens, vocabulary):
-    chunk = mosaic_gpu.choose_chunk(tokens, vocabulary, 256)
-    assert chunk % 256 == 0 or chunk == vocabulary
+@pytest.mark.parametrize(
+    "tokens, vocabulary, chunk",
+    [
+        (8192, 151936, 16384),
+        (16384, 151936, 8192),
+        (100, 32000, 32000),  # all at once
+        (65536, 16448, 2304),  # 2,048 would leave 64 rows
+    ],
+)
+def test_chunks(tokens, vocabulary, chunk):
+    assert mosaic_gpu.choose_chunk(tokens, vocabulary, 256) == chunk
     assert vocabulary % chunk == 0 or vocabulary % chunk >= 256
 
 
@@ -75,7 +82,7 @@ def test_lowers_for_a_hopper_gpu():
     def loss(hidden, head, targets):
         return logp_gather(hidden, head, targets, softcap=30.0, impl="mosaic_gpu").logp.sum()
 
-    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1000, 256), (32000, 256))]
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1000, 256), (32064, 256))]
     targets = jax.ShapeDtypeStruct((1000,), jnp.int32)
     with jax.sharding.use_abstract_mesh(mesh):
         step = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays, targets)
@@ -88,7 +95,7 @@ def test_lowers_for_a_hopper_gpu():
     [
         (jnp.zeros((8, 64), jnp.float32), (512, 64), "takes bfloat16 hidden states"),
         (jnp.zeros((8, 40), jnp.bfloat16), (512, 40), "width 40 must be a multiple of 64"),
-        (jnp.zeros((8, 64), jnp.bfloat16), (509, 64), "the vocabulary, 509, one of 8"),
+        (jnp.zeros((8, 64), jnp.bfloat16), (509, 64), "the vocabulary, 509, one of 64"),
     ],
 )
 def test_declines(monkeypatch, hidden, head, reason):

@@ -16,7 +16,7 @@ from jaxtrain_kernels.logp_gather import gpu
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.mosaic import require_hopper
 
-CHUNK_LOGITS = 2**26  # gradients of logits alive at once (128 MiB in bfloat16)
+CHUNK_LOGITS = 2**27  # gradients of logits alive at once (256 MiB in bfloat16)
 
 
 class Options(NamedTuple):
@@ -29,26 +29,26 @@ class Options(NamedTuple):
 
 
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
-    """See `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V in whole 16-byte pieces."""
+    """See `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V multiples of 64."""
     require_hopper()
     T, D = hidden.shape
     V = head.shape[0]
     config = gpu.Config()
     if hidden.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 hidden states, got {hidden.dtype}")
-    if D % config.block_d or V % 8 or V < config.tile_v:
+    if D % config.block_d or V % config.store or V < config.tile_v:
         raise NotImplementedError(
-            f"width {D} must be a multiple of {config.block_d}; the vocabulary, {V}, one of 8 and "
-            f"at least {config.tile_v}"
+            f"width {D} must be a multiple of {config.block_d}; the vocabulary, {V}, one of "
+            f"{config.store} and at least {config.tile_v}"
         )
     options = Options(softcap, freeze_head, choose_chunk(T, V, config.tile_v), config)
     return run(options, hidden, head, targets, temperature)
 
 
 def choose_chunk(T: int, V: int, tile: int) -> int:
-    """Vocabulary rows of a chunk of the backward: whole tiles; the rest is a last, smaller chunk.
+    """Vocabulary rows of a chunk of the backward: whole tiles; the last chunk has the rest.
 
-    The last chunk must not be smaller than a tile.
+    The kernel needs at least a tile, so the rest must be nothing or a tile and more.
     """
     chunk = max(tile, CHUNK_LOGITS // T // tile * tile)
     while chunk < V and 0 < V % chunk < tile:
@@ -107,7 +107,8 @@ def _logp_gather_bwd(options, residuals, cotangents):
     V, D = head.shape
     chunk = options.chunk
 
-    def body(d_hidden, first, size):
+    def body(carry, first, size):
+        d_hidden, d_head = carry
         dz_TC = gpu.d_logits(
             hidden,
             low,
@@ -123,20 +124,21 @@ def _logp_gather_bwd(options, residuals, cotangents):
         )
         head_CD = lax.dynamic_slice(low, (first, jnp.int32(0)), (size, D))
         d_hidden += jnp.einsum("TC,CD->TD", dz_TC, head_CD, preferred_element_type=jnp.float32)
-        if options.freeze_head:
-            return d_hidden, None
-        d_head = jnp.einsum("TC,TD->CD", dz_TC, hidden, preferred_element_type=jnp.float32)
-        return d_hidden, d_head.astype(head.dtype)
+        if d_head is not None:
+            piece = jnp.einsum("TC,TD->CD", dz_TC, hidden, preferred_element_type=head.dtype)
+            d_head = lax.dynamic_update_slice(d_head, piece, (first, jnp.int32(0)))
+        return d_hidden, d_head
 
-    d_hidden = jnp.zeros(hidden.shape, jnp.float32)
+    carry = (
+        jnp.zeros(hidden.shape, jnp.float32),
+        None if options.freeze_head else jnp.zeros(head.shape, head.dtype),
+    )
     full, rest = divmod(V, chunk)
     firsts = jnp.arange(full, dtype=jnp.int32) * chunk
-    d_hidden, d_head = lax.scan(lambda carry, first: body(carry, first, chunk), d_hidden, firsts)
-    pieces = [] if options.freeze_head else [d_head.reshape(full * chunk, D)]
+    carry, _ = lax.scan(lambda carry, first: (body(carry, first, chunk), None), carry, firsts)
     if rest:
-        d_hidden, piece = body(d_hidden, jnp.int32(full * chunk), rest)
-        pieces.append(piece)
-    d_head = None if options.freeze_head else jnp.concatenate(pieces)
+        carry = body(carry, jnp.int32(full * chunk), rest)
+    d_hidden, d_head = carry
     return d_hidden.astype(hidden.dtype), d_head, None, None
 
 
