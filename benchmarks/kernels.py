@@ -35,7 +35,7 @@ class Report:
         self.rows = []
         self.header = {
             "command": "python benchmarks/" + " ".join(sys.argv).split(" --out")[0],
-            "hardware": f"{jax.device_count()} x {device.device_kind}",
+            "hardware": f"{jax.device_count()} {device.device_kind}",
             "jax": jax.__version__,
         }
 

@@ -17,7 +17,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c.name == "everything" else [pytest.mark.slow]) for c in CASES],
+    ids=lambda case: case.name,
+)
 def test_interpreted_kernels(case):
     """Values and gradients by the 2x rule; two chunks; no data race.
 
