@@ -5,6 +5,7 @@ lines. Everything that is shown also goes to log.txt. No jax here.
 """
 
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -35,6 +36,7 @@ class Console:
         self._bar: Progress | None = None
         self._log = log_path.open("a", encoding="utf-8") if log_path else None
         self._clock = Clock()
+        self._lock = threading.RLock()
 
     def start(self, total_steps: int, start_step: int) -> None:
         """Show the bar and start the clock."""
@@ -66,11 +68,13 @@ class Console:
 
     def say(self, text: str) -> None:
         """A message above the bar, and in log.txt."""
-        self.record(text)
-        if self._rich:
-            self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif not self._silent:
-            print(text, file=self._stream, flush=True)
+        with self._lock:  # the watchdog and the signal thread speak, too
+            self.record(text)
+            if self._rich:
+                self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+            elif not self._silent:
+                self._stream.write(text + "\n")
+                self._stream.flush()
 
     def record(self, text: str) -> None:
         """A message for log.txt alone. A full disk costs the log, not what people see."""

@@ -75,15 +75,13 @@ def open_parquet(path: str) -> TableRows:
     """A parquet file through the memory-mapped cache of datasets."""
     import pyarrow
     from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
 
     try:
         table = Dataset.from_parquet(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is not a readable parquet file: {error}") from error
-    except Exception as error:  # datasets wraps reading errors in its own class
-        if type(error).__name__ != "DatasetGenerationError":
-            raise
-        raise UserError(f"{path} is not a readable parquet file: {error.__cause__}") from error
+    except (OSError, ValueError, pyarrow.ArrowException, DatasetGenerationError) as error:
+        reason = error.__cause__ or error
+        raise UserError(f"{path} is not a readable parquet file: {reason}") from error
     return TableRows(table, Path(path).name)
 
 
