@@ -13,7 +13,7 @@ from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config import Config, ModelConfig, TreeTask
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -42,6 +42,7 @@ def assemble(config: Config) -> Parts:
     architecture = build.config_from_hf(raw)
     tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
+    check_trees(config, architecture)
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
@@ -142,3 +143,28 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
             f"data.sequence_len {config.data.sequence_len} is longer than the model's"
             f" max_position_embeddings {limit}; lower the first"
         )
+
+
+def check_trees(config: Config, architecture: Any) -> None:
+    """Refuse trees with shared prefixes for a model that mixes tokens other than by attention.
+
+    `until` hides one branch from another in attention; a recurrent or convolution layer would run
+    from one branch into the next. Held-out data of a tree task are whole trees in every mode.
+    """
+    task = config.task
+    if architecture.mixes_by_attention_only or not isinstance(task, TreeTask):
+        return
+    if task.mode == "tree":
+        found = 'task.mode "tree"'
+        fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
+    elif config.data.eval_datasets:
+        found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
+        fix = "remove data.eval_datasets"
+    else:
+        return
+    key = "model.path" if config.model.path else "model.architecture"
+    raise UserError(
+        f"{found} packs branches that share a prefix, but {key} is {architecture.architecture},"
+        f" which has layers that mix tokens other than by attention; {fix}, or choose another"
+        f" {key}"
+    )

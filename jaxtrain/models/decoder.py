@@ -28,6 +28,9 @@ class DecoderConfig:
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
+    mixes_by_attention_only: ClassVar[bool] = True
+    """Whether no layer but attention passes anything between tokens. A family with recurrent or
+    convolution layers sets it to False: it cannot train trees with shared prefixes."""
 
     vocab_size: int
     hidden_size: int
