@@ -35,7 +35,7 @@ class Report:
         self.rows = []
         self.header = {
             "command": "python benchmarks/" + " ".join(sys.argv).split(" --out")[0],
-            "hardware": f"{jax.device_count()} x {device.device_kind}",
+            "hardware": f"{jax.device_count()} {device.device_kind}",
             "jax": jax.__version__,
         }
 
@@ -146,18 +146,49 @@ def run_logp_gather(case, impls, report):
             report.timed(3 * flops, lambda f=step: torch_ms(f), **labels, step="both")
 
 
+def logp_gather_errors(case, impls, report):
+    """Largest errors of the values and gradients, with random cotangents for all three."""
+    inputs = case.inputs()
+    low = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("hidden", "head")]
+    targets, g = jnp.asarray(inputs["targets"]), jnp.asarray(inputs["g"])
+
+    def results(impl, dtype):
+        @jax.jit
+        def both(hidden, head, g):
+            out, pull = jax.vjp(lambda x, w: logp_gather(x, w, targets, impl=impl), hidden, head)
+            return (*out, *pull(type(out)(*g)))
+
+        return [x.astype(jnp.float32) for x in both(*(x.astype(dtype) for x in low), g)]
+
+    with jax.default_matmul_precision("highest"):
+        exact = results("xla", jnp.float32)
+    plain = results("xla", jnp.bfloat16)
+    for impl in (impl for impl in impls if impl not in ("xla", "torch")):
+        names = ("logp", "entropy", "lse", "d_hidden", "d_head")
+        for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
+            report.add(
+                op="logp_gather",
+                case=case.name,
+                impl=impl,
+                what=name,
+                error=float(jnp.abs(a - e).max()),
+                plain_error=float(jnp.abs(p - e).max()),
+                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
+            )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--op", choices=["attention", "logp_gather"], nargs="+", required=True)
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
-    parser.add_argument("--errors", action="store_true", help="attention: numerics, not times")
+    parser.add_argument("--errors", action="store_true", help="numerics instead of times")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = Report(options.out)
     runners = {
         "attention": (attention_cases, attention_errors if options.errors else run_attention),
-        "logp_gather": (logp_cases, run_logp_gather),
+        "logp_gather": (logp_cases, logp_gather_errors if options.errors else run_logp_gather),
     }
     for op in options.op:
         cases, runner = runners[op]

@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
     except RunStopped as stop:
         print(f"stopped: {stop}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before training watches the signals itself
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0
 

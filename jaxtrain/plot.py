@@ -49,13 +49,13 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.set_xlim(0, 1.02 * last)
+        axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.ticklabel_format(axis="y", scilimits=(-3, 5))
         if title in FROM_ZERO:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         elif title == "accuracy" and axes.get_ylim()[1] <= 1.05:
-            axes.set_ylim(0, 1.05)
+            axes.set_ylim(-0.03, 1.05)
         if len(curves) > 1 or len(axes.lines) > 1:
             axes.legend(fontsize=8)
     figure.suptitle(" | ".join(Path(run).name for run in curves), fontsize=12)

@@ -69,8 +69,9 @@ def train(config: Config, command: list[str]) -> int:
         ) as profile:
             run.go(profile)
         if signals.stop:
+            done = "saved" if run.step > session.start else "nothing new to save after"
             sinks.summarise(
-                f"{signals.name}: saved step {run.step} of {session.total_steps} in {folder.path};"
+                f"{signals.name}: {done} step {run.step} of {session.total_steps} in {folder.path};"
                 " the same command goes on from there"
             )
             return 0

@@ -103,7 +103,7 @@ class WindowPacker:
         self._carried = [(*pair, found[pair]) for pair in wanted]
         self._rows, self._emitted = [], 0
         if self._number >= 0:
-            self._fill()
+            self._fill(replay=True)
         else:
             self._next = (self._begin, 0, [])
         self._emitted = state["emitted"]
@@ -112,8 +112,8 @@ class WindowPacker:
     def close(self) -> None:
         self._reader.close()
 
-    def _fill(self) -> None:
-        """Read one window and lay its rows out."""
+    def _fill(self, replay: bool = False) -> None:
+        """Read one window and lay its rows out; a replay was counted before."""
         own_begin = self._reader.state()
         trees = list(self._carried)
         tokens = sum(tree.num_tokens for *_, tree in trees)
@@ -130,7 +130,8 @@ class WindowPacker:
                     trees.append((draws, index, item))
                     tokens += item.num_tokens
             draws += 1
-            count_items(self.counts, items, self._reader.pass_len)
+            if not replay:
+                count_items(self.counts, items, self._reader.pass_len)
         rows = self._arrange([tree.num_tokens for *_, tree in trees], len(self._carried))
         opening = bool(self._carried)
         carry: list[int] = []
@@ -145,7 +146,7 @@ class WindowPacker:
             rows.sort(key=min)
         self._rows = [[trees[i][2] for i in sorted(row)] for row in rows]
         self._emitted = 0
-        if self._final and not self.counts["trees"]:
+        if self._final and not replay and not self.counts["trees"]:
             raise UserError(f"no example of the data trains: {describe_drops(self.counts)}")
 
     def _arrange(self, lengths: Sequence[int], num_carried: int) -> list[list[int]]:

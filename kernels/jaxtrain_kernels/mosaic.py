@@ -4,6 +4,7 @@ The Mosaic GPU interface changes between jax releases, so kernels take its names
 """
 
 import jax
+import jax.numpy as jnp
 
 try:
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -33,6 +34,28 @@ def require_hopper() -> None:
         raise NotImplementedError(
             f"the mesh axes {shared} have several devices: call it inside shard_map"
         )
+
+
+def num_cores() -> int:
+    """Streaming multiprocessors of the device that the program being traced is for."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (device and device.num_cores) or 132
+
+
+def tanh(x):
+    """In float32 to 1e-6: the hardware's own instruction has only 11 bits."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * 2.885390081777927))  # 2 / ln 2
+
+
+def swizzled(shape, dtype):
+    """Shared memory in the 128-byte-swizzled layout of TMA and wgmma."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype))
+
+
+def swizzle(dtype):
+    """The transforms of that layout."""
+    lanes = 128 // jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
 
 
 def _device_kind(mesh) -> str:

@@ -11,7 +11,7 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
 from jaxtrain.data.readers import Part
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.steps import count_part_steps, eval_part_batches, open_parts
+from jaxtrain.data.steps import Shape, count_part_steps, eval_part_batches, open_parts
 from jaxtrain.errors import UserError
 
 
@@ -255,3 +255,10 @@ def test_a_cursor_of_other_data_is_refused():
     other = open_source([Part("one", make_rows(9), Tokenise())], make_data())
     with pytest.raises(UserError, match="rows: .* then, .* now"):
         other.restore(state)
+
+
+def test_microsteps_of_a_number_of_units_take_few_values():
+    shape = Shape(rows=2, microsteps=1, row_tokens=8, units=3)
+    counts = [shape.count_microsteps(rows) for rows in (0, 1, 2, 3, 6, 8, 9, 13, 17, 26)]
+    assert counts == [1, 1, 1, 2, 3, 4, 6, 8, 12, 16]
+    assert Shape(rows=2, microsteps=5, row_tokens=8).count_microsteps(1) == 5

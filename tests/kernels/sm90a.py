@@ -86,7 +86,24 @@ def attention_step(head_dim, **settings):
     return jax.grad(loss, (0, 1, 2)), *heads, *metadata
 
 
+def logp_gather_step(**settings):
+    from jaxtrain_kernels import logp_gather
+
+    def loss(hidden, head, targets, temperature):
+        if settings:
+            settings["temperature"] = temperature
+        out = logp_gather(hidden, head, targets, impl="mosaic_gpu", **settings)
+        return (out.logp + out.entropy).sum()
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 1024), (151936, 1024))]
+    targets = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    temperature = jax.ShapeDtypeStruct((8192,), jnp.float32)
+    return jax.grad(loss, (0, 1)), *arrays, targets, temperature
+
+
 def main():
+    report("logp_gather", *logp_gather_step())
+    report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     for head_dim in (64, 128, 256):
         for name, settings in {
             "": {},

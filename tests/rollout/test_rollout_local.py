@@ -163,13 +163,9 @@ def test_few_compilations_and_new_weights(model):
     before = sampler.generate(PROMPTS, sampling)
     compiled = local.prefill._cache_size(), local.decode_chunk._cache_size()
     sampler.use(build.init(build.config_from_hf(RAW), 1))
-<<<<<<< HEAD
-    after = sampler.generate([[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4))
-=======
     after = sampler.generate(
         [[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4)
     )
->>>>>>> models
     assert (local.prefill._cache_size(), local.decode_chunk._cache_size()) == compiled
     assert [a.tokens for a in before] != [a.tokens for a in after]
 

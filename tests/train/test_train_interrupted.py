@@ -61,15 +61,16 @@ MEASURED = {"time", "step_seconds", "tokens_per_second_per_device", "mfu", "peak
 """Read from clocks and allocators: these alone may differ between two runs."""
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen:
+def start(folder: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
     """Train into `folder` with the command line that people use."""
     config = folder.with_name("run.toml")
+    config.parent.mkdir(exist_ok=True)
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "jaxtrain.main", "--config", str(config), *SMALL]
     env = {
         **os.environ,
         "PYTHONPATH": f"{REPO}:{REPO / 'kernels'}",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_COMPILATION_CACHE_DIR": os.environ.get(
             "JAX_COMPILATION_CACHE_DIR", str(folder.parents[1] / "jax-cache")
         ),
@@ -85,9 +86,9 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
     )
 
 
-def run(folder: Path, *overrides: str, code: int = 0) -> str:
+def run(folder: Path, *overrides: str, code: int = 0, devices: int = 1) -> str:
     """Train to the end; returns everything that was printed."""
-    child = start(folder, *overrides)
+    child = start(folder, *overrides, devices=devices)
     output, _ = child.communicate(timeout=300)
     assert child.returncode == code, output
     return output
@@ -205,7 +206,7 @@ def test_many_kills_at_random_moments(whole, tmp_path):
     folder, moments = tmp_path / "run", random.Random(0)
     kills = 0
     for _ in range(40):
-        target = find_good_step(folder / "checkpoints")[0] + moments.randint(2, 7)
+        target = last_step(folder) + moments.randint(1, 6)
         child = start(folder)
         if not kill_when(child, lambda t=target: last_step(folder) >= t, moments.random() * 0.1):
             break
@@ -261,6 +262,37 @@ def test_another_config_and_resume_modes_are_refused(whole, tmp_path):
     assert 'run.resume is "never"' in run(whole, "run.resume=never", code=2)
     assert "no usable checkpoint" in run(tmp_path / "new", "run.resume=required", code=2)
     assert "all 24 steps are done" in run(whole, "run.resume=required", "log.every=5")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+    options = ("data.global_batch_size=8", "optim.gradient_accumulation_steps=1")
+    run(tmp_path / "a/run", *options)
+    folder = tmp_path / "b/run"
+    assert kill_when(start(folder, *options), lambda: last_step(folder) >= 10)
+    output = run(folder, *options, devices=4)
+    assert "on 4 cpu device(s)" in output
+    ours, theirs = read_metrics(folder), read_metrics(tmp_path / "a/run")
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        # The same tokens exactly; sums in another order differ by float32 rounding.
+        assert a.get("tokens") == b.get("tokens")
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
+    assert find_good_step(folder / "checkpoints") == (STEPS, [])
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_first_step_is_honest(tmp_path):
+    child = start(tmp_path / "run")
+    for line in child.stdout:
+        if "builtin:calculator: 300 rows" in line:
+            break
+    child.send_signal(signal.SIGTERM)
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, output
+    step = last_step(tmp_path / "run")
+    expected = f"saved step {step} of" if step else "nothing new to save after step 0 of"
+    assert expected in output
 
 
 @pytest.mark.slow

@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.logp_gather import reference, xla
+from jaxtrain_kernels.logp_gather import mosaic_gpu, reference, xla
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.precision import accumulator
 
-BACKENDS = {"xla": xla.logp_gather, "reference": reference.logp_gather}
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.logp_gather,
+    "xla": xla.logp_gather,
+    "reference": reference.logp_gather,
+}
 
 
 def logp_gather(

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import plgpu
+from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-from jaxtrain_kernels.tree_attention.gpu_fwd import LOG2E, ROWS, TILE, WARPGROUPS, swizzled
+from jaxtrain_kernels.tree_attention.gpu_fwd import LOG2E, ROWS, TILE, WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def dkv(
                     lse = plgpu.load(lse_smem.at[slot], layout=per_column)
                     delta = plgpu.load(delta_smem.at[slot], layout=per_column)
                     if softcap is not None:
-                        score = jnp.tanh(score * (scale / softcap))
+                        score = tanh(score * (scale / softcap))
                     weight = jnp.exp2(score * logit_scale - column(lse))
 
                     def masked():
@@ -363,7 +363,7 @@ def dq(
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
                     if softcap is not None:
-                        score = jnp.tanh(score * (scale / softcap))
+                        score = tanh(score * (scale / softcap))
                     weight = jnp.exp2(score * logit_scale - across(lse))
 
                     def masked():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import plgpu
+from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
 
 LOG2E = math.log2(math.e)
@@ -35,13 +35,6 @@ class Config:
 
 def heuristic(head_dim: int) -> Config:
     return Config(k_block=64 if head_dim == 256 else 128)
-
-
-def swizzled(shape, dtype):
-    """Shared memory in the 128-byte-swizzled layout of TMA and wgmma."""
-    lanes = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def forward(
@@ -125,7 +118,7 @@ def forward(
 
                 score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
                 if softcap is not None:
-                    score = jnp.tanh(score * (scale / softcap))
+                    score = tanh(score * (scale / softcap))
 
                 def spread(column):
                     return lax.broadcast_in_dim(column, (ROWS, bk), [1])
