@@ -86,7 +86,7 @@ CASES = {
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
 }
-SLOW = CASES.keys() - {"d64_grouped", "d64_window", "d256"}
+SLOW = CASES.keys() - {"d64_grouped", "d256"}
 
 
 @pytest.mark.parametrize(
