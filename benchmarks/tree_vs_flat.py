@@ -362,7 +362,7 @@ def draw(report: dict, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     panels[0].set_title("seconds a step", loc="left")
-    panels[1].set_title("tokens of branches (current-rl: samples) a second, thousands", loc="left")
+    panels[1].set_title("branch (sample) tokens a second, thousands", loc="left")
     values = ([s for _, s, _ in bars], [tokens / s / 1e3 for _, s, tokens in bars])
     for axes, numbers, style in zip(panels, values, ("{:.3f}", "{:,.0f}"), strict=True):
         drawn = axes.barh(names, numbers, color=colors)
