@@ -99,8 +99,8 @@ def apply_overrides(table: dict[str, Any], overrides: list[str]) -> dict[str, An
             table[last] = load_preset(last, text)
             continue
         node: Any = table
-        for part in parents:
-            node = _child(node, part, override)
+        for part, below in zip(parents, [*parents[1:], last], strict=True):
+            node = _child(node, part, override, empty=[] if below.isdigit() else {})
         if isinstance(node, list):
             node[_index(node, last, override)] = parse_value(text)
         else:
@@ -198,11 +198,11 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
     return next((model for model in found if model), None)
 
 
-def _child(node: Any, part: str, override: str) -> Any:
-    """The table below `node`, made when it is not there yet."""
+def _child(node: Any, part: str, override: str, empty: dict | list) -> Any:
+    """The table or list below `node`; `empty` when it is not there yet."""
     if isinstance(node, list):
         return node[_index(node, part, override)]
-    child = node.setdefault(part, {})
+    child = node.setdefault(part, empty)
     if not isinstance(child, dict | list):
         raise UserError(f"override {override!r}: {part!r} holds a value, not a section")
     return child

@@ -29,10 +29,16 @@ def write(tmp_path, text, name="config.toml"):
 def test_values_overrides_and_presets(tmp_path):
     config = load_config(
         write(tmp_path, GOOD),
-        ["optim.learning_rate=1e-3", "data.datasets.1.path=x.jsonl", "data.packing=false"],
+        [
+            "optim.learning_rate=1e-3",
+            "data.datasets.1.path=x.jsonl",
+            "data.eval_datasets.0.path=y.jsonl",
+            "data.packing=false",
+        ],
     )
     assert config.optim.learning_rate == 1e-3
     assert [d.path for d in config.data.datasets] == ["builtin:calculator", "x.jsonl"]
+    assert [d.path for d in config.data.eval_datasets] == ["y.jsonl"]
     assert config.data.packing is False
     assert config.model.architecture["model_type"] == "qwen3"
 
