@@ -43,7 +43,6 @@ class Reader:
         self.matmul_params = count_matmul_params(session.state.params)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.parts.mesh.size, peak, time.monotonic())
-        self.warm = False
 
     def read(self, pending: Pending) -> dict[str, float]:
         """Wait for the step and return its values; raises RunStopped if it was not finite."""
@@ -63,11 +62,13 @@ class Reader:
             "trained_tokens": float(
                 sum(np.count_nonzero(w) for w in pending.batch.weights.values())
             ),
-            # The first step of a process holds the compilation; its rate would mislead.
-            **(rates if self.warm else {}),
+            **rates,
         }
-        self.warm = True
         return {**values, "peak_memory_gib": peak_memory()}
+
+    def restart(self) -> None:
+        """Time the next step from now on: what went before was no training step."""
+        self.throughput.last_time = time.monotonic()
 
     def explain(self, pending: Pending, output: Any) -> str:
         """Which step and batch was not finite; the batch is kept in a file."""

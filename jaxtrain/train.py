@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxtrain.assemble import assemble
+from jaxtrain.batch import Batch
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
 from jaxtrain.data.pipeline import probe_dataset
@@ -107,6 +108,7 @@ class Loop:
         self.reader = Reader(session, folder)
         self.step = session.start
         self.pending: Pending | None = None
+        self.shapes: set[tuple[int, ...]] = set()
         self.latest: dict[str, float] = {}
 
     def go(self, profile: ProfileWindow) -> None:
@@ -118,9 +120,12 @@ class Loop:
             with self.watchdog.phase("waiting for data"):
                 (batch,) = next(session.source)
             profile.before(self.step + 1, session.state)
-            with self.watchdog.phase("running a step (the first one compiles)"):
+            compiles = self.announce(batch)
+            with self.watchdog.phase("running a step (a new shape compiles first)"):
                 placed = feed(batch, session.parts.mesh)
                 session.state, output = session.step(session.state, placed)
+                if compiles:
+                    self.reader.restart()
                 self.settle()
             self.step += 1
             self.pending = Pending(self.step, output, batch, session.source.counters())
@@ -128,6 +133,19 @@ class Loop:
         profile.close(session.state)
         if self.step > session.start:
             self.save()
+
+    def announce(self, batch: Batch) -> bool:
+        """Say so when a batch has a shape that this process has not compiled yet."""
+        shape = batch.tokens.shape
+        if shape in self.shapes:
+            return False
+        self.settle()
+        self.shapes.add(shape)
+        self.sinks.say(
+            f"compiling program {len(self.shapes)}:"
+            f" {shape[0]} x {shape[1]} rows of {shape[2]} tokens"
+        )
+        return True
 
     def act(self) -> None:
         """Whatever is due after this step."""
@@ -156,6 +174,7 @@ class Loop:
         """Held-out numbers of the current weights."""
         with self.watchdog.phase("evaluating"):
             found = self.evaluation.run(self.session, self.step)
+        self.reader.restart()
         if found:
             self.latest = {**self.latest, **found}
             self.sinks.write(self.step, found)
@@ -171,6 +190,7 @@ class Loop:
                 metrics=self.latest,
                 config=self.config.model_dump(mode="json"),
             )
+        self.reader.restart()
 
 
 def describe_start(session: Session) -> str:
