@@ -17,7 +17,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
 from jaxtrain.data.pipeline import probe_dataset
 from jaxtrain.evaluate import Evaluation
-from jaxtrain.export import export_model
+from jaxtrain.export import export_params
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.plot import plot_runs
@@ -118,7 +118,7 @@ class Loop:
             profile.before(self.step + 1, session.state)
             with self.watchdog.phase("running a step (the first one compiles)"):
                 placed = feed(batch, session.parts.mesh)
-                session.state, output = session.step(session.state, placed)
+                session.state, output = session.step(session.state, placed, session.frozen)
                 self.settle()
             self.step += 1
             self.pending = Pending(self.step, output, batch, session.source.counters())
@@ -173,12 +173,14 @@ class Loop:
 
 def describe_start(session: Session) -> str:
     """One line on what is about to be trained."""
-    params = sum(value.size for value in session.state.params.values())
+    params = sum(value.size for value in session.params.values())
+    trained = sum(value.size for value in session.state.params.values())
+    share = f"{trained / 1e6:.2f}M of " if trained < params else ""
     steps = f"steps {session.start + 1} to {session.total_steps}"
     if session.start >= session.total_steps:
         steps = f"all {session.total_steps} steps are done"
     return (
-        f"{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
+        f"{share}{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
         f" {jax.devices()[0].device_kind} device(s), {steps}"
     )
 
@@ -194,19 +196,22 @@ def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
         plot_runs([folder], folder / "curves.png")
         places["curves"] = folder / "curves.png"
     if config.run.export:
-        export_model(
-            session.rebuild(session.state.params),
-            session.parts.architecture,
-            session.parts.tokenizer,
+        export_params(
+            session.params,
+            session.rebuild,
+            session.parts,
             folder / "model",
             config=config,
             step=session.total_steps,
         )
-        places["model"] = folder / "model"
+        places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     lines += [
         "try next",
         f"  jaxtrain generate {folder}                      talk to it",
+        f"  jaxtrain merge {folder}                         adapter and base as one model"
+        if session.parts.adapter
+        else "",
         f"  jaxtrain plot {folder} OTHER_RUN --output x.png  compare runs",
         "  jaxtrain --help                                  every key of the config",
     ]

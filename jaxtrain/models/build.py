@@ -107,7 +107,7 @@ def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) ->
     _check(files, {paths[path]: leaf.get_value().shape for path, leaf in flat.items()}, config)
     for path, entry in paths.items():
         place = places[path].get_value() if places else None
-        flat[path] = flat[path].replace(_read(files, entry, flat[path].get_value(), place))
+        flat[path] = flat[path].replace(read_entry(files, entry, flat[path].get_value(), place))
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
     return remember(model, folder)
 
@@ -142,7 +142,7 @@ def save(
         own = params[entry.param].dtype
         for name, shape in entry.op.shapes(params[entry.param].shape).items():
             plan[name] = (shape, np.dtype(dtype or stored.get(name) or stored.get("") or own))
-    pieces = (piece for e in entries for piece in e.op.write(params[e.param], _to_host))
+    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
         write_folder(folder, dict(sorted(plan.items())), pieces)
         raw = config.to_hf()
@@ -226,9 +226,11 @@ def _equal(files: Folder, name: str, other: str) -> bool:
     )
 
 
-def _read(
+def read_entry(
     files: Folder, entry: Entry, like: jax.ShapeDtypeStruct, place: NamedSharding | None
 ) -> jax.Array:
+    """The parameter of an entry, with the shape and dtype of `like`, placed at `place`."""
+
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         index = whole(like.shape) if index is None else index
         closed = tuple(
@@ -243,7 +245,8 @@ def _read(
     return jax.make_array_from_callback(like.shape, place, part)
 
 
-def _to_host(array: Any) -> np.ndarray:
+def to_host(array: Any) -> np.ndarray:
+    """The whole array in numpy, gathered over processes where need be."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
