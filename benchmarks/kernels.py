@@ -4,12 +4,14 @@ python benchmarks/kernels.py --op attention --out benchmarks/results/attention.j
 python benchmarks/kernels.py --op logp_gather --case t8192 --impl xla torch
 
 Prints a line per measurement and writes them as JSON. `tflops` counts useful work: 4 (forward) and
-10 (backward) x heads x head dim x visible pairs; 2 or 6 x T x D x V. `share` is of the measured
-rate of large bf16 matmuls. `error` is the largest error against float32 maths, `plain_error` that
-of the same maths in bf16 by XLA.
+10 (backward) x heads x head dim x visible pairs; 2 or 6 x T x D x V; 6 or 18 x rows x D x F.
+`share` is of the measured rate of large bf16 matmuls. `error` is the largest error against float32
+maths, `plain_error` that of the same maths in bf16 by XLA.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -17,7 +19,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels import attention, logp_gather
+from jaxtrain_kernels import attention, logp_gather, moe_ffn
+from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from timing import jax_ms, torch_ms
@@ -177,9 +180,80 @@ def logp_gather_errors(case, impls, report):
             )
 
 
+def moe_arrays(case, dtype):
+    inputs = case.inputs()
+    experts = jnp.asarray(inputs.pop("experts"))
+    return experts, {n: jnp.asarray(x, dtype) for n, x in inputs.items()}
+
+
+def moe_step(experts, impl):
+    """Output and all gradients of the layer."""
+
+    def step(x, gates, w_in, w_out, g):
+        out, pull = jax.vjp(
+            lambda *arrays: moe_ffn(arrays[0], experts, *arrays[1:], impl=impl),
+            *(x, gates, w_in, w_out),
+        )
+        return out, *pull(g)
+
+    return step
+
+
+def run_moe(case, impls, report):
+    experts, arrays = moe_arrays(case, jnp.bfloat16)
+    given = [arrays[n] for n in ("x", "gates", "w_in", "w_out")]
+    flops = case.flops()
+    for impl in (impl for impl in impls if impl != "torch"):
+        labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
+
+        def forward(x, gates, w_in, w_out, impl=impl):
+            return moe_ffn(x, experts, gates, w_in, w_out, impl=impl)
+
+        timing = functools.partial(jax_ms, forward, *given)
+        report.timed(flops, timing, **labels, step="forward")
+        timing = functools.partial(jax_ms, moe_step(experts, impl), *given, arrays["g"])
+        report.timed(3 * flops, timing, **labels, step="both")
+    if "torch" in impls:
+        import torch_peers
+
+        forward, both = torch_peers.grouped_layer(case.inputs())
+        labels = {"op": "moe_ffn", "case": case.name, "impl": "torch_grouped_mm"}
+        report.timed(flops, lambda: torch_ms(forward), **labels, step="forward")
+        report.timed(3 * flops, lambda: torch_ms(both), **labels, step="both")
+
+
+def moe_errors(case, impls, report):
+    """Largest errors of the layer with the first 2,048 tokens; the plain maths runs in bfloat16."""
+    case = dataclasses.replace(case, tokens=min(case.tokens, 2048))
+    experts, arrays = moe_arrays(case, jnp.bfloat16)
+    low = [arrays[n] for n in ("x", "gates", "w_in", "w_out", "g")]
+
+    def results(impl, dtype):
+        found = jax.jit(moe_step(experts, impl))(*(x.astype(dtype) for x in low))
+        return [x.astype(jnp.float32) for x in found]
+
+    with jax.default_matmul_precision("highest"):
+        exact = results("xla", jnp.float32)
+    plain = results("xla", jnp.bfloat16)
+    for impl in (impl for impl in impls if impl not in ("xla", "torch")):
+        names = ("out", "dx", "d_gates", "d_w_in", "d_w_out")
+        for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
+            report.add(
+                op="moe_ffn",
+                case=case.name,
+                impl=impl,
+                what=name,
+                error=float(jnp.abs(a - e).max()),
+                plain_error=float(jnp.abs(p - e).max()),
+                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
+            )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--op", choices=["attention", "logp_gather"], nargs="+", required=True)
+    parser.add_argument(
+        "--op", choices=["attention", "logp_gather", "moe"], nargs="+", required=True
+    )
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
     parser.add_argument("--errors", action="store_true", help="numerics instead of times")
@@ -189,6 +263,7 @@ def main():
     runners = {
         "attention": (attention_cases, attention_errors if options.errors else run_attention),
         "logp_gather": (logp_cases, logp_gather_errors if options.errors else run_logp_gather),
+        "moe": (moe_cases, moe_errors if options.errors else run_moe),
     }
     for op in options.op:
         cases, runner = runners[op]

@@ -3,6 +3,7 @@
 Attention: FlexAttention compiled with a block mask of the same intervals (its mask is built outside
 the timing); for plain documents of one length, scaled_dot_product_attention on a batch of them.
 logp_gather: torch.compile of matmul, log-softmax and gather, whole and in chunks of tokens.
+moe_ffn: torch.compile of sort, grouped_mm, SwiGLU, grouped_mm and combine.
 """
 
 import functools
@@ -99,3 +100,36 @@ def compiled_logp(inputs, chunks: int = 1):
             loss(rows, head, part).backward()
 
     return step
+
+
+def grouped_layer(inputs):
+    """(forward, forward + backward) of a compiled mixture-of-experts layer on grouped_mm."""
+    x, gates, w_in, w_out = (
+        on_gpu(inputs[n]).requires_grad_() for n in ("x", "gates", "w_in", "w_out")
+    )
+    experts, g = on_gpu(inputs["experts"]), on_gpu(inputs["g"])
+    T, top = experts.shape
+
+    @torch.compile(dynamic=False)
+    def layer(x, gates, w_in, w_out):
+        flat = experts.view(-1)
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(len(w_in), dtype=torch.int32, device=x.device)
+        counts = counts.scatter_add(0, flat.long(), torch.ones_like(flat))
+        ends = counts.cumsum(0).to(torch.int32)
+        token = order // top
+        gate, up = torch._grouped_mm(x[token], w_in, offs=ends).chunk(2, -1)
+        rows = torch._grouped_mm(F.silu(gate) * up, w_out, offs=ends)
+        weighted = rows * gates.view(-1)[order, None]
+        # every token has `top` rows: put them back in order and sum, faster than index_add
+        return torch.empty_like(weighted).index_copy(0, order, weighted).view(T, top, -1).sum(1)
+
+    def forward():
+        with torch.no_grad():
+            return layer(x, gates, w_in, w_out)
+
+    def both():
+        out = layer(x, gates, w_in, w_out)
+        return torch.autograd.grad(out, (x, gates, w_in, w_out), g)
+
+    return forward, both

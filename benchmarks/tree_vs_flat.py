@@ -274,6 +274,7 @@ def run(size: Size, modes: list[str], impls: list[str], out: Path | None, comman
         "packed_tokens": tree.num_tokens,
         "branches": tree.num_branches,
         "branch_tokens": sum(tree.branch_lengths()),
+        "note": "",
         "torch": {"source": TORCH_PEER, **TORCH} if size is SIZES["full"] else None,
         "rows": [],
     }
@@ -283,7 +284,8 @@ def run(size: Size, modes: list[str], impls: list[str], out: Path | None, comman
         for mode in modes:
             work = make_work(mode, tree, samples, size)
             found = measure(work, architecture, options, impl)
-            row = {"mode": mode, "attention": chosen.backends["attention"], "how": work.how}
+            used = chosen.backends["attention"] if impl == "auto" else impl
+            row = {"mode": mode, "attention": used, "how": work.how}
             row |= {"units": work.units, "unit_tokens": work.unit_tokens, "slots": work.slots}
             row |= found | {
                 "units_per_s": work.units / found["step_s"],
@@ -317,11 +319,12 @@ def make_table(report: dict) -> str:
         f"{'mode':<11}{'attention':<12}{'step s':>8}{'speed':>7}{'peak GiB':>10}{'units/s':>9}"
         f"{'unit tok/s':>12}{'computed/s':>12}{'loss':>9}  what is batched how",
     ]
-    slowest = max(row["step_s"] for row in report["rows"] if row["mode"] != "current_rl")
+    flat = [row for row in report["rows"] if row["mode"] == "per_branch"] or report["rows"]
+    base_s = flat[0]["step_s"]
     for row in report["rows"]:
         lines.append(
             f"{row['mode']:<11}{row['attention']:<12}{row['step_s']:>8.4f}"
-            f"{slowest / row['step_s']:>6.1f}x{row['peak_gib']:>10.2f}{row['units_per_s']:>9.1f}"
+            f"{base_s / row['step_s']:>6.1f}x{row['peak_gib']:>10.2f}{row['units_per_s']:>9.1f}"
             f"{row['unit_tokens_per_s']:>12,.0f}{row['slots_per_s']:>12,.0f}{row['loss']:>9.4f}"
             f"  {row['how']}"
         )
@@ -332,8 +335,11 @@ def make_table(report: dict) -> str:
     lines += [
         "",
         "A unit is a branch (current_rl: a flat sample); computed/s counts token slots, padding",
-        "included. The losses of tree, per_branch and grouped are the same number.",
+        "included. tree, per_branch and grouped have the same loss but for rounding.",
+        "speed is against the first per_branch row.",
     ]
+    if report["note"]:
+        lines.append(report["note"])
     return "\n".join(lines) + "\n"
 
 
@@ -356,7 +362,7 @@ def draw(report: dict, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     panels[0].set_title("seconds a step", loc="left")
-    panels[1].set_title("tokens of branches covered a second, thousands", loc="left")
+    panels[1].set_title("tokens of branches (current-rl: samples) a second, thousands", loc="left")
     values = ([s for _, s, _ in bars], [tokens / s / 1e3 for _, s, tokens in bars])
     for axes, numbers, style in zip(panels, values, ("{:.3f}", "{:,.0f}"), strict=True):
         drawn = axes.barh(names, numbers, color=colors)

@@ -71,6 +71,7 @@ class Checkpoints:
         self._orbax: ocp.CheckpointManager | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="seal-checkpoint")
         self._sealing: Future | None = None
+        self._missed = False
         self._filter = _OrbaxChatter()
         logging.getLogger("absl").addFilter(self._filter)
 
@@ -107,6 +108,13 @@ class Checkpoints:
                 config=ocp.args.JsonSave(config or {}),
             )
             self._orbax.save(step, args=content, force=True)
+        if self.best_metric and self.best_metric not in (metrics or {}) and not self._missed:
+            self._missed = True
+            self.say(
+                f"warning: checkpoint.best_metric {self.best_metric!r} was not measured at step"
+                f" {step}, so this checkpoint cannot be the best; let eval.every divide"
+                f" checkpoint.every. Measured: {', '.join(sorted(metrics or {})) or 'nothing'}"
+            )
         shapes = {name: [list(a.shape), str(a.dtype)] for name, a in named.items()}
         self._sealing = self._threads.submit(self._seal, step, shapes, metrics or {})
         if not self.background:

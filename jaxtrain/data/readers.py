@@ -6,6 +6,7 @@ reads iterables once, block by block. Both yield, for each draw, the list of wha
 
 import copy
 import itertools
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,9 +152,15 @@ class IndexedReader:
             chunks = chunks.mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=self._num_workers, per_worker_buffer_size=4
-                )
+                ),
+                _leave_interrupts,
             )
         return iter(chunks)
+
+
+def _leave_interrupts(worker: int, num_workers: int) -> None:
+    """Ctrl-C reaches the whole process group; only the loop answers it, then ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Stream:

@@ -101,7 +101,22 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
+def moe_step():
+    from jaxtrain_kernels import moe_ffn
+
+    def loss(x, experts, gates, w_in, w_out):
+        return moe_ffn(x, experts, gates, w_in, w_out, impl="mosaic_gpu").astype(jnp.float32).sum()
+
+    T, D, F, E = 8192, 2048, 768, 128
+    x, w_in, w_out = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), (E, D, 2 * F), (E, F, D))
+    )
+    gates, experts = (jax.ShapeDtypeStruct((T, 8), t) for t in (jnp.float32, jnp.int32))
+    return jax.grad(loss, (0, 2, 3, 4)), x, experts, gates, w_in, w_out
+
+
 def main():
+    report("moe", *moe_step())
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     for head_dim in (64, 128, 256):

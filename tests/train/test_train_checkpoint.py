@@ -132,6 +132,12 @@ def test_retention(tmp_path, options, kept):
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == kept
 
 
+def test_a_best_metric_that_was_not_measured_is_said_once(tmp_path):
+    said = write_run(tmp_path, best_metric="eval/los")
+    assert len(said) == 1 and "'eval/los' was not measured at step 1" in said[0]
+    assert said[0].endswith("Measured: eval/loss")
+
+
 def test_retention_survives_damage_to_an_old_checkpoint(tmp_path):
     write_run(tmp_path, steps=[1, 2])
     damage(tmp_path / "1" / NAME, "truncate")

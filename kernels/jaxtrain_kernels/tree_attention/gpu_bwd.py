@@ -72,6 +72,7 @@ def dkv(
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     bq, stages = config.q_block, config.q_stages
+    assert stages > 1, "a slot is released one step late"
     shared = key_tile(H) == ROWS
     width = H // WARPGROUPS if shared else H  # columns of dK and dV that a warpgroup owns
     num_tiles, heads = S // key_tile(H), N // K
@@ -153,6 +154,11 @@ def dkv(
                         return lax.broadcast_in_dim(x, (ROWS, bq), [0])
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
+
+                    @pl.when(i > 0)
+                    def _():  # dK of the step before, which ran behind, has read its queries
+                        plgpu.barrier_arrive(q_free.at[slot_of(i - 1)])
+
                     lse = plgpu.load(lse_smem.at[slot], layout=per_column)
                     delta = plgpu.load(delta_smem.at[slot], layout=per_column)
                     if softcap is not None:
@@ -184,12 +190,16 @@ def dkv(
                     plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(do_free.at[slot])
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(q_free.at[slot])
                     return next_code
 
                 lax.fori_loop(0, steps, step, code_of(0))
-                return dk[...], dv[...]
+                result = dk[...], dv[...]
+
+                @pl.when(steps > 0)
+                def _():
+                    plgpu.barrier_arrive(q_free.at[slot_of(steps - 1)])
+
+                return result
 
             acc = plgpu.ACC((ROWS, width), jnp.float32)
             dk, dv = pl.run_scoped(accumulate, acc, acc)
@@ -303,6 +313,7 @@ def dq(
     B, T, N, H = q.shape
     K = k.shape[2]
     bk, k_stages, v_stages = config.k_block, config.k_stages, config.v_stages
+    late = k_stages > 1  # release a key slot one step late, behind the next step's scores
     num_tiles = T // TILE
     logit_scale = (scale if softcap is None else softcap) * LOG2E
     wgmma = plgpu.Layout.WGMMA
@@ -362,6 +373,11 @@ def dq(
                         return lax.broadcast_in_dim(x, (ROWS, bk), [0])
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
+
+                    @pl.when(late & (i > 0))
+                    def _():  # dQ of the step before, which ran behind, has read its keys
+                        plgpu.barrier_arrive(k_free.at[k_slot(i - 1)])
+
                     if softcap is not None:
                         score = tanh(score * (scale / softcap))
                     weight = jnp.exp2(score * logit_scale - across(lse))
@@ -392,12 +408,19 @@ def dq(
                     if softcap is not None:
                         d_score *= 1.0 - score * score
                     plgpu.wgmma(dq, d_score.astype(q.dtype), k_smem.at[ks])
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(k_free.at[ks])
+                    if not late:
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(k_free.at[ks])
                     return next_code
 
                 lax.fori_loop(0, count, step, codes_ref[tile, 0])
-                return dq[...]
+                result = dq[...]
+
+                @pl.when(late & (count > 0))
+                def _():
+                    plgpu.barrier_arrive(k_free.at[k_slot(count - 1)])
+
+                return result
 
             result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
             q_smem[group] = (result * scale).astype(q.dtype)  # the queries are used up

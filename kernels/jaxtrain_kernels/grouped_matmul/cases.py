@@ -1,0 +1,43 @@
+"""The shapes of the mixture-of-experts layer: read by benchmarks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer; tokens choose `top` different experts at random."""
+
+    name: str
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    top: int
+    tags: frozenset[str]
+    """"bench": benchmarks; "tune": autotuning."""
+
+    def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Arguments of `moe_ffn` and the cotangent `g`, float32 and int32 numpy."""
+        rng = np.random.default_rng(seed)
+        T, D, F, E = self.tokens, self.width, self.hidden, self.experts
+        gates = rng.random((T, self.top), np.float32)
+        return {
+            "x": rng.standard_normal((T, D), np.float32),
+            "experts": np.argsort(rng.random((T, E), np.float32))[:, : self.top].astype(np.int32),
+            "gates": gates / gates.sum(-1, keepdims=True),
+            "w_in": rng.standard_normal((E, D, 2 * F), np.float32) * np.float32(D**-0.5),
+            "w_out": rng.standard_normal((E, F, D), np.float32) * np.float32(F**-0.5),
+            "g": rng.standard_normal((T, D), np.float32),
+        }
+
+    def flops(self) -> int:
+        """Of the forward's matmuls; the backward has twice as many."""
+        return 6 * self.tokens * self.top * self.width * self.hidden
+
+
+CASES = [
+    Case("t8192_e128_top8_2048_768", 8192, 2048, 768, 128, 8, frozenset({"bench", "tune"})),
+    Case("t32768_e128_top8_2048_768", 32768, 2048, 768, 128, 8, frozenset({"bench", "tune"})),
+]

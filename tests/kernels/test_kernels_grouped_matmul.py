@@ -1,0 +1,210 @@
+"""grouped_matmul and the MoE layer on it, against float64 loops over tokens and experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels import testing
+from jaxtrain_kernels.grouped_matmul import grouped_matmul, mosaic_gpu, routing
+from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
+from mosaic_interpreter import interpreted, require
+
+T, K, E = 40, 2, 6
+
+CHOICES = {
+    "random": lambda rng: np.stack([rng.permutation(E)[:K] for _ in range(T)]),
+    "all_to_one": lambda rng: np.full((T, K), 3),
+    "two_empty": lambda rng: rng.integers(0, 3, (T, K)) * 2,
+}
+
+
+def chosen(name):
+    return CHOICES[name](np.random.default_rng(0)).astype(np.int32)
+
+
+@pytest.mark.parametrize("block", [1, 4, 128])
+@pytest.mark.parametrize("name", CHOICES)
+def test_route_places_every_choice_once(name, block):
+    experts = chosen(name)
+    segments, row_token, slot = jax.tree.map(np.asarray, routing.route(experts, E, block))
+    assert len(np.unique(slot)) == T * K, "no two choices share a row"
+    np.testing.assert_array_equal(row_token[slot], np.tile(np.arange(T)[:, None], K))
+    assert (row_token < T).sum() == T * K, "the rest is padding"
+    counts = np.bincount(experts.ravel(), minlength=E)
+    np.testing.assert_array_equal(segments.ends - segments.starts, -(-counts // block) * block)
+    assert (segments.starts[experts] <= slot).all() and (slot < segments.ends[experts]).all()
+    for index in range(segments.active[0]):
+        assert segments.starts[segments.group[index]] <= index * block
+        assert (index + 1) * block <= segments.ends[segments.group[index]]
+
+
+def numpy_moe(x, experts, gates, w_in, w_out, g):
+    """Output and gradients of x, gates, w_in, w_out; float64, one token and choice at a time."""
+    x, gates, w_in, w_out, g = (np.asarray(a, np.float64) for a in (x, gates, w_in, w_out, g))
+    F = w_out.shape[1]
+    out = np.zeros_like(x)
+    dx, d_gates, d_in, d_out = (np.zeros_like(a) for a in (x, gates, w_in, w_out))
+    for t in range(len(x)):
+        for k, e in enumerate(experts[t]):
+            h = x[t] @ w_in[e]
+            gate, up = h[:F], h[F:]
+            sigmoid = 1 / (1 + np.exp(-gate))
+            act = gate * sigmoid
+            y = (act * up) @ w_out[e]
+            out[t] += gates[t, k] * y
+            d_gates[t, k] = g[t] @ y
+            d_out[e] += np.outer(act * up, gates[t, k] * g[t])
+            d_mid = w_out[e] @ (gates[t, k] * g[t])
+            d_act = d_mid * up * (sigmoid + act * (1 - sigmoid))
+            d_h = np.concatenate([d_act, d_mid * act])
+            d_in[e] += np.outer(x[t], d_h)
+            dx[t] += w_in[e] @ d_h
+    return out, dx, d_gates, d_in, d_out
+
+
+def moe_inputs(D, F, name="random", seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "x": rng.standard_normal((T, D)),
+        "gates": rng.random((T, K)),
+        "w_in": rng.standard_normal((E, D, 2 * F)) * D**-0.5,
+        "w_out": rng.standard_normal((E, F, D)) * F**-0.5,
+        "g": rng.standard_normal((T, D)),
+    }
+    return chosen(name), arrays
+
+
+def run_moe(experts, arrays, dtype, jit=True, **options):
+    x, gates, w_in, w_out, g = (
+        jnp.asarray(arrays[n], dtype) for n in ("x", "gates", "w_in", "w_out", "g")
+    )
+
+    def layer(x, gates, w_in, w_out):
+        return moe_ffn(x, jnp.asarray(experts), gates, w_in, w_out, **options)
+
+    out, pull = jax.vjp(jax.jit(layer) if jit else layer, x, gates, w_in, w_out)
+    return out, *pull(g)
+
+
+NAMES = ("out", "dx", "d_gates", "d_w_in", "d_w_out")
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_moe_layer_matches_a_loop_over_tokens(name, impl):
+    experts, arrays = moe_inputs(8, 5, name)
+    exact = numpy_moe(arrays["x"], experts, *(arrays[n] for n in ("gates", "w_in", "w_out", "g")))
+    actual = run_moe(experts, arrays, jnp.float32, block=4, impl=impl)
+    for what, a, e in zip(NAMES, actual, exact, strict=True):
+        # float32 sums of at most 80 terms of order 1
+        np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=2e-5, err_msg=what)
+
+
+def test_bfloat16_by_the_rule():
+    experts, arrays = moe_inputs(16, 8)
+    low = {n: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for n, a in arrays.items()}
+    exact = numpy_moe(low["x"], experts, *(low[n] for n in ("gates", "w_in", "w_out", "g")))
+    actual = run_moe(experts, low, jnp.bfloat16, block=8, impl="xla")
+    plain = run_moe(experts, low, jnp.bfloat16, block=8, impl="reference")
+    for what, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+        testing.assert_accurate(a, e, p, jnp.bfloat16, what)
+
+
+def test_a_token_does_not_depend_on_its_neighbours():
+    """Dropless: what a tree needs to equal its branches, however unbalanced the experts."""
+    experts, arrays = moe_inputs(8, 5, "all_to_one")
+    whole = run_moe(experts, arrays, jnp.float32, block=8)[0]
+    x, gates, w_in, w_out = (
+        jnp.asarray(arrays[n], jnp.float32) for n in ("x", "gates", "w_in", "w_out")
+    )
+    for t in (0, 17, T - 1):
+        one = slice(t, t + 1)
+        alone = moe_ffn(x[one], jnp.asarray(experts[one]), gates[one], w_in, w_out, block=8)
+        # the same sums in blocks of other rows
+        np.testing.assert_allclose(alone[0], whole[t], rtol=0, atol=1e-6)
+
+
+def test_frozen_experts_have_no_gradient():
+    experts, arrays = moe_inputs(8, 5)
+    frozen = run_moe(experts, arrays, jnp.float32, block=4, freeze_experts=True)
+    trained = run_moe(experts, arrays, jnp.float32, block=4)
+    np.testing.assert_array_equal(frozen[1], trained[1])
+    for index in (3, 4):
+        assert not np.asarray(frozen[index]).any() and np.asarray(trained[index]).any()
+
+
+def problem(D, F, experts=4, tokens=200):
+    rng = np.random.default_rng(1)
+    choice = rng.choice([0, 2, 3], (tokens, 1), p=[0.7, 0.2, 0.1]).astype(np.int32)  # 1 is empty
+    routed = routing.route(jnp.asarray(choice), experts)
+    rows = routing.gather_in(jnp.asarray(rng.standard_normal((tokens, D)), jnp.bfloat16), routed)
+    w = jnp.asarray(rng.standard_normal((experts, D, F)) * D**-0.5, jnp.bfloat16)
+    dy = routing.gather_in(jnp.asarray(rng.standard_normal((tokens, F)), jnp.bfloat16), routed)
+    return routed.segments, rows, w, dy
+
+
+def test_interpreted_kernels():
+    """Forward, dx and dw by the rule, an expert without rows, unused blocks, no data race."""
+    segments, x, w, dy = problem(128, 256)
+    bounds = list(zip(np.asarray(segments.starts), np.asarray(segments.ends), strict=True))
+    x64, w64, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw = np.zeros((len(x), 256)), np.zeros(x.shape), np.zeros(w.shape)
+    for e, (start, end) in enumerate(bounds):
+        y[start:end] = x64[start:end] @ w64[e]
+        dx[start:end] = dy64[start:end] @ w64[e].T
+        dw[e] = x64[start:end].T @ dy64[start:end]
+
+    def both(function):
+        out, pull = jax.vjp(function, x, w)
+        return out, *pull(dy)
+
+    plain = both(lambda x, w: grouped_matmul(x, w, segments, impl="reference"))
+    with interpreted(detect_races=True):
+        actual = both(lambda x, w: mosaic_gpu.run(False, x, w, segments))
+    for what, a, e, p in zip(("y", "dx", "dw"), actual, (y, dx, dw), plain, strict=True):
+        testing.assert_accurate(a, e, p, jnp.bfloat16, what)
+    assert not np.asarray(actual[2], np.float32)[1].any()
+
+
+def test_lowers_for_a_hopper_gpu():
+    require()
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+
+    def loss(x, experts, gates, w_in, w_out):
+        return moe_ffn(x, experts, gates, w_in, w_out, impl="mosaic_gpu").astype(jnp.float32).sum()
+
+    shapes = [(256, 256), (8, 256, 512), (8, 256, 256)]
+    x, w_in, w_out = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    experts = jax.ShapeDtypeStruct((256, 2), jnp.int32)
+    gates = jax.ShapeDtypeStruct((256, 2), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        step = jax.jit(jax.grad(loss, (0, 2, 3, 4)))
+        text = step.trace(x, experts, gates, w_in, w_out).lower(lowering_platforms=("cuda",))
+    for kernel in ("grouped_product", "grouped_weight_gradient"):
+        assert kernel in text.as_text()
+
+
+@pytest.mark.parametrize(
+    "dtype, block, F, reason",
+    [
+        ("float32", 128, 128, "takes bfloat16 rows"),
+        ("bfloat16", 64, 128, "takes blocks of 128 rows, got 64"),
+        ("bfloat16", 128, 96, "128 and 96 columns must be multiples of 128"),
+    ],
+)
+def test_declines(monkeypatch, dtype, block, F, reason):
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
+    routed = routing.route(jnp.zeros((8, 1), jnp.int32), 2, block)
+    x, w = jnp.zeros((routed.row_token.shape[0], 128), dtype), jnp.zeros((2, 128, F), dtype)
+    with pytest.raises(NotImplementedError, match=reason):
+        grouped_matmul(x, w, routed.segments, impl="mosaic_gpu")
+    assert grouped_matmul(x, w, routed.segments).shape == (x.shape[0], F)
+
+
+def test_shapes_that_do_not_fit():
+    routed = routing.route(jnp.zeros((8, 1), jnp.int32), 2, 4)
+    with pytest.raises(ValueError, match="2 experts and 4 blocks of rows; want"):
+        grouped_matmul(jnp.zeros((16, 8)), jnp.zeros((3, 8, 8)), routed.segments)
