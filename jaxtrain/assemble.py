@@ -3,6 +3,7 @@
 All checks that need no weights happen first, so that a mistake costs seconds.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained
 from jaxtrain.adapters.peft import load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.storage import quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig, TreeTask
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
@@ -89,8 +91,9 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             section.rank_pattern,
             section.alpha_pattern,
         )
-        return Adapter(slots, tuple(sorted(tables)), section.dtype)
+        return Adapter(slots, tuple(sorted(tables)), section.dtype, quantize=section.quantize)
     found = read_adapter(section.path, architecture, section.dtype)
+    found = dataclasses.replace(found, quantize=section.quantize)
     if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
         raise UserError(
             f"adapter.kind is {section.kind} but adapter.path {section.path!r} holds"
@@ -135,9 +138,12 @@ def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
     if parts.folder is None:
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        found = iter(split_model(model)[0].items())
     else:
-        model = build.load(parts.folder, mesh=parts.mesh, **parts.options)
-    return split_model(model)[0]
+        found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
+    if parts.adapter is None or parts.adapter.quantize == "none":
+        return dict(found)
+    return quantise_params(found, abstract_params(parts)[0])
 
 
 def open_params(parts: Parts, seed: int) -> Params:

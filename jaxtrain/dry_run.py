@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.adapters.attach import split_trained
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import Parts, abstract_params, assemble
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
@@ -62,7 +63,7 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
     grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
-    total = sum(value.size for value in params.values())
+    total = sum(count_weights(path, value) for path, value in params.items())
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
     length = row_tokens(config.data, config.task)
     table = Table(show_header=False, title="model", title_justify="left")

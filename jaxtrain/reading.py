@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.errors import RunStopped
 from jaxtrain.metrics import Throughput, average, count_work, model_flops, peak_flops
@@ -93,7 +94,7 @@ def count_matmul_params(trained: Params, frozen: Params) -> float:
 
     def count(params: Params) -> int:
         return sum(
-            value.size
+            count_weights(path, value)
             for path, value in params.items()
             if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import assemble
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
@@ -173,7 +174,7 @@ class Loop:
 
 def describe_start(session: Session) -> str:
     """One line on what is about to be trained."""
-    params = sum(value.size for value in session.params.values())
+    params = sum(count_weights(path, value) for path, value in session.params.items())
     trained = sum(value.size for value in session.state.params.values())
     share = f"{trained / 1e6:.2f}M of " if trained < params else ""
     steps = f"steps {session.start + 1} to {session.total_steps}"

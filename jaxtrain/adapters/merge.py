@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
-from jaxtrain.adapters.spec import Slot
+from jaxtrain.adapters.spec import Slot, find_linears
+from jaxtrain.adapters.storage import round_trip
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
+from jaxtrain.models.build import read_config
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -56,10 +58,12 @@ def merge_adapter(
     output: str | os.PathLike,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    nf4: bool = False,
 ) -> int:
     """Write to `output` the model of `base` with the PEFT folder `adapter` merged in.
 
-    Tensors keep their dtypes but where `dtype` is given. Returns the number of tensors that the
+    Tensors keep their dtypes but where `dtype` is given. nf4: the adapter was trained beside NF4
+    weights; what was stored so is put through it first. Returns the number of tensors that the
     adapter changed; raises one UserError for all that cannot be merged, before writing.
     """
     base, output = Path(base), Path(output)
@@ -70,9 +74,15 @@ def merge_adapter(
         for name, stored in files.tensors.items()
     }
 
+    linears = find_linears(read_config(base)).values() if nf4 else ()
+    stored_nf4 = {f"{module}.weight" for modules in linears for module in modules}
+
     def pieces() -> Iterator[Piece]:
         for name, stored in files.tensors.items():
             array = files.fetch(name, whole(stored.shape))
+            if name in stored_nf4:
+                array = np.asarray(round_trip(np.asarray(array, np.float32).T)).T
+                array = array.astype(stored.dtype)
             if name in corrections:
                 array = corrections[name].apply(array)
             yield Piece(name, stored.shape, whole(stored.shape), array)

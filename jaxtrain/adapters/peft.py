@@ -230,7 +230,7 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             + (f"unknown modules {', '.join(unknown[:4])}" if unknown else "no adapted module")
         )
     full = tuple(sorted({tables[name] for name in peft.full()}))
-    return Adapter(slots, full, dtype, Path(folder))
+    return Adapter(slots, full, dtype, source=Path(folder))
 
 
 def load_trained(shapes: Params, config: DecoderConfig, adapter: Adapter) -> Params:

@@ -47,6 +47,8 @@ class Adapter:
     """Of all that is trained."""
     source: Path | None = None
     """PEFT folder with the starting values; None starts as the identity."""
+    quantize: str = "none"
+    """How the kernels of all Linears are stored: "none" (as they are) or "nf4"."""
 
     def trains(self, path: str) -> bool:
         """Whether the parameter of that path is trained."""

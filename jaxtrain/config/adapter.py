@@ -34,6 +34,9 @@ class AdapterConfig(Section):
     """Train the output head in full (a tied embedding is the same table)."""
     path: str | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: store the frozen matrices in 4 bits with double quantisation (QLoRA), quantised as they
+    are read; the embedding and the head stay as they are."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the trained weights and their optimizer state."""
 
@@ -52,6 +55,8 @@ def find_adapter_conflicts(adapter: AdapterConfig) -> Iterator[str]:
                 ' adapter.kind to "lora" or "dora", or remove it'
             )
         return
+    if adapter.quantize != "none" and adapter.kind == "dora":
+        yield 'adapter.quantize needs adapter.kind "lora"; dora reads the norms of whole matrices'
     if not adapter.targets():
         yield 'adapter.target is empty; set it to "attention", "mlp", "all-linear" or names'
     for key, pattern in [

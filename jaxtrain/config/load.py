@@ -55,6 +55,7 @@ KNOWN_ELSEWHERE = {
     "modules_to_save": "adapter.train_embeddings and adapter.train_head",
     "lora_modules_to_save": "adapter.train_embeddings and adapter.train_head",
     "lora_model_dir": "adapter.path",
+    "load_in_4bit": 'adapter.quantize = "nf4"',
     "adapter_name_or_path": "adapter.path",
 }
 """What users of other systems may call a key."""

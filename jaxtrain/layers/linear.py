@@ -10,7 +10,8 @@ Dtype = jnp.dtype | type | str
 class Linear(nnx.Module):
     """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`.
 
-    `adapter` is a slot: None, or a module (x, y, kernel) -> corrected y (see jaxtrain.adapters).
+    Two slots, for jaxtrain.adapters: `kernel` may be a module with `multiply(x)` that stores it in
+    fewer bits; `adapter` is None, or a module (x, y, kernel) -> corrected y.
     """
 
     def __init__(
@@ -35,8 +36,11 @@ class Linear(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...]
-        y = x @ kernel.astype(self.dtype)
+        if isinstance(self.kernel, nnx.Param):
+            kernel = self.kernel[...]
+            y = x @ kernel.astype(self.dtype)
+        else:
+            kernel, y = None, self.kernel.multiply(x)
         if self.adapter is not None:
             y = self.adapter(x, y, kernel)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)

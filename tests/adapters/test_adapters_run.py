@@ -183,3 +183,23 @@ def test_mistakes_cost_one_message(config, tmp_path, capsys, overrides, expected
 def test_merge_refuses_what_is_no_adapter(base, tmp_path, capsys):
     assert run("merge", base, "--output", tmp_path / "out") == 2
     assert "neither a run with an adapter nor a PEFT folder" in capsys.readouterr().err
+
+
+def test_a_run_beside_nf4_weights(config, base, tmp_path, capsys):
+    wide = tmp_path / "wide"
+    raw = {**ARCHITECTURE, "hidden_size": 64, "num_attention_heads": 4}
+    architecture = build.config_from_hf(raw)
+    build.save(build.init(architecture, seed=0), architecture, wide)
+    folder = tmp_path / "run"
+    words = [f"run.output_dir={folder}", f"model.path={wide}", "adapter.quantize=nf4"]
+    assert run("--config", config, *words) == 0
+    last = losses(folder, "eval/loss")[-1]
+    capsys.readouterr()
+    assert run("eval", folder) == 0
+    assert shown_loss(capsys) == pytest.approx(last, rel=1e-5)
+    assert run("merge", folder) == 0
+    plain = ["--config", config, "adapter.kind=none", "adapter.rank=16", "adapter.alpha=32"]
+    plain += ["adapter.rank_pattern={}", f"model.path={folder / 'merged'}"]
+    capsys.readouterr()
+    assert run("eval", *plain) == 0
+    assert shown_loss(capsys) == pytest.approx(last, rel=1e-5)
