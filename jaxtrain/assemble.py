@@ -143,7 +143,7 @@ def open_base(parts: Parts, seed: int) -> Params:
         found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
     if parts.adapter is None or parts.adapter.quantize == "none":
         return dict(found)
-    return quantise_params(found, abstract_params(parts)[0])
+    return quantise_params(found, abstract_params(parts)[0], parts.adapter.quantize)
 
 
 def open_params(parts: Parts, seed: int) -> Params:

@@ -145,14 +145,15 @@ def run_merge(argv: list[str]) -> None:
     parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
     parser.add_argument(
-        "--nf4",
-        action="store_true",
-        help="the adapter was trained beside NF4 weights (of a run: known)",
+        "--quantize",
+        choices=("none", "nf4", "int8"),
+        default="none",
+        help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
     )
     args = parser.parse_args(argv)
     from jaxtrain.merge import merge_command
 
-    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.nf4)
+    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
 
 
 def run_plot(argv: list[str]) -> None:

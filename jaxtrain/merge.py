@@ -20,7 +20,7 @@ def merge_command(
     output: Path | None,
     step: int | None,
     dtype: str | None,
-    nf4: bool = False,
+    quantize: str = "none",
 ) -> None:
     """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
     output = output or source / "merged"
@@ -28,7 +28,7 @@ def merge_command(
         base = base or open_peft(source).config.get("base_model_name_or_path")
         if not base:
             raise UserError(f"{source / CONFIG} names no base model; give it with --base FOLDER")
-        merge(base, source, output, dtype, nf4)
+        merge(base, source, output, dtype, quantize)
         return
     is_run = (source / "checkpoints").is_dir()
     trained = open_trained(str(source), [], step, frozen=False) if is_run else None
@@ -46,15 +46,15 @@ def merge_command(
     with tempfile.TemporaryDirectory() as temporary:
         parts = trained.parts
         write_peft(trained.params, parts.architecture, parts.adapter, temporary, base)
-        nf4 = nf4 or parts.adapter.quantize == "nf4"
-        merge(base, Path(temporary), output, dtype, nf4)
+        quantize = parts.adapter.quantize
+        merge(base, Path(temporary), output, dtype, quantize)
 
 
-def merge(base: str, adapter: Path, output: Path, dtype: str | None, nf4: bool) -> None:
+def merge(base: str, adapter: Path, output: Path, dtype: str | None, quantize: str) -> None:
     """Merge, put config.json's dtype right, and tell."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
-        changed = merge_adapter(folder, adapter, unfinished, dtype, nf4=nf4)
+        changed = merge_adapter(folder, adapter, unfinished, dtype, quantize=quantize)
         config = unfinished / "config.json"
         if dtype and config.is_file():
             raw = {**json.loads(config.read_text()), "torch_dtype": str(np.dtype(dtype))}

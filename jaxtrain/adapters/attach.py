@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
 from jaxtrain.adapters.spec import Adapter, Slot
-from jaxtrain.adapters.storage import store_nf4
+from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.layers.linear import Linear
 from jaxtrain.parameters import Params
 
@@ -20,7 +20,7 @@ Leaf = TypeVar("Leaf")
 def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
     """The abstract `model` (shapes for parameters) with its slots filled, in place.
 
-    Raises UserError where a kernel has no NF4 form.
+    Raises UserError where a kernel has no such storage.
     """
     left = dict(adapter.slots)
     for path, node in list(nnx.iter_graph(model)):
@@ -28,7 +28,7 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
         if slot is not None:
             node.adapter = make_adapter(node, slot, adapter.dtype)
     assert not left, f"no such Linear: {sorted(left)}"
-    return store_nf4(model) if adapter.quantize == "nf4" else model
+    return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
 
 
 def make_adapter(linear: Linear, slot: Slot, dtype: str) -> LoRA:

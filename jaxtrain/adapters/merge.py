@@ -58,13 +58,14 @@ def merge_adapter(
     output: str | os.PathLike,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    nf4: bool = False,
+    quantize: str = "none",
 ) -> int:
     """Write to `output` the model of `base` with the PEFT folder `adapter` merged in.
 
-    Tensors keep their dtypes but where `dtype` is given. nf4: the adapter was trained beside NF4
-    weights; what was stored so is put through it first. Returns the number of tensors that the
-    adapter changed; raises one UserError for all that cannot be merged, before writing.
+    Tensors keep their dtypes but where `dtype` is given. quantize: the adapter was trained beside
+    weights in that storage; what was stored so is put through it first. Returns the number of
+    tensors that the adapter changed; raises one UserError for all that cannot be merged, before
+    writing.
     """
     base, output = Path(base), Path(output)
     files, peft = Folder(base), open_peft(adapter)
@@ -74,14 +75,14 @@ def merge_adapter(
         for name, stored in files.tensors.items()
     }
 
-    linears = find_linears(read_config(base)).values() if nf4 else ()
-    stored_nf4 = {f"{module}.weight" for modules in linears for module in modules}
+    linears = find_linears(read_config(base)).values() if quantize != "none" else ()
+    quantised = {f"{module}.weight" for modules in linears for module in modules}
 
     def pieces() -> Iterator[Piece]:
         for name, stored in files.tensors.items():
             array = files.fetch(name, whole(stored.shape))
-            if name in stored_nf4:
-                array = np.asarray(round_trip(np.asarray(array, np.float32).T)).T
+            if name in quantised:
+                array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
                 array = array.astype(stored.dtype)
             if name in corrections:
                 array = corrections[name].apply(array)

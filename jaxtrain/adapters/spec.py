@@ -48,7 +48,7 @@ class Adapter:
     source: Path | None = None
     """PEFT folder with the starting values; None starts as the identity."""
     quantize: str = "none"
-    """How the kernels of all Linears are stored: "none" (as they are) or "nf4"."""
+    """How the kernels of all Linears are stored: "none" (as they are), "nf4" or "int8"."""
 
     def trains(self, path: str) -> bool:
         """Whether the parameter of that path is trained."""

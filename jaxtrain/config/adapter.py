@@ -34,9 +34,9 @@ class AdapterConfig(Section):
     """Train the output head in full (a tied embedding is the same table)."""
     path: str | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
-    quantize: Literal["none", "nf4"] = "none"
-    """nf4: store the frozen matrices in 4 bits with double quantisation (QLoRA), quantised as they
-    are read; the embedding and the head stay as they are."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Store the frozen matrices in fewer bits, quantised as they are read. nf4: 4 bits with double
+    quantisation (QLoRA). int8: 8 bits. The embedding and the head stay as they are."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the trained weights and their optimizer state."""
 

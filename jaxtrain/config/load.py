@@ -56,6 +56,7 @@ KNOWN_ELSEWHERE = {
     "lora_modules_to_save": "adapter.train_embeddings and adapter.train_head",
     "lora_model_dir": "adapter.path",
     "load_in_4bit": 'adapter.quantize = "nf4"',
+    "load_in_8bit": 'adapter.quantize = "int8"',
     "adapter_name_or_path": "adapter.path",
 }
 """What users of other systems may call a key."""

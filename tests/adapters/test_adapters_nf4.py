@@ -1,4 +1,4 @@
-"""NF4: the published numbers, an independent round trip, and a model that computes with it."""
+"""NF4 and int8: the published numbers, independent round trips, models that compute with them."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,11 @@ import pytest
 
 from jaxtrain.adapters import nf4
 from jaxtrain.adapters.attach import attach, split_trained
+from jaxtrain.adapters.int8 import dequantise_int8, quantise_int8
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
-from jaxtrain.adapters.storage import count_weights, quantise_params
+from jaxtrain.adapters.storage import STORAGES, count_weights, quantise_params
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
@@ -96,20 +97,20 @@ def test_round_trip_equals_the_definition():
     }
 
 
-def quantised_model(tmp_path):
-    """(config, adapter, trained, frozen in NF4, rebuild) on a folder tmp_path / base."""
+def quantised_model(tmp_path, kind):
+    """(config, adapter, trained, quantised frozen, rebuild) on a folder tmp_path / base."""
     config = build.config_from_hf({**RAW["qwen3"], **SIZES})
     build.save(build.init(config, seed=3), config, tmp_path / "base")
     config = build.read_config(tmp_path / "base")
     slots = choose_slots(find_linears(config), ["attention"], Slot(4, 8.0), {}, {})
-    adapter = Adapter(slots, quantize="nf4")
+    adapter = Adapter(slots, quantize=kind)
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
     mesh = make_mesh(jax.devices()[:1])
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = {
         path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here) for path, s in shapes.items()
     }
-    frozen = quantise_params(build.read_params(tmp_path / "base"), shapes)
+    frozen = quantise_params(build.read_params(tmp_path / "base"), shapes, kind)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
     trained = {
@@ -120,10 +121,11 @@ def quantised_model(tmp_path):
     return config, adapter, trained, frozen, rebuild
 
 
-def test_a_quantised_model_is_its_merged_folder(tmp_path):
-    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path)
+@pytest.mark.parametrize("kind", STORAGES)
+def test_a_quantised_model_is_its_merged_folder(kind, tmp_path):
+    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path, kind)
     write_peft(trained, config, adapter, tmp_path / "adapter", None)
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", nf4=True)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", quantize=kind)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "plain")
     batch = pack([[row] for row in documents(4, 30, 30)], 30)
 
@@ -134,16 +136,18 @@ def test_a_quantised_model_is_its_merged_folder(tmp_path):
     scale = np.abs(ours).max()
     # fp32 sums in another order; without the round trip the quantisation's error shows.
     assert np.abs(logits(build.load(tmp_path / "out")) - ours).max() < 1e-4 * scale
-    assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-2 * scale
+    assert np.abs(logits(build.load(tmp_path / "plain")) - ours).max() > 1e-3 * scale
 
 
-def test_gradients_pass_through_and_weights_are_counted(tmp_path):
-    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path)
+@pytest.mark.parametrize(("kind", "bits"), [("nf4", (4.1, 4.3)), ("int8", (8.0, 8.5))])
+def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
+    config, adapter, trained, frozen, rebuild = quantised_model(tmp_path, kind)
     batch = pack([[row] for row in documents(4, 30, 30)], 30)
     dense = dict(frozen)
     for path in find_linears(config):
-        parts = {name: dense.pop(f"{path}.kernel.{name}") for name in nf4.PARTS}
-        dense[f"{path}.kernel"] = nf4.dequantise_nf4(parts, jnp.float32)
+        names = STORAGES[kind].shapes((64, 64))
+        parts = {name: dense.pop(f"{path}.kernel.{name}") for name in names}
+        dense[f"{path}.kernel"] = STORAGES[kind].dequantise(parts, jnp.float32)
     _, rebuild_dense = split_model(attach(build.abstract(config), Adapter(adapter.slots)))
 
     def grads(rebuild, base):
@@ -159,10 +163,24 @@ def test_gradients_pass_through_and_weights_are_counted(tmp_path):
     counted = sum(count_weights(path, value) for path, value in frozen.items())
     assert counted == build.param_count(config)
     kernels = [v for path, v in frozen.items() if ".kernel." in path]
-    assert 4.1 < 8 * sum(v.nbytes for v in kernels) / (counted - 97 * 64 - 64 - 2 * 160) < 4.3
+    rest = sum(value.size for path, value in frozen.items() if ".kernel." not in path)
+    assert bits[0] < 8 * sum(v.nbytes for v in kernels) / (counted - rest) < bits[1]
 
 
 def test_an_odd_width_is_refused():
     config = build.config_from_hf(RAW["qwen3"])
     with pytest.raises(UserError, match="multiples of 64"):
         attach(build.abstract(config), Adapter({}, quantize="nf4"))
+
+
+def test_int8_rounds_to_the_nearest_of_each_output():
+    kernel = np.random.default_rng(0).standard_normal((40, 7)).astype(np.float32)
+    kernel[:, 3] = 0
+    parts = quantise_int8(jnp.asarray(kernel))
+    restored = np.asarray(dequantise_int8(parts, jnp.float32))
+    step = np.abs(kernel).max(0) / 127
+    assert (np.abs(restored - kernel) <= 0.5001 * step).all()
+    assert (
+        np.abs(np.asarray(parts["codes"]).astype(int)).max(0).tolist()
+        == [127] * 3 + [0] + [127] * 3
+    )
