@@ -20,14 +20,14 @@ FORWARD = {
     256: [{}, {"compute_registers": 240, "memory_registers": 24}],
 }
 DKV = {
-    64: [{}, {"q_stages": 4}, {"q_block": 128}],
-    128: [{}, {"compute_registers": 232, "memory_registers": 40}],
+    64: [{}, {"q_stages": 3}, {"q_stages": 4}],
+    128: [{}, {"q_stages": 3}, {"compute_registers": 232, "memory_registers": 40}],
     256: [{}, {"compute_registers": 232, "memory_registers": 40}],
 }
 DQ = {
     64: [{}, {"k_block": 128}, {"k_stages": 3, "v_stages": 3}],
-    128: [{}, {"k_block": 128}, {"k_stages": 3, "v_stages": 3}],
-    256: [{}],
+    128: [{}, {"k_block": 128}, {"k_stages": 3, "v_stages": 2}, {"k_stages": 3, "v_stages": 3}],
+    256: [{}, {"k_stages": 1}],
 }
 
 

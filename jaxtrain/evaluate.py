@@ -13,7 +13,13 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, load_config
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.pipeline import eval_batches
-from jaxtrain.envs.calculator import Episode, accuracy, end_of_turn_ids, solve_problems
+from jaxtrain.envs.calculator import (
+    Episode,
+    accuracy,
+    end_of_turn_ids,
+    list_turns,
+    solve_problems,
+)
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_group, row_shards
@@ -100,15 +106,9 @@ class Evaluation:
 
 
 def describe_episode(episode: Episode) -> str:
-    """A played conversation on one line a turn, without the system prompt."""
-    turns = episode.transcript.split("<|im_start|>")[1:]
-    said = [turn.partition("\n") for turn in turns if not turn.startswith("system")]
-    lines = [
-        f"  {role:>9}: {' '.join(text.replace('<|im_end|>', ' ').split())[:160]}"
-        for role, _, text in said
-    ]
+    """A played conversation and how it was judged, on one line a turn."""
     right = f"{episode.num_right} of {len(episode.answers)} right ({episode.stop})"
-    return "\n".join([f"held-out conversation, {right}", *lines])
+    return "\n".join([f"held-out conversation, {right}", *list_turns(episode)])
 
 
 def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import SamplingConfig
+from jaxtrain.data.calculator import SYSTEM, TOOLS
 from jaxtrain.data.template import encode, prompt_tokens
-from jaxtrain.envs.calculator import end_of_turn_ids
+from jaxtrain.envs.calculator import end_of_turn_ids, list_turns, solve_problems
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.trained import open_trained
@@ -52,13 +53,35 @@ class Writer:
             self.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers
         ]
 
+    def play(self, question: str) -> list[str]:
+        """A conversation with the calculator agent about one question, a line a turn."""
+        system = {"role": "system", "content": SYSTEM}
+        row = {
+            "messages": [system, {"role": "user", "content": question}],
+            "tools": TOOLS,
+            # Nobody knows the answer, so nothing is judged; the first answer ends it.
+            "answers": ["nan"],
+        }
+
+        def sample(prompts: list[list[int]]) -> list[list[int]]:
+            return [found.tokens for found in self.sampler.generate(prompts, self.sampling)]
+
+        (episode,) = solve_problems(sample, self.tokenizer, [row])
+        return list_turns(episode)
+
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    if args.calculator and (args.raw or args.input or args.output or args.system):
+        raise UserError("generate: --calculator takes only --prompt, or asks for questions")
     requests = read_requests(args)
     writer = Writer(args.model, args.overrides, args.raw)
     if requests is None:
-        converse(writer, args.system)
+        converse(writer, args.system, args.calculator)
+        return
+    if args.calculator:
+        for request in requests:
+            print("\n".join(writer.play(request["shown"])))
         return
     prompts = [request["prompt"] for request in requests]
     answers = writer.answer(prompts, [request.get("tools") for request in requests])
@@ -130,8 +153,8 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
     }
 
 
-def converse(writer: Writer, system: str | None) -> None:
-    """Talk until end of input; an empty line starts anew."""
+def converse(writer: Writer, system: str | None, calculator: bool) -> None:
+    """Talk until end of input; an empty line starts anew, and so does each calculator question."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     print("an empty line starts a new conversation; ctrl-d ends", file=sys.stderr)
@@ -141,6 +164,9 @@ def converse(writer: Writer, system: str | None) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
+        if calculator and text:
+            print("\n".join(writer.play(text)[1:]))
+            continue
         if not text:
             messages = list(start)
             continue

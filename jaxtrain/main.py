@@ -4,6 +4,7 @@ Heavy imports happen inside the verb that needs them, so `--help` and mistakes a
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
         "docs": run_docs,
         "schema": run_schema,
     }
+    # transformers would tell of a missing PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     verb, rest = "train", argv
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         verb, rest = argv[0], argv[1:]
@@ -116,6 +119,9 @@ def run_generate(argv: list[str]) -> None:
     parser.add_argument("--input", type=Path, help="jsonl with prompt or messages in each line")
     parser.add_argument("--output", type=Path, help="jsonl to write the answers to")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
+    parser.add_argument(
+        "--calculator", action="store_true", help="let it use the calculator, as the quickstart's"
+    )
     parser.add_argument("--system", help="system message of a conversation")
     args = parser.parse_args(argv)
     from jaxtrain.generate import generate_command

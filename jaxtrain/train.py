@@ -7,6 +7,8 @@ dispatched, so the devices never wait for the host; before anything is saved or 
 the current step's, so that a state with a loss that is not finite is never saved.
 """
 
+import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -207,13 +209,13 @@ def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
         )
         places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
     lines += [f"{name:<12} {path}" for name, path in places.items()]
+    program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
+    agent = " --calculator" if config.eval.problems else ""
     lines += [
         "try next",
-        f"  jaxtrain generate {folder}                      talk to it",
-        f"  jaxtrain merge {folder}                         adapter and base as one model"
-        if session.parts.adapter
-        else "",
-        f"  jaxtrain plot {folder} OTHER_RUN --output x.png  compare runs",
-        "  jaxtrain --help                                  every key of the config",
+        f"  {program} generate {folder}{agent}",
+        f"  {program} merge {folder}" if session.parts.adapter else "",
+        f"  {program} plot {folder} OTHER_RUN --output both.png",
+        f"  {program} --help",
     ]
     return "\n".join(line for line in lines if line)

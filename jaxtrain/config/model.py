@@ -21,7 +21,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
     chat_template: str | None = None
-    """File with a Jinja chat template that replaces the tokenizer's own."""
+    """File with a Jinja chat template that replaces the tokenizer's own; "builtin": the one shipped
+    here, for any ChatML tokenizer."""
     param_dtype: DTYPE = "float32"
     """Type of the trained weights and the optimizer state (the masters)."""
     compute_dtype: DTYPE = "bfloat16"

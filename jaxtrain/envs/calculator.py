@@ -153,6 +153,16 @@ class Episode:
         return self.num_right / len(self.answers)
 
 
+def list_turns(episode: Episode, width: int = 160) -> list[str]:
+    """A played conversation, a line a turn, without the system prompt; long turns are cut."""
+    turns = [turn.partition("\n") for turn in episode.transcript.split("<|im_start|>")[1:]]
+    return [
+        f"  {role:>9}: {' '.join(text.replace('<|im_end|>', ' ').split())[:width]}"
+        for role, _, text in turns
+        if role != "system"
+    ]
+
+
 def accuracy(episodes: Iterable[Episode]) -> float:
     """Share of all questions that were answered rightly; 0 for no episodes."""
     pairs = [(episode.num_right, len(episode.answers)) for episode in episodes]

@@ -172,6 +172,13 @@ def test_generate_converses(trained, monkeypatch, capsys):
     assert run("generate", trained) == 0
 
 
+def test_generate_lets_the_agent_calculate(trained, capsys):
+    assert run("generate", trained, "--calculator", "--prompt", "What is 1 + 1?") == 0
+    shown = capsys.readouterr().out
+    assert "user: What is 1 + 1?" in shown and "assistant:" in shown
+    assert run("generate", trained, "--calculator", "--raw", "--prompt", "x") == 2
+
+
 def test_preprocess_marks_what_trains(config, capsys):
     assert run("preprocess", "--config", config, "--samples", "1") == 0
     shown = capsys.readouterr().out

@@ -7,6 +7,7 @@ and the whole transcript condition answers on thoughts: another objective.
 
 import contextlib
 import functools
+import math
 
 import jax
 import numpy as np
@@ -43,9 +44,9 @@ ARCHITECTURE = {
 
 
 @contextlib.contextmanager
-def trainer(optimizer, dtype="float32", max_grad_norm=None):
-    """Yield (first state, step, mesh) of one Qwen3 block on one device."""
-    mesh = make_mesh(jax.devices()[:1])
+def trainer(optimizer, dtype="float32", max_grad_norm=None, sizes=()):
+    """Yield (first state, step, mesh) of one Qwen3 block on one device, or a mesh of `sizes`."""
+    mesh = make_mesh(jax.devices()[: math.prod(n for _, n in sizes)], **dict(sizes))
     options = {"param_dtype": dtype, "dtype": dtype}
     with jax.enable_x64(dtype == "float64"), jax.set_mesh(mesh):
         model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh, **options)
@@ -63,18 +64,22 @@ def trajectories(turns_of_each: tuple[int, ...]):
 
 
 @functools.cache
-def one_step(mode, turns_of_each, normalise="token"):
-    """(loss, gradients) in float64 of one optimizer step, one unit a row and a row a microstep."""
+def one_step(mode, turns_of_each, normalise="token", rows=1, sizes=()):
+    """(loss, gradients) in float64 of one optimizer step, a unit a row, `rows` a microstep."""
     units = []
     for turns in trajectories(turns_of_each):
         limits = Limits(ROW_TOKENS, ROW_TOKENS)
         for unit in build_units(turns, mode, Trained(), limits):
             units += unit.trees if isinstance(unit, Group) else [unit]
+    packed = [[lay_out(unit, normalise)] for unit in units]
     batch = stack_batches(
-        [build_batch([[lay_out(u, normalise)]], ROW_TOKENS, dtype=np.float64) for u in units]
+        [
+            build_batch(packed[start : start + rows], ROW_TOKENS, dtype=np.float64)
+            for start in range(0, len(packed), rows)
+        ]
     )
     gradients = optax.trace(decay=0.0)  # its state is the last gradient
-    with trainer(gradients, "float64") as (state, step, mesh):
+    with trainer(gradients, "float64", sizes=sizes) as (state, step, mesh):
         state, output = step(state, feed(batch, mesh))
         return float(output.metrics["loss"][0]), jax.device_get(state.opt_state.trace)
 
@@ -104,6 +109,12 @@ def test_with_other_k_per_branch_is_the_tree_under_normalise_branch():
     assert abs(loss - branch[0]) > 1e-4
     differs = [np.abs(gradients[p] - g).max() / np.abs(g).max() for p, g in branch[1].items()]
     assert min(differs) > 1e-2
+
+
+@pytest.mark.parametrize("sizes", [(("data", 2), ("context", 2)), (("fsdp", 2), ("tensor", 2))])
+def test_trees_on_a_mesh_are_the_trees_of_one_device(sizes):
+    """Also where the row, and so a tree and the slots that `prev` names, is cut over devices."""
+    assert_same_step(one_step("tree", (1, 3), rows=2, sizes=sizes), one_step("tree", (1, 3)), 1e-12)
 
 
 def test_a_trajectory_without_thoughts_is_the_same_in_every_mode():

@@ -41,7 +41,7 @@ class Config:
 def heuristic(head_dim: int, window: bool = False) -> Config:
     if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
         return Config(k_stages=1 if window else 2, v_stages=1)
-    return Config()
+    return Config(k_stages=3, v_stages=3) if head_dim == 64 else Config()
 
 
 def key_tile(head_dim: int) -> int:

@@ -1,0 +1,67 @@
+"""nll on a forest of three-token branches, against numbers worked out by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.batch import Batch, check_batch
+from jaxtrain.losses.logp import token_logp
+from jaxtrain.losses.nll import nll_loss
+
+
+class Table:
+    """A model whose hidden state at a token is a row of its own: logits are read off directly."""
+
+    def __init__(self, logits_TV):
+        self.logits_TV = np.asarray(logits_TV, np.float32)
+
+    def hidden(self, batch):
+        return jnp.asarray(self.logits_TV)[None]
+
+    def head(self):
+        return jnp.eye(self.logits_TV.shape[1])
+
+
+# A root token 0 with two children, 1 and 2; child 1 goes on with token 0; one slot of padding.
+BATCH = Batch(
+    tokens=np.array([[0, 1, 0, 2, 0]], np.int32),
+    positions=np.array([[0, 1, 2, 1, 0]], np.int32),
+    prev=np.array([[-1, 0, 1, 0, -1]], np.int32),
+    until=np.array([[4, 3, 3, 4, 5]], np.int32),
+    weights={"nll": np.array([[0, 0.5, 0.5, 0.5, 0]], np.float32)},
+)
+LOGITS = np.log([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8], [0.9, 0.05, 0.05], [1, 1, 1]])
+
+
+def test_both_children_are_predicted_by_the_root():
+    check_batch(BATCH)
+    scores = token_logp(Table(LOGITS), BATCH)
+    # Token 1 and token 2 hang off row 0, the grandchild off row 1.
+    np.testing.assert_allclose(scores.logp[0, 1:4], np.log([0.3, 0.6, 0.5]), rtol=1e-5)
+    entropy = -np.sum(np.exp(LOGITS[0]) * LOGITS[0])
+    np.testing.assert_allclose(scores.entropy[0, 1], entropy, rtol=1e-5)
+    assert np.isfinite(scores.logp).all()
+
+
+def test_nll_is_the_weighted_sum():
+    sums, metrics = nll_loss(Table(LOGITS), BATCH)
+    np.testing.assert_allclose(sums["nll"], -0.5 * np.log(0.3 * 0.6 * 0.5), rtol=1e-5)
+    assert float(metrics["entropy"][1]) == 1.5
+
+
+def test_target_ids_replace_the_tokens():
+    batch = BATCH._replace(streams={"target": np.array([[0, 2, 2, 2, 0]], np.int32)})
+    scores = token_logp(Table(LOGITS), batch)
+    np.testing.assert_allclose(scores.logp[0, 1:4], np.log([0.5, 0.1, 0.5]), rtol=1e-5)
+
+
+def test_all_masked_is_zero_not_nan():
+    batch = BATCH._replace(weights={"nll": np.zeros((1, 5), np.float32)})
+    sums, _ = nll_loss(Table(LOGITS), batch)
+    assert float(sums["nll"]) == 0.0
+
+
+def test_impossible_targets_are_minus_infinity_where_they_count():
+    logits = LOGITS.copy()
+    logits[0, 1] = -np.inf
+    scores = token_logp(Table(np.where(np.isneginf(logits), -1e30, logits)), BATCH)
+    assert scores.logp[0, 1] < -1e29 and np.isfinite(scores.logp[0, 2:4]).all()

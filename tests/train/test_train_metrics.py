@@ -1,0 +1,50 @@
+"""Averages, work counts and MFU against brute force."""
+
+import numpy as np
+import pytest
+
+from jaxtrain.batch import Batch
+from jaxtrain.metrics import (
+    Throughput,
+    add_pairs,
+    average,
+    count_work,
+    model_flops,
+    peak_flops,
+)
+
+
+def test_pairs_add_and_average_by_name():
+    total = add_pairs({"a": (1.0, 2.0)}, {"a": (3.0, 2.0), "b": (1.0, 0.0)})
+    assert average(total) == {"a": 1.0}
+
+
+def test_work_counts_visible_pairs_and_no_padding():
+    # Two documents of 3 and 4 tokens and one slot of padding.
+    until = np.array([[[3, 3, 3, 7, 7, 7, 7, 8]]], np.int32)
+    prev = np.array([[[-1, 0, 1, -1, 3, 4, 5, -1]]], np.int32)
+    zeros = np.zeros_like(until)
+    batch = Batch(tokens=zeros, positions=zeros, prev=prev, until=until, weights={})
+    assert count_work(batch, (None, None)) == (7, 2 * (6 + 10))
+    # Within a window of 2 a token sees itself and the one before.
+    assert count_work(batch, (2,)) == (7, (1 + 2 + 2) + (1 + 2 + 2 + 2))
+
+
+def test_flops_of_a_causal_row():
+    # 6 per weight and token; QK and PV, 2 FLOPs each, times 3 for the backward, per pair.
+    assert model_flops(10, 4, tokens=3, layer_pairs=6) == 6 * 10 * 3 + 12 * 4 * 6
+
+
+def test_throughput_is_per_device_and_starts_with_the_second_reading():
+    meter = Throughput(num_devices=2, peak_flops=100.0)
+    assert meter.read(1.0, 10, 50) == {}
+    rates = meter.read(3.0, 10, 80)
+    assert rates["tokens_per_second_per_device"] == 2.5
+    assert rates["mfu"] == pytest.approx(80 / 2 / 200)
+
+
+def test_peak_is_known_or_left_out():
+    assert peak_flops("NVIDIA H200", "bfloat16", None) == 989e12
+    assert peak_flops("NVIDIA H200", "float32", None) is None
+    assert peak_flops("cpu", "bfloat16", None) is None
+    assert peak_flops("cpu", "float32", 2.0) == 2e12
