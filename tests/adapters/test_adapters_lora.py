@@ -21,6 +21,7 @@ from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.rules import shardings
 from jaxtrain.parameters import name_path, split_model
+from jaxtrain.reading import count_matmul_params
 from jaxtrain.step import init_state, make_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -228,3 +229,13 @@ def test_ranks_by_pattern():
 def test_patterns_that_name_nothing(target, ranks, words):
     with pytest.raises(UserError, match=words):
         choose_slots(LINEARS, target, Slot(4, 8.0), ranks, {})
+
+
+def test_frozen_weights_count_two_thirds_of_a_trained_one():
+    trained, frozen, _ = open_model(make_adapter())
+    matrices = {path: value for path, value in frozen.items() if path.endswith(".kernel")}
+    table = frozen["embed.embedding"].size  # tied: it is the head's matmul
+    kernels = sum(value.size for value in matrices.values())
+    adapters = sum(value.size for value in trained.values())
+    expected = adapters + (kernels + table) * 2 / 3
+    assert count_matmul_params(trained, frozen) == pytest.approx(expected)
