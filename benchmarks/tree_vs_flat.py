@@ -53,12 +53,12 @@ from jaxtrain.step import State, init_state, make_step
 MODES = ("tree", "per_branch", "grouped", "current_rl")
 WARM_UP, TIMED = 3, 10
 
-TORCH_PEER = "torch 2.11 (CUDA 13.0), one NVIDIA H200, bf16, the same tree and model shape"
+TORCH_PEER = "torch 2.11, one NVIDIA H200, bf16, the same tree and model shape"
 TORCH = {
     "tree, FlexAttention + compile": {"step_s": 0.145216, "peak_gib": 15.443},
     "per-branch, SDPA": {"step_s": 2.0736, "peak_gib": 18.973},
 }
-"""Measured once on an H200 of the same kind with plain PyTorch training steps, for orientation."""
+"""Whole training steps in PyTorch, measured once; for orientation, not a controlled comparison."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +362,7 @@ def draw(report: dict, path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     panels[0].set_title("seconds a step", loc="left")
-    panels[1].set_title("tokens of branches (current-rl: samples) a second, thousands", loc="left")
+    panels[1].set_title("branch (sample) tokens a second, thousands", loc="left")
     values = ([s for _, s, _ in bars], [tokens / s / 1e3 for _, s, tokens in bars])
     for axes, numbers, style in zip(panels, values, ("{:.3f}", "{:,.0f}"), strict=True):
         drawn = axes.barh(names, numbers, color=colors)
