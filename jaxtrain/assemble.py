@@ -3,6 +3,7 @@
 All checks that need no weights happen first, so that a mistake costs seconds.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,11 @@ from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from jaxtrain.config import Config, ModelConfig, TreeTask
+from jaxtrain.adapters.attach import attach, draw_trained, split_trained
+from jaxtrain.adapters.peft import load_trained, read_adapter
+from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.storage import quantise_params
+from jaxtrain.config import AdapterConfig, Config, ModelConfig, TreeTask
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -34,6 +39,8 @@ class Parts:
     """Where the weights lie; None for a random start."""
     options: dict[str, Any]
     """Keyword arguments of models.build.abstract, init and load."""
+    adapter: Adapter | None = None
+    """What is trained, where that is not everything."""
 
 
 def assemble(config: Config) -> Parts:
@@ -49,6 +56,7 @@ def assemble(config: Config) -> Parts:
         mesh=make_mesh(**config.parallel.model_dump()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
+        adapter=make_adapter(config.adapter, architecture),
     )
 
 
@@ -68,6 +76,39 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
+    """What section `adapter` trains of this architecture; None trains everything."""
+    if section.kind == "none":
+        return None
+    tables = {"embed.embedding"} if section.train_embeddings else set()
+    if section.train_head:
+        tables.add("embed.embedding" if architecture.tie_word_embeddings else "lm_head.embedding")
+    if section.path is None:
+        slots = choose_slots(
+            find_linears(architecture),
+            section.targets(),
+            Slot(section.rank, section.alpha, section.rslora, section.kind == "dora"),
+            section.rank_pattern,
+            section.alpha_pattern,
+        )
+        return Adapter(slots, tuple(sorted(tables)), section.dtype, quantize=section.quantize)
+    found = read_adapter(section.path, architecture, section.dtype)
+    found = dataclasses.replace(found, quantize=section.quantize)
+    if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
+        raise UserError(
+            f"adapter.kind is {section.kind} but adapter.path {section.path!r} holds"
+            f" {'lora' if section.kind == 'dora' else 'dora'}; change adapter.kind"
+        )
+    own = {"rank", "alpha", "rslora", "target", "rank_pattern", "alpha_pattern"}
+    given = sorted(own & set(section.model_dump(exclude_defaults=True)))
+    if given or not tables <= set(found.full):
+        raise UserError(
+            f"adapter.{(given or ['train_embeddings and train_head'])[0]} is fixed by adapter.path"
+            f" {section.path!r}; remove it"
+        )
+    return found
+
+
 def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
     """Parameter shapes with their places on the mesh, and what makes a model of such a dict.
 
@@ -77,22 +118,50 @@ def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
     model = build.abstract(parts.architecture, **parts.options)
     if parts.folder is not None:
         model = build.remember(model, parts.folder)
+    if parts.adapter is not None:
+        model = attach(model, parts.adapter)
     shapes, rebuild = split_model(model)
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), parts.mesh))
     places = {name_path(path): place for path, place in placed}
+    full = () if parts.adapter is None else parts.adapter.full
     return {
-        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=places[path])
+        path: jax.ShapeDtypeStruct(
+            shape.shape,
+            parts.adapter.dtype if path in full else shape.dtype,
+            sharding=places[path],
+        )
         for path, shape in shapes.items()
     }, rebuild
 
 
-def open_params(parts: Parts, seed: int) -> Params:
-    """The weights that a fresh run starts from, on the mesh: loaded, or random by the seed."""
+def open_base(parts: Parts, seed: int) -> Params:
+    """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
     if parts.folder is None:
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        found = iter(split_model(model)[0].items())
     else:
-        model = build.load(parts.folder, mesh=parts.mesh, **parts.options)
-    return split_model(model)[0]
+        found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
+    if parts.adapter is None or parts.adapter.quantize == "none":
+        return dict(found)
+    return quantise_params(found, abstract_params(parts)[0], parts.adapter.quantize)
+
+
+def open_params(parts: Parts, seed: int) -> Params:
+    """All weights that a fresh run starts from: the base, and adapters drawn or loaded."""
+    base = open_base(parts, seed)
+    if parts.adapter is None:
+        return base
+    shapes, _ = split_trained(abstract_params(parts)[0], parts.adapter)
+    if parts.adapter.source is None:
+        trained = draw_trained(shapes, base, parts.adapter, seed)
+    else:
+        trained = load_trained(shapes, parts.architecture, parts.adapter)
+    return {**base, **trained}
+
+
+def open_frozen(parts: Parts, seed: int) -> Params:
+    """What a run with adapters never changes, and so never saves; nothing without adapters."""
+    return {} if parts.adapter is None else split_trained(open_base(parts, seed), parts.adapter)[1]
 
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxtrain.adapters.attach import split_trained
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import Parts, abstract_params, assemble
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
@@ -49,17 +51,19 @@ def dry_run(config: Config) -> None:
 def show_memory(config: Config, parts: Parts, console: Console) -> None:
     """Trace one step on shapes and print what its arrays take on each device."""
     params, rebuild = abstract_params(parts)
-    optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), params)
-    state = abstract_state(params, optimizer)
+    trained, frozen = split_trained(params, parts.adapter)
+    optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
+    state = abstract_state(trained, optimizer)
     task = build_task(config)
     step = make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
     microsteps = count_microsteps(config, parts.mesh)
     batch = abstract_batch(config, parts, microsteps, task.coef)
-    jax.eval_shape(step, state, batch)
+    jax.eval_shape(step, state, batch, frozen)
 
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
+    grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
-    total = sum(value.size for value in params.values())
+    total = sum(count_weights(path, value) for path, value in params.items())
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
     length = row_tokens(config.data, config.task)
     table = Table(show_header=False, title="model", title_justify="left")
@@ -67,12 +71,13 @@ def show_memory(config: Config, parts: Parts, console: Console) -> None:
     table.add_column(justify="right")
     for name, value in [
         ("parameters", f"{total:,}"),
+        ("of these trained", f"{sum(value.size for value in trained.values()):,}"),
         ("mesh", str(mesh)),
         ("rows x tokens of an optimizer step", f"{microsteps * rows} x {length}"),
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
-        ("gradients, GiB per device", f"{weights / GIB:.3f}"),
+        ("gradients, GiB per device", f"{grads / GIB:.3f}"),
         ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
-        ("sum, before activations", f"{(2 * weights + slots) / GIB:.3f}"),
+        ("sum, before activations", f"{(weights + grads + slots) / GIB:.3f}"),
     ]:
         table.add_row(name, value)
     console.print(table)

@@ -48,7 +48,7 @@ class Evaluation:
         for index, dataset in enumerate(self.config.data.eval_datasets):
             means = held_out_loss(
                 session.evaluate,
-                session.state.params,
+                session.params,
                 open_eval(self.config, self.parts, dataset),
                 self.parts.mesh,
             )
@@ -62,7 +62,7 @@ class Evaluation:
     def solve(self, session: Session, step: int) -> float:
         """Share of held-out questions that the model answers rightly, calling the tool itself."""
         rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        sampler = self.open_sampler(session.rebuild(session.state.params))
+        sampler = self.open_sampler(session.rebuild(session.params))
         episodes = solve_problems(
             lambda prompts: [
                 answer.tokens for answer in sampler.generate(prompts, self.config.sampling)

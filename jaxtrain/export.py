@@ -1,22 +1,26 @@
-"""A trained model as a Hugging Face folder: safetensors, config.json, tokenizer and a card."""
+"""A trained model as a Hugging Face folder, or an adapter as a PEFT folder; tokenizer and card."""
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jaxtrain
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.assemble import Parts
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
+from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.trained import open_trained
 
 
-def export_model(
-    model: Any,
-    architecture: Any,
-    tokenizer: Any,
+def export_params(
+    params: Params,
+    rebuild: Rebuild,
+    parts: Parts,
     folder: Path,
     *,
     config: Config,
@@ -25,17 +29,29 @@ def export_model(
 ) -> None:
     """Write `folder` as a whole or not at all; an older export there is replaced.
 
-    model: concrete, on any mesh. dtype None keeps each tensor's dtype of the checkpoint that the
-    run started from, or the masters' dtype of a random start.
+    A full model; of a run with adapters a PEFT folder. params: concrete, on any mesh. dtype None
+    keeps each tensor's dtype of the checkpoint that the run started from, or that of what was
+    trained.
     """
+    with replace_folder(folder) as unfinished:
+        if parts.adapter is None:
+            build.save(rebuild(params), parts.architecture, unfinished, dtype=dtype)
+        else:
+            base = config.model.path
+            write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)
+        parts.tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(write_card(config, step))
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write to, which takes the place of `folder` when the block ends well."""
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        build.save(model, architecture, unfinished, dtype=dtype)
-        tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(write_card(config, step))
+        yield unfinished
         if folder.exists():
             retired = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(retired, ignore_errors=True)
@@ -43,8 +59,9 @@ def export_model(
             shutil.rmtree(retired, ignore_errors=True)
         os.replace(unfinished, folder)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_card(config: Config, step: int) -> str:
@@ -53,7 +70,7 @@ def write_card(config: Config, step: int) -> str:
     trained = config.model.path if config.model.init == "pretrained" else None
     return f"""\
 ---
-library_name: transformers
+library_name: {"transformers" if config.adapter.kind == "none" else "peft"}
 tags: [jaxtrain, {config.task.kind}]
 ---
 
@@ -70,16 +87,17 @@ Settings that differ from the defaults:
 
 def export_command(run: Path, output: Path, step: int | None, dtype: str | None) -> None:
     """The verb `export`: a checkpoint of a run as a Hugging Face folder."""
-    trained = open_trained(str(run), [], step)
+    trained = open_trained(str(run), [], step, frozen=False)
     if trained.step == 0:
         raise UserError(f"export: {run} is not a run's output_dir")
-    export_model(
-        trained.model,
-        trained.parts.architecture,
-        trained.parts.tokenizer,
+    export_params(
+        trained.params,
+        trained.rebuild,
+        trained.parts,
         output,
         config=trained.config,
         step=trained.step,
         dtype=dtype,
     )
-    print(f"step {trained.step} of {run} is now in {output}")
+    what = "" if trained.parts.adapter is None else "the adapter of "
+    print(f"{what}step {trained.step} of {run} is now in {output}")

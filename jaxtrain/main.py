@@ -18,6 +18,7 @@ usage:
   jaxtrain eval RUN | --config FILE                   held-out loss
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
   jaxtrain export RUN [--output FOLDER]               write a Hugging Face model folder
+  jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
 
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
         "eval": run_eval,
         "generate": run_generate,
         "export": run_export,
+        "merge": run_merge,
         "plot": run_plot,
         "docs": run_docs,
         "schema": run_schema,
@@ -138,6 +140,26 @@ def run_export(argv: list[str]) -> None:
     from jaxtrain.export import export_command
 
     export_command(args.run, args.output or args.run / "model", args.step, args.dtype)
+
+
+def run_merge(argv: list[str]) -> None:
+    """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
+    parser = argparse.ArgumentParser("jaxtrain merge", description=run_merge.__doc__)
+    parser.add_argument("source", type=Path, help="a run's output_dir or a PEFT folder")
+    parser.add_argument("--base", help="folder or Hub id; default: what the adapter names")
+    parser.add_argument("--output", type=Path, help="default: SOURCE/merged")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "nf4", "int8"),
+        default="none",
+        help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
+    )
+    args = parser.parse_args(argv)
+    from jaxtrain.merge import merge_command
+
+    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
 
 
 def run_plot(argv: list[str]) -> None:

@@ -109,8 +109,9 @@ def build_optimizer(
 
 
 def is_vector(path: str) -> bool:
-    """Whether a parameter is a norm scale or a bias (stacked over layers it has two axes)."""
-    return path.rsplit(".", 1)[-1] in ("bias", "scale") or "norm" in path.rsplit(".", 1)[-1]
+    """Whether a parameter is a norm scale, a bias or DoRA's magnitude (stacked: two axes)."""
+    name = path.rsplit(".", 1)[-1]
+    return name in ("bias", "scale", "magnitude") or "norm" in name
 
 
 def is_embedding(path: str) -> bool:

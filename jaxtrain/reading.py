@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.errors import RunStopped
 from jaxtrain.metrics import Throughput, average, count_work, model_flops, peak_flops
@@ -40,7 +41,7 @@ class Reader:
         self.schedule = session.schedule
         self.windows = architecture.windows()
         self.heads_width = architecture.num_attention_heads * architecture.head_size
-        self.matmul_params = count_matmul_params(session.state.params)
+        self.matmul_params = count_matmul_params(session.state.params, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.parts.mesh.size, peak, time.monotonic())
 
@@ -85,14 +86,21 @@ class Reader:
         )
 
 
-def count_matmul_params(params: Params) -> int:
-    """Weights that multiply a token: all matrices but an embedding table beside an own head."""
-    untied = any(path.split(".")[0] == "lm_head" for path in params)
-    return sum(
-        value.size
-        for path, value in params.items()
-        if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
-    )
+def count_matmul_params(trained: Params, frozen: Params) -> float:
+    """Weights that multiply a token: all matrices but an embedding table beside an own head.
+
+    A frozen one counts 2/3: forward and the input's gradient, but not its own.
+    """
+    untied = any(path.split(".")[0] == "lm_head" for path in [*trained, *frozen])
+
+    def count(params: Params) -> int:
+        return sum(
+            count_weights(path, value)
+            for path, value in params.items()
+            if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
+        )
+
+    return count(trained) + count(frozen) * 2 / 3
 
 
 def peak_memory() -> float:

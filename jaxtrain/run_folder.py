@@ -26,7 +26,7 @@ from jaxtrain.manifest import write_atomically
 
 CONTENT = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png"
-    " stacks.txt heartbeat.json model tensorboard profile wandb wandb_id"
+    " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
 ).split()
 """What a run leaves in its folder, and all that run.overwrite deletes."""
 

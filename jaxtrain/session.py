@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxtrain.assemble import Parts, abstract_params, open_params
-from jaxtrain.batch import Batch
+from jaxtrain.adapters.attach import split_trained
+from jaxtrain.assemble import Parts, abstract_params, open_frozen, open_params
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
 from jaxtrain.data.pipeline import Source, count_steps, open_source
 from jaxtrain.errors import UserError
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_group, row_shards
-from jaxtrain.parameters import Rebuild
+from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.step import State, abstract_state, init_state, make_eval, make_step
 from jaxtrain.tasks import build_task
 
@@ -30,12 +30,19 @@ class Session:
     rebuild: Rebuild
     optimizer: Any
     schedule: Callable[[int], Any]
-    step: Callable[[State, Batch], tuple[State, Any]]
+    step: Callable[..., tuple[State, Any]]
     evaluate: Callable
     state: State
     """Shapes until `start_state` has filled it."""
+    frozen: Params
+    """What adapters leave as it is; shapes until then, too. Empty where everything is trained."""
     start: int = 0
     """Steps that were done before this process."""
+
+    @property
+    def params(self) -> Params:
+        """All parameters, for `rebuild` and `evaluate`."""
+        return {**self.frozen, **self.state.params}
 
 
 def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Session:
@@ -44,7 +51,8 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
     source, total_steps = open_data(config, parts, microsteps, say)
     shapes, rebuild = abstract_params(parts)
     schedule = build_schedule(config.optim, total_steps)
-    optimizer = build_optimizer(config.optim, schedule, shapes)
+    trained, frozen = split_trained(shapes, parts.adapter)
+    optimizer = build_optimizer(config.optim, schedule, trained)
     task = build_task(config)
     return Session(
         config=config,
@@ -56,7 +64,8 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
         schedule=schedule,
         step=make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
         evaluate=make_eval(rebuild, task.loss),
-        state=abstract_state(shapes, optimizer),
+        state=abstract_state(trained, optimizer),
+        frozen=frozen,
     )
 
 
@@ -99,13 +108,15 @@ def open_data(
 def start_state(session: Session, checkpoints: Checkpoints) -> None:
     """Fill the session's state: from the newest good checkpoint, or else from the start.
 
-    The starting weights are not even read when there is a checkpoint, so that resuming needs no
-    more memory than training.
+    Weights that are trained are not even read when there is a checkpoint, so that resuming needs
+    no more memory than training.
     """
     restored = checkpoints.restore(session.state)
     if restored is None:
         params = open_params(session.parts, session.config.run.seed)
-        session.state = init_state(params, session.optimizer)
+        trained, session.frozen = split_trained(params, session.parts.adapter)
+        session.state = init_state(trained, session.optimizer)
         return
+    session.frozen = open_frozen(session.parts, session.config.run.seed)
     session.state, session.start = restored.arrays, restored.step
     session.source.restore(restored.cursor)

@@ -23,7 +23,7 @@ class State(NamedTuple):
     step: jax.Array
     """int32 number of updates made."""
     params: Params
-    """Trained parameters by path, in the masters' dtype."""
+    """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
 
@@ -84,29 +84,34 @@ def make_step(
     coef: dict[str, float],
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
-) -> Callable[[State, Batch], tuple[State, StepOutput]]:
-    """Compile-ready `(state, batch [A, B, T]) -> (state, output)`; the state is donated."""
+) -> Callable[..., tuple[State, StepOutput]]:
+    """Compile-ready `(state, batch [A, B, T], frozen={}) -> (state, output)`.
 
-    def micro_loss(params: Params, micro: Batch, denoms: dict[str, jax.Array]):
-        sums, metrics = loss(rebuild(params), micro)
+    The state is donated. `frozen` are the parameters that are not trained, by path: arguments, so
+    that they are never constants of the program, and never differentiated.
+    """
+
+    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
+        sums, metrics = loss(rebuild({**frozen, **params}), micro)
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
-    def step(state: State, batch: Batch) -> tuple[State, StepOutput]:
+    def step(state: State, batch: Batch, frozen: Params | None = None) -> tuple[State, StepOutput]:
+        frozen = frozen or {}
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
 
         def add_micro(summed, micro):
-            (total, metrics), grads = grad(state.params, micro, denoms)
+            (total, metrics), grads = grad(state.params, frozen, micro, denoms)
             return jax.tree.map(jnp.add, summed, (grads, metrics)), total
 
         if batch.tokens.shape[0] == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batch)
-            (total, metrics), grads = grad(state.params, only, denoms)
+            (total, metrics), grads = grad(state.params, frozen, only, denoms)
             micro_losses = total[None]
         else:
             first = jax.tree.map(lambda leaf: leaf[0], batch)
-            shapes = jax.eval_shape(grad, state.params, first, denoms)
+            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms)
             (_, metric_shapes), grad_shapes = shapes
             zeros = jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grad_shapes, metric_shapes)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import jax
 
+from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import assemble
 from jaxtrain.batch import Batch
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config
 from jaxtrain.data.pipeline import probe_dataset
 from jaxtrain.evaluate import Evaluation
-from jaxtrain.export import export_model
+from jaxtrain.export import export_params
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.plot import plot_runs
@@ -123,7 +124,7 @@ class Loop:
             compiles = self.announce(batch)
             with self.watchdog.phase("running a step (a new shape compiles first)"):
                 placed = feed(batch, session.parts.mesh)
-                session.state, output = session.step(session.state, placed)
+                session.state, output = session.step(session.state, placed, session.frozen)
                 if compiles:
                     self.reader.restart()
                 self.settle()
@@ -195,12 +196,14 @@ class Loop:
 
 def describe_start(session: Session) -> str:
     """One line on what is about to be trained."""
-    params = sum(value.size for value in session.state.params.values())
+    params = sum(count_weights(path, value) for path, value in session.params.items())
+    trained = sum(value.size for value in session.state.params.values())
+    share = f"{trained / 1e6:.2f}M of " if trained < params else ""
     steps = f"steps {session.start + 1} to {session.total_steps}"
     if session.start >= session.total_steps:
         steps = f"all {session.total_steps} steps are done"
     return (
-        f"{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
+        f"{share}{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
         f" {jax.devices()[0].device_kind} device(s), {steps}"
     )
 
@@ -216,21 +219,22 @@ def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
         plot_runs([folder], folder / "curves.png")
         places["curves"] = folder / "curves.png"
     if config.run.export:
-        export_model(
-            session.rebuild(session.state.params),
-            session.parts.architecture,
-            session.parts.tokenizer,
+        export_params(
+            session.params,
+            session.rebuild,
+            session.parts,
             folder / "model",
             config=config,
             step=session.total_steps,
         )
-        places["model"] = folder / "model"
+        places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
     agent = " --calculator" if config.eval.problems else ""
     lines += [
         "try next",
         f"  {program} generate {folder}{agent}",
+        f"  {program} merge {folder}" if session.parts.adapter else "",
         f"  {program} plot {folder} OTHER_RUN --output both.png",
         f"  {program} --help",
     ]

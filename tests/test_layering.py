@@ -18,6 +18,7 @@ LAYERS = [
     ["hf", "parallel"],
     ["layers"],
     ["models", "parameters"],
+    ["adapters"],
     ["losses"],
     ["data"],
     ["rollout"],
@@ -26,7 +27,7 @@ LAYERS = [
     ["console", "checkpoint_folder", "checkpoint", "sinks", "watchdog", "profile", "plot"],
     ["run_folder"],
     ["optim", "step", "assemble", "session", "trained", "reading", "evaluate", "export"],
-    ["preprocess", "dry_run", "generate", "train"],
+    ["preprocess", "dry_run", "generate", "merge", "train"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}

@@ -1,5 +1,6 @@
 """The config: typed sections, how they are read, and their documentation."""
 
+from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
@@ -8,6 +9,7 @@ from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, Run
 from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask, TreeTask
 
 __all__ = [
+    "AdapterConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",

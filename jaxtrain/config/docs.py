@@ -39,8 +39,9 @@ def list_sections() -> list[tuple[str, type[Section]]]:
     """(title, section) for the root's sections and the tables nested in them."""
     found = []
     for name, field in Config.model_fields.items():
-        for section in section_types(field.annotation):
-            kind = kind_of(section)
+        members = section_types(field.annotation)
+        for section in members:
+            kind = kind_of(section) if len(members) > 1 else None
             found.append((f'{name} (kind = "{kind}")' if kind else name, section))
             for key, inner in section.model_fields.items():
                 nested = section_type(inner.annotation)

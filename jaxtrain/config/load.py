@@ -39,6 +39,25 @@ KNOWN_ELSEWHERE = {
     "logging_steps": "log.every",
     "report_to": "log.tensorboard or log.wandb_project",
     "resume_from_checkpoint": "run.resume",
+    "r": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "use_rslora": "adapter.rslora",
+    "peft_use_rslora": "adapter.rslora",
+    "use_dora": 'adapter.kind = "dora"',
+    "peft_use_dora": 'adapter.kind = "dora"',
+    "use_peft": 'adapter.kind = "lora"',
+    "target_modules": "adapter.target",
+    "lora_target": "adapter.target",
+    "lora_target_modules": "adapter.target",
+    "lora_target_linear": 'adapter.target = "all-linear"',
+    "modules_to_save": "adapter.train_embeddings and adapter.train_head",
+    "lora_modules_to_save": "adapter.train_embeddings and adapter.train_head",
+    "lora_model_dir": "adapter.path",
+    "load_in_4bit": 'adapter.quantize = "nf4"',
+    "load_in_8bit": 'adapter.quantize = "int8"',
+    "adapter_name_or_path": "adapter.path",
 }
 """What users of other systems may call a key."""
 
@@ -151,7 +170,7 @@ def describe_error(detail: Any) -> str:
 def suggest(key: str, allowed: list[str]) -> str:
     """Name the nearest allowed key, the section that has this one, or all that are allowed."""
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
-    if near:
+    if near and key not in KNOWN_ELSEWHERE:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
     elsewhere = KNOWN_ELSEWHERE.get(key) or next(
         (

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.model import ModelConfig, OptimConfig
@@ -22,6 +23,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
     task: SFTTask | TreeTask = Field(SFTTask(), discriminator="kind")
     optim: OptimConfig = OptimConfig()
@@ -85,6 +87,7 @@ def find_conflicts(config: Config):
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.every and not data.eval_datasets and not config.eval.problems:
         yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or eval.problems"
+    yield from find_adapter_conflicts(config.adapter)
     if isinstance(config.task, TreeTask):
         yield from find_tree_conflicts(config.task, data)
     elif any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets):

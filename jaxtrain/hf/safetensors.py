@@ -54,11 +54,12 @@ class Stored:
 class Folder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
 
+    single: the file that holds everything where there is no index.
     Raises UserError for a folder without safetensors, a shard that the index names and that is not
     there, a damaged header, a file shorter than its header says.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike, single: str = SINGLE):
         self.path = Path(folder)
         self.tensors: dict[str, Stored] = {}
         index = self.path / INDEX
@@ -67,11 +68,11 @@ class Folder:
                 shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, AttributeError) as error:
                 raise UserError(f"{index} is damaged: {error!r}; download it again") from error
-        elif (self.path / SINGLE).is_file():
-            shards = [SINGLE]
+        elif (self.path / single).is_file():
+            shards = [single]
         else:
             raise UserError(
-                f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
+                f"{self.path} holds neither {single} nor {INDEX}; only safetensors are read: "
                 "convert other weights with transformers' save_pretrained"
             )
         for shard in shards:
@@ -127,18 +128,19 @@ def write_folder(
     plan: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     pieces: Iterable[Piece],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    single: str = SINGLE,
 ) -> None:
     """Write tensors {name: (shape, dtype)} from pieces that cover them, cast to those dtypes.
 
     Shards and index are written under temporary names and renamed at the end, the index last; safe
-    tensors of an earlier model in the folder are removed.
+    tensors of an earlier model in the folder are removed. single: the name of a lone shard.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = _assign(plan, max_shard_bytes)
     count = len(shards)
     names = [
-        SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        single if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
         for i in range(1, count + 1)
     ]
     temporary = [folder / f".{name}.unfinished" for name in names]

@@ -8,7 +8,11 @@ Dtype = jnp.dtype | type | str
 
 
 class Linear(nnx.Module):
-    """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`."""
+    """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`.
+
+    Two slots, for jaxtrain.adapters: `kernel` may be a module with `multiply(x)` that stores it in
+    fewer bits; `adapter` is None, or a module (x, y, kernel) -> corrected y.
+    """
 
     def __init__(
         self,
@@ -28,8 +32,15 @@ class Linear(nnx.Module):
         self.bias = (
             nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[1:]) if use_bias else None
         )
+        self.adapter = nnx.data(None)
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(self.dtype)
+        if isinstance(self.kernel, nnx.Param):
+            kernel = self.kernel[...]
+            y = x @ kernel.astype(self.dtype)
+        else:
+            kernel, y = None, self.kernel.multiply(x)
+        if self.adapter is not None:
+            y = self.adapter(x, y, kernel)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)

@@ -8,7 +8,7 @@ import collections
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,9 +96,25 @@ def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) ->
     It remembers the stored dtypes for `save`. Raises one UserError that lists missing, unexpected
     and misshapen tensors, and one for a file that is missing, damaged or truncated.
     """
+    graphdef, state = nnx.split(abstract(read_config(folder), **options))
+    flat = dict(nnx.to_flat_state(state))
+    for name, value in read_params(folder, mesh, **options):
+        path = next(path for path in flat if ".".join(map(str, path)) == name)
+        flat[path] = flat[path].replace(value)
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return remember(model, folder)
+
+
+def read_params(
+    folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    """(path, array) of the parameters of a Hugging Face folder, read one after the other.
+
+    Raises UserError as `load` does, before the first is read.
+    """
     config = read_config(folder)
     files = Folder(folder)
-    graphdef, state = nnx.split(abstract(config, **options))
+    _, state = nnx.split(abstract(config, **options))
     flat = dict(nnx.to_flat_state(state))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     entries = {entry.param: entry for entry in family(config.architecture).names(config)}
@@ -107,9 +123,7 @@ def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) ->
     _check(files, {paths[path]: leaf.get_value().shape for path, leaf in flat.items()}, config)
     for path, entry in paths.items():
         place = places[path].get_value() if places else None
-        flat[path] = flat[path].replace(_read(files, entry, flat[path].get_value(), place))
-    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    return remember(model, folder)
+        yield entry.param, read_entry(files, entry, flat[path].get_value(), place)
 
 
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
@@ -142,7 +156,7 @@ def save(
         own = params[entry.param].dtype
         for name, shape in entry.op.shapes(params[entry.param].shape).items():
             plan[name] = (shape, np.dtype(dtype or stored.get(name) or stored.get("") or own))
-    pieces = (piece for e in entries for piece in e.op.write(params[e.param], _to_host))
+    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
         write_folder(folder, dict(sorted(plan.items())), pieces)
         raw = config.to_hf()
@@ -226,9 +240,11 @@ def _equal(files: Folder, name: str, other: str) -> bool:
     )
 
 
-def _read(
+def read_entry(
     files: Folder, entry: Entry, like: jax.ShapeDtypeStruct, place: NamedSharding | None
 ) -> jax.Array:
+    """The parameter of an entry, with the shape and dtype of `like`, placed at `place`."""
+
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         index = whole(like.shape) if index is None else index
         closed = tuple(
@@ -243,7 +259,8 @@ def _read(
     return jax.make_array_from_callback(like.shape, place, part)
 
 
-def _to_host(array: Any) -> np.ndarray:
+def to_host(array: Any) -> np.ndarray:
+    """The whole array in numpy, gathered over processes where need be."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)

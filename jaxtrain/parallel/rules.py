@@ -21,6 +21,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "norm": (),
+    "rank": (),
     # activations
     "rows": ("data", "fsdp"),
     "length": ("context",),

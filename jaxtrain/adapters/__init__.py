@@ -1,0 +1,1 @@
+"""Adapters: small trained corrections beside frozen weights, where they go, and PEFT's folders."""

@@ -1,0 +1,101 @@
+"""Adapters put into a model's slots, drawn, split from what is frozen, and taken off again."""
+
+import math
+import zlib
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
+from jaxtrain.adapters.spec import Adapter, Slot
+from jaxtrain.adapters.storage import store_kernels
+from jaxtrain.layers.linear import Linear
+from jaxtrain.parameters import Params
+
+Leaf = TypeVar("Leaf")
+
+
+def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
+    """The abstract `model` (shapes for parameters) with its slots filled, in place.
+
+    Raises UserError where a kernel has no such storage.
+    """
+    left = dict(adapter.slots)
+    for path, node in list(nnx.iter_graph(model)):
+        slot = left.pop(".".join(map(str, path)), None) if isinstance(node, Linear) else None
+        if slot is not None:
+            node.adapter = make_adapter(node, slot, adapter.dtype)
+    assert not left, f"no such Linear: {sorted(left)}"
+    return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
+
+
+def make_adapter(linear: Linear, slot: Slot, dtype: str) -> LoRA:
+    """Shapes of an adapter for a Linear, which may be a stack of layers."""
+    *lead, num_in, num_out = linear.kernel.get_value().shape
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *sizes), jnp.dtype(dtype))
+
+    a, b = shape(num_in, slot.rank), shape(slot.rank, num_out)
+    axes = linear.kernel.get_metadata()["axes"]
+    if slot.dora:
+        return DoRA(a, b, shape(num_out), slot.scale, axes)
+    return LoRA(a, b, slot.scale, axes)
+
+
+def without_adapters(model: nnx.Module) -> nnx.Module:
+    """`model` as it was before adapters: the reference policy of preference and RL methods.
+
+    In place, so use it on a model that was just rebuilt. Parameters trained in full stay trained.
+    """
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, Linear):
+            node.adapter = nnx.data(None)
+    return model
+
+
+def split_trained(
+    params: dict[str, Leaf], adapter: Adapter | None
+) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """(trained, frozen) of parameters by path, or of their shapes; all are trained without one."""
+    if adapter is None:
+        return params, {}
+    trained = {path: value for path, value in params.items() if adapter.trains(path)}
+    return trained, {path: value for path, value in params.items() if path not in trained}
+
+
+def draw_trained(shapes: Params, base: Params, adapter: Adapter, seed: int) -> Params:
+    """The trained parameters at the start: the model computes what its base computes.
+
+    shapes: ShapeDtypeStructs with shardings of all that is trained; base: the base's parameters.
+    A is uniform in +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns. The
+    numbers depend on seed and path, not on the mesh.
+    """
+    needed = {path: base[path] for path in adapter.full}
+    for path, slot in adapter.slots.items():
+        if slot.dora:
+            needed[f"{path}.kernel"] = base[f"{path}.kernel"]
+
+    def draw(key: jax.Array, base: Params) -> Params:
+        return {path: _start(path, shape, key, base) for path, shape in shapes.items()}
+
+    places = {path: shape.sharding for path, shape in shapes.items()}
+    return jax.jit(draw, out_shardings=places)(jax.random.key(seed), needed)
+
+
+def _start(path: str, shape: jax.ShapeDtypeStruct, key: jax.Array, base: Params) -> jax.Array:
+    owner, _, name = path.rpartition(".adapter.")
+    if not owner:
+        return base[path].astype(shape.dtype)
+    if name == "b":
+        return jnp.zeros(shape.shape, shape.dtype)
+    if name == "a":
+        key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        bound = 1 / math.sqrt(shape.shape[-2])
+        return jax.random.uniform(key, shape.shape, shape.dtype, -bound, bound)
+    kernel = base[f"{owner}.kernel"]
+    none_a = jnp.zeros((*kernel.shape[:-1], 1), shape.dtype)
+    none_b = jnp.zeros((*kernel.shape[:-2], 1, kernel.shape[-1]), shape.dtype)
+    return column_norms(kernel, none_a, none_b, 1.0).astype(shape.dtype)

@@ -1,0 +1,42 @@
+"""Int8 storage, weights only: a scale for every output, values rounded to the nearest of 255."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Int8(nnx.Module):
+    """A Linear's kernel [..., in, out] in 8 bits; shapes or arrays as `int8_shapes` names them."""
+
+    def __init__(self, parts: dict, axes: tuple[str | None, ...]):
+        self.codes = nnx.Param(parts["codes"], axes=axes)
+        self.scales = nnx.Param(parts["scales"], axes=(*axes[:-2], axes[-1]))
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """x [..., in] @ kernel in x's dtype; backward unpacks the codes again."""
+
+        def product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+            return ((x @ codes.astype(x.dtype)) * scales).astype(x.dtype)
+
+        return jax.checkpoint(product)(x, self.codes[...], self.scales[...])
+
+
+def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a kernel [..., in, out] is stored as."""
+    return {
+        "codes": jax.ShapeDtypeStruct(shape, jnp.int8),
+        "scales": jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.float32),
+    }
+
+
+def quantise_int8(kernel: jax.Array) -> dict[str, jax.Array]:
+    """One kernel [in, out] in parts; the largest magnitude of a column becomes 127."""
+    wide = kernel.astype(jnp.float32)
+    scales = jnp.abs(wide).max(0) / 127
+    codes = jnp.round(wide / jnp.where(scales > 0, scales, 1.0))
+    return {"codes": codes.astype(jnp.int8), "scales": scales}
+
+
+def dequantise_int8(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
+    """The kernel [..., in, out] of its parts, cast to `dtype`."""
+    return (parts["codes"].astype(jnp.float32) * parts["scales"][..., None, :]).astype(dtype)

@@ -1,0 +1,56 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) and DoRA (Liu et al. 2024, arXiv:2402.09353).
+
+Both sit in the `adapter` slot of a Linear and correct its product y = x W:
+
+    LoRA   y + s (x A) B                                 A [in, R], B [R, out], s = alpha / R
+    DoRA   (y + s (x A) B) * m / ||W + s A B||           m [out]; the norm is that of each column
+
+In a stack of layers all of them carry a leading axis L, as the kernel does.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class LoRA(nnx.Module):
+    """a [..., in, R] and b [..., R, out]: shapes or arrays; `axes` are the kernel's."""
+
+    def __init__(self, a, b, scale: float, axes: tuple[str | None, ...]):
+        self.a = nnx.Param(a, axes=(*axes[:-1], "rank"))
+        self.b = nnx.Param(b, axes=(*axes[:-2], "rank", axes[-1]))
+        self.scale = scale
+
+    def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
+        """The corrected y [..., out] of x [..., in]; in y's dtype."""
+        low = (x @ self.a[...].astype(y.dtype)) * self.scale
+        return y + low @ self.b[...].astype(y.dtype)
+
+
+class DoRA(LoRA):
+    """LoRA with a trained length `magnitude` [..., out] for every column of the weight."""
+
+    def __init__(self, a, b, magnitude, scale: float, axes: tuple[str | None, ...]):
+        super().__init__(a, b, scale, axes)
+        self.magnitude = nnx.Param(magnitude, axes=(*axes[:-2], axes[-1]))
+
+    def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
+        # The paper's section 4.3: the norm is a constant for the gradient, which saves memory.
+        norm = jax.lax.stop_gradient(column_norms(kernel, self.a[...], self.b[...], self.scale))
+        ratio = self.magnitude[...].astype(norm.dtype) / norm
+        y = super().__call__(x, y, kernel)
+        return (y.astype(norm.dtype) * ratio).astype(y.dtype)
+
+
+def column_norms(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """||W + s A B|| over the input axis, [..., out], in at least float32, without that sum.
+
+    ||w||^2 + 2 s <W^T A, B> + s^2 <A^T A, B B^T>: nothing larger than [out, R] is made.
+    """
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    a, b = a.astype(wide), b.astype(wide)
+    own = jnp.sum(jnp.square(kernel.astype(wide)), axis=-2)
+    mixed = jnp.sum(b * jnp.einsum("...io,...ir->...ro", kernel.astype(wide), a), axis=-2)
+    gram = jnp.einsum("...ir,...iq->...rq", a, a)
+    low = jnp.sum(b * jnp.einsum("...rq,...qo->...ro", gram, b), axis=-2)
+    return jnp.sqrt(own + 2 * scale * mixed + scale**2 * low)

@@ -1,0 +1,144 @@
+"""Adapters folded into the weights of a Hugging Face folder, a tensor at a time.
+
+Works on the folders alone, by tensor names, so the host never holds more than one matrix, whatever
+the size or the family of the model.
+"""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
+from jaxtrain.adapters.spec import Slot, find_linears
+from jaxtrain.adapters.storage import round_trip
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Piece, whole
+from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
+from jaxtrain.models.build import read_config
+
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """What an adapter does to one tensor of the base."""
+
+    peft: PeftFolder
+    tensor: str
+    slot: Slot | None
+    """None: the adapter holds the whole tensor."""
+
+    def apply(self, base: np.ndarray) -> np.ndarray:
+        """The merged tensor [out, in] in float32 of the base's."""
+        if self.slot is None:
+            return self._fetch(self.tensor)
+        module = self.tensor.removesuffix(".weight")
+        down = self._fetch(f"{module}.{SUFFIX['a']}").astype(np.float32)
+        up = self._fetch(f"{module}.{SUFFIX['b']}").astype(np.float32)
+        merged = base.astype(np.float32)
+        merged += np.float32(self.slot.scale) * (up @ down)
+        if self.slot.dora:
+            magnitude = self._fetch(f"{module}.{SUFFIX['magnitude']}").astype(np.float32)
+            # numpy sums float32 rows pairwise: exact enough for rows of any length.
+            merged *= (magnitude / np.sqrt(np.square(merged).sum(1)))[:, None]
+        return merged
+
+    def _fetch(self, name: str) -> np.ndarray:
+        name = PREFIX + name
+        return self.peft.files.fetch(name, whole(self.peft.files.tensors[name].shape))
+
+
+def merge_adapter(
+    base: str | os.PathLike,
+    adapter: str | os.PathLike,
+    output: str | os.PathLike,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantize: str = "none",
+) -> int:
+    """Write to `output` the model of `base` with the PEFT folder `adapter` merged in.
+
+    Tensors keep their dtypes but where `dtype` is given. quantize: the adapter was trained beside
+    weights in that storage; what was stored so is put through it first. Returns the number of
+    tensors that the adapter changed; raises one UserError for all that cannot be merged, before
+    writing.
+    """
+    base, output = Path(base), Path(output)
+    files, peft = Folder(base), open_peft(adapter)
+    corrections = find_corrections(files, peft)
+    plan = {
+        name: (stored.shape, np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype)
+        for name, stored in files.tensors.items()
+    }
+
+    linears = find_linears(read_config(base)).values() if quantize != "none" else ()
+    quantised = {f"{module}.weight" for modules in linears for module in modules}
+
+    def pieces() -> Iterator[Piece]:
+        for name, stored in files.tensors.items():
+            array = files.fetch(name, whole(stored.shape))
+            if name in quantised:
+                array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
+                array = array.astype(stored.dtype)
+            if name in corrections:
+                array = corrections[name].apply(array)
+            yield Piece(name, stored.shape, whole(stored.shape), array)
+
+    write_folder(output, plan, pieces(), max_shard_bytes)
+    for file in base.iterdir():
+        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                shutil.copyfile(file, output / file.name)
+    return len(corrections)
+
+
+def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
+    """{tensor of the base: what the adapter does to it}; UserError where they do not fit."""
+    found, problems = {}, []
+    for module, slot in peft.modules().items():
+        name = f"{module}.weight"
+        stored = files.tensors.get(name)
+        down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
+        if stored is None:
+            problems.append(f"the base has no {name}")
+        elif stored.shape != (up[0], down[1]) or up[1] != down[0]:
+            problems.append(f"{name} is {stored.shape}, the adapter is {up} x {down}")
+        elif not is_float(stored.dtype):
+            problems.append(f"{name} is stored as {CODES[stored.dtype]}, not as floats")
+        else:
+            found[name] = Correction(peft, name, slot)
+    for name in sorted(peft.full()):
+        stored, own = files.tensors.get(name), peft.files.tensors[PREFIX + name]
+        if stored is None and name == TABLES[1] and _same_tables(peft):
+            continue  # tied: the base stores the table once, as the embedding
+        if stored is None:
+            problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
+        elif stored.shape != own.shape:
+            problems.append(f"{name} is {stored.shape}, the adapter's is {own.shape}")
+        else:
+            found[name] = Correction(peft, name, None)
+    if not problems and not found:
+        problems.append("the adapter holds nothing")
+    if problems:
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise UserError(
+            f"{peft.path} cannot be merged into {files.path}: {'; '.join(problems[:4])}{more}"
+        )
+    return found
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a stored tensor holds plain floating-point weights."""
+    return CODES[dtype] in ("F64", "F32", "F16", "BF16")
+
+
+def _same_tables(peft: PeftFolder) -> bool:
+    names = [PREFIX + name for name in TABLES]
+    if not all(name in peft.files.tensors for name in names):
+        return False
+    embed, head = (peft.files.fetch(n, whole(peft.files.tensors[n].shape)) for n in names)
+    return np.array_equal(embed, head)

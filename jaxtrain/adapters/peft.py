@@ -1,0 +1,271 @@
+"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, out and in.
+
+Tensor names are the base model's, with the prefix `base_model.model.`: `<module>.lora_A.weight`
+[R, in], `<module>.lora_B.weight` [out, R], `<module>.lora_magnitude_vector` [out] for DoRA, and
+`<tensor>` itself for what is trained in full (`modules_to_save`). PEFT and vLLM load them.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.adapters.spec import Adapter, Linears, Slot, find_linears
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
+from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.models.build import family, read_entry, to_host
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.parallel.mesh import is_main_process, sync_processes
+from jaxtrain.parameters import Params
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+SAYS_NOTHING = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"),
+    *("revision", "task_type", "lora_dropout", "megatron_core", "loftq_config", "runtime_config"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying"),
+    *("layers_pattern", "layers_to_transform"),
+}
+"""Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
+NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
+"""Initialisations that leave the base's weights as they are."""
+
+
+def adapter_entries(config: DecoderConfig, adapter: Adapter) -> list[Entry]:
+    """Every trained parameter and the tensors of a PEFT folder that it is made of."""
+    base = {entry.param: entry.op for entry in family(config.architecture).names(config)}
+    entries = []
+    for path, slot in adapter.slots.items():
+        for name in SUFFIX if slot.dora else ("a", "b"):
+            op = _adapted(base[f"{path}.kernel"], name)
+            entries.append(Entry(f"{path}.adapter.{name}", op))
+    for path in adapter.full:
+        tensor = base[path]
+        assert isinstance(tensor, Tensor), f"{path} is not one tensor"
+        entries.append(Entry(path, Tensor(PREFIX + tensor.name)))
+    if config.tie_word_embeddings and "embed.embedding" in adapter.full:
+        # PEFT unties a table that it saves; with both copies it computes what the tied model does.
+        entries.append(Entry("embed.embedding", Tensor(f"{PREFIX}lm_head.weight")))
+    return entries
+
+
+def write_peft(
+    params: Params,
+    config: DecoderConfig,
+    adapter: Adapter,
+    folder: str | os.PathLike,
+    base_name: str | None,
+    dtype: str | None = None,
+) -> None:
+    """Write the trained parameters as a PEFT folder, in `dtype` or their own.
+
+    Every process takes part; the first one writes.
+    """
+    entries = adapter_entries(config, adapter)
+    plan = {}
+    for entry in entries:
+        value = params[entry.param]
+        for name, shape in entry.op.shapes(value.shape).items():
+            plan[name] = (shape, np.dtype(dtype or value.dtype))
+    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
+    if is_main_process():
+        write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
+        raw = describe_adapter(find_linears(config), adapter, base_name)
+        if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
+            raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
+        (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    else:
+        collections.deque(pieces, maxlen=0)  # takes part in the gathers
+    sync_processes("write_peft")
+
+
+def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    slots = list(adapter.slots.values())
+    common = collections.Counter(slots).most_common(1)[0][0]
+    names = {path: short_name(linears, path) for path in adapter.slots}
+    modules = {"embed.embedding": "embed_tokens", "lm_head.embedding": "lm_head"}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": common.rank,
+        "lora_alpha": _plain(common.alpha),
+        "rank_pattern": {
+            names[p]: s.rank for p, s in adapter.slots.items() if s.rank != common.rank
+        },
+        "alpha_pattern": {
+            names[p]: _plain(s.alpha) for p, s in adapter.slots.items() if s.alpha != common.alpha
+        },
+        "target_modules": sorted(names.values()),
+        "modules_to_save": sorted(modules[path] for path in adapter.full) or None,
+        "use_rslora": common.rslora,
+        "use_dora": common.dora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def short_name(linears: Linears, path: str) -> str:
+    """ "q_proj", or with its parent where another Linear has the same last name."""
+
+    def tail(module: str, parts: int) -> str:
+        return ".".join(module.split(".")[-parts:])
+
+    leaf = tail(linears[path][0], 1)
+    same = [other for other, modules in linears.items() if tail(modules[0], 1) == leaf]
+    return leaf if same == [path] else tail(linears[path][0], 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftFolder:
+    """An adapter on disk; raises UserError for one that says more than we compute."""
+
+    path: Path
+    config: Mapping[str, Any]
+    files: Folder
+
+    @property
+    def dora(self) -> bool:
+        return bool(self.config.get("use_dora"))
+
+    def modules(self) -> dict[str, Slot]:
+        """The slot of each adapted Hugging Face module, by its name in the base model."""
+        end = f".{SUFFIX['a']}"
+        names = [n for n in self.files.tensors if n.startswith(PREFIX) and n.endswith(end)]
+        return {
+            name[len(PREFIX) : -len(end)]: self._slot(
+                name[len(PREFIX) : -len(end)], self.files.tensors[name].shape[0]
+            )
+            for name in names
+        }
+
+    def full(self) -> set[str]:
+        """Tensors of the base model that the adapter replaces."""
+        return {
+            name[len(PREFIX) :]
+            for name in self.files.tensors
+            if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
+        }
+
+    def _slot(self, module: str, rank: int) -> Slot:
+        alpha = self.config["lora_alpha"]
+        for key, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({key})$", module):
+                alpha = value
+                break
+        return Slot(rank, float(alpha), bool(self.config.get("use_rslora")), self.dora)
+
+
+def open_peft(folder: str | os.PathLike) -> PeftFolder:
+    """The adapter of a PEFT folder, checked."""
+    folder = Path(folder)
+    file = folder / CONFIG
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; expected a PEFT adapter folder")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if raw.get("peft_type") != "LORA" or "lora_alpha" not in raw:
+        raise UserError(f"{file}: peft_type {raw.get('peft_type')!r}; only LORA is supported")
+    odd = {key: value for key, value in raw.items() if key not in SAYS_NOTHING and value}
+    if odd.get("bias") == "none":
+        del odd["bias"]
+    if odd.get("init_lora_weights") in NEUTRAL_INITS:
+        odd.pop("init_lora_weights", None)
+    if not raw.get("use_qalora"):
+        odd.pop("qalora_group_size", None)
+    if odd:
+        told = ", ".join(f"{key}={value!r}" for key, value in odd.items())
+        raise UserError(f"{file}: not supported: {told}")
+    peft = PeftFolder(folder, raw, Folder(folder, single=WEIGHTS))
+    tensors = peft.files.tensors
+    strange = [name for name in tensors if not name.startswith(PREFIX)]
+    known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
+    strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(known))]
+    if strange:
+        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {', '.join(strange[:4])}")
+    wanted = {f"{PREFIX}{module}.{end}" for module in peft.modules() for end in known}
+    if missing := sorted(wanted - set(tensors)):
+        raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(missing[:4])}")
+    return peft
+
+
+def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
+    """What an existing adapter trains of a model; UserError where it does not fit."""
+    peft, linears = open_peft(folder), find_linears(config)
+    modules, slots = peft.modules(), {}
+    for path, names in linears.items():
+        found = [modules.pop(name, None) for name in names]
+        if not any(found):
+            continue
+        if len(set(found)) > 1:
+            kinds = "has it in some layers only" if None in found else "has several ranks or alphas"
+            raise UserError(
+                f"adapter.path {str(folder)!r}: {short_name(linears, path)} {kinds}; layers are"
+                " stored stacked and must be alike. Merge it instead: jaxtrain merge"
+            )
+        slots[path] = found[0]
+    tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
+    if config.tie_word_embeddings:
+        tables["lm_head.weight"] = "embed.embedding"
+    unknown = sorted([*modules, *(peft.full() - set(tables))])
+    if unknown or not slots:
+        raise UserError(
+            f"adapter.path {str(folder)!r} does not fit {config.architecture}: "
+            + (f"unknown modules {', '.join(unknown[:4])}" if unknown else "no adapted module")
+        )
+    full = tuple(sorted({tables[name] for name in peft.full()}))
+    return Adapter(slots, full, dtype, source=Path(folder))
+
+
+def load_trained(shapes: Params, config: DecoderConfig, adapter: Adapter) -> Params:
+    """The trained parameters of adapter.source, as shapes (with shardings) ask."""
+    files, params = open_peft(adapter.source).files, {}
+    for param, op in adapter_entries(config, adapter):
+        like = shapes[param]
+        for name, shape in op.shapes(like.shape).items():
+            stored = files.tensors.get(name)
+            if stored is None or stored.shape != shape:
+                found = "missing" if stored is None else stored.shape
+                raise UserError(
+                    f"{adapter.source / WEIGHTS}: {name} is {found}, this model needs {shape}"
+                )
+        value = read_entry(files, Entry(param, op), like, like.sharding)
+        if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
+            raise UserError(
+                f"{adapter.source / WEIGHTS}: embedding and head differ, but the model ties them"
+            )
+        params[param] = value
+    return params
+
+
+def _adapted(op: Op, name: str) -> Op:
+    """The op of a kernel turned to one part of its adapter."""
+    match op:
+        case Stack():
+            return Stack(tuple(_adapted(one, name) for one in op.ops))
+        case Transpose():
+            inner = _adapted(op.op, name)
+            return inner if name == "magnitude" else Transpose(inner)
+        case Tensor():
+            return Tensor(f"{PREFIX}{op.name.removesuffix('weight')}{SUFFIX[name]}")
+    raise UserError(f"an adapter on {op} has no PEFT form; leave it out of adapter.target")
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value == int(value) else value

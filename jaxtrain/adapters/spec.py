@@ -1,0 +1,126 @@
+"""Which Linears get an adapter of which rank, and what else is trained: chosen by path patterns."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Linear
+from jaxtrain.models import build
+from jaxtrain.models.decoder import DecoderConfig
+
+PRESETS = {"attention": "*.attention.*", "mlp": "*.mlp.*", "all-linear": "*"}
+
+Linears = Mapping[str, tuple[str, ...]]
+"""Path of each Linear ("stack.block.attention.q") and the Hugging Face modules it is made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The adapter of one Linear."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor on A B: alpha / R, or alpha / sqrt(R) (rsLoRA: Kalajdzievski 2023,
+        arXiv:2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What is trained of a model; everything else is frozen."""
+
+    slots: Mapping[str, Slot]
+    """By the path of the Linear."""
+    full: tuple[str, ...] = ()
+    """Paths of parameters that are trained in full."""
+    dtype: str = "float32"
+    """Of all that is trained."""
+    source: Path | None = None
+    """PEFT folder with the starting values; None starts as the identity."""
+    quantize: str = "none"
+    """How the kernels of all Linears are stored: "none" (as they are), "nf4" or "int8"."""
+
+    def trains(self, path: str) -> bool:
+        """Whether the parameter of that path is trained."""
+        return ".adapter." in path or path in self.full
+
+
+def find_linears(config: DecoderConfig) -> Linears:
+    """All Linears of an architecture."""
+    entries = {entry.param: entry for entry in build.family(config.architecture).names(config)}
+    found = {}
+    for path, node in list(nnx.iter_graph(build.abstract(config))):
+        if isinstance(node, Linear):
+            name = ".".join(map(str, path))
+            tensors = entries[f"{name}.kernel"].op.shapes(node.kernel.get_value().shape)
+            found[name] = tuple(tensor.removesuffix(".weight") for tensor in tensors)
+    return dict(sorted(found.items()))
+
+
+def choose_slots(
+    linears: Linears,
+    target: Sequence[str],
+    default: Slot,
+    rank_pattern: Mapping[str, int],
+    alpha_pattern: Mapping[str, float],
+) -> dict[str, Slot]:
+    """A slot for each Linear that a pattern of `target` names; of several rank or alpha patterns
+    that match, the last counts. UserError for a pattern that names nothing."""
+    chosen = {path: default for path in linears if match_any(linears, "target", target)[path]}
+    for key, pattern in [("rank", rank_pattern), ("alpha", alpha_pattern)]:
+        for name, value in pattern.items():
+            hits = match_any(linears, f"{key}_pattern", [name])
+            if not any(hits[path] for path in chosen):
+                raise UserError(
+                    f"adapter.{key}_pattern {name!r} names no Linear that adapter.target chose;"
+                    f" chosen: {', '.join(chosen)}"
+                )
+            for path in [path for path in chosen if hits[path]]:
+                chosen[path] = dataclasses.replace(chosen[path], **{key: value})
+    return chosen
+
+
+def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, bool]:
+    """{path: whether one of the patterns names that Linear}."""
+    hits = dict.fromkeys(linears, False)
+    for pattern in patterns:
+        matched = [path for path in linears if _matches(path, linears[path], key, pattern)]
+        if not matched:
+            known = ", ".join(f"{path} ({_leaf(names[0])})" for path, names in linears.items())
+            raise UserError(
+                f"adapter.{key} {pattern!r} names no Linear; presets: {', '.join(PRESETS)}; Linears"
+                f" of this model: {known}"
+            )
+        hits.update(dict.fromkeys(matched, True))
+    return hits
+
+
+def _matches(path: str, modules: Sequence[str], key: str, pattern: str) -> bool:
+    wanted = PRESETS.get(pattern, pattern)
+    if _fits(path, wanted):
+        return True
+    hits = [_fits(module, wanted) for module in modules]
+    if any(hits) and not all(hits):
+        raise UserError(
+            f"adapter.{key} {pattern!r} names {sum(hits)} of the {len(hits)} layers of {path};"
+            " layers are stored stacked, so all of them get the adapter or none"
+        )
+    return all(hits)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _leaf(module: str) -> str:
+    return module.rsplit(".", 1)[-1]

@@ -1,0 +1,68 @@
+"""Section adapter: train small corrections beside frozen weights."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+
+
+class AdapterConfig(Section):
+    """LoRA and its relatives: the model's own weights are frozen, in model.param_dtype."""
+
+    kind: Literal["none", "lora", "dora"] = "none"
+    """none: all weights are trained. lora: low-rank corrections of matrices. dora: LoRA with a
+    trained length for every column of the matrix."""
+    rank: int = Field(16, ge=1)
+    """Rank of the corrections."""
+    alpha: float = Field(32.0, gt=0)
+    """The correction is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA), for large ranks."""
+    target: str | list[str] = "all-linear"
+    """What gets an adapter: "attention", "mlp", "all-linear", or patterns of names, ours
+    ("attention.q", "mlp.*") or Hugging Face's ("q_proj", "mlp.up_proj")."""
+    rank_pattern: dict[str, int] = {}
+    """Other ranks for some of them, by pattern: {"mlp" = 8, "q_proj" = 32}; the last match
+    counts."""
+    alpha_pattern: dict[str, float] = {}
+    """Other alphas for some of them, by pattern."""
+    train_embeddings: bool = False
+    """Train the token embedding in full (a tied head is the same table)."""
+    train_head: bool = False
+    """Train the output head in full (a tied embedding is the same table)."""
+    path: str | None = None
+    """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Store the frozen matrices in fewer bits, quantised as they are read. nf4: 4 bits with double
+    quantisation (QLoRA). int8: 8 bits. The embedding and the head stay as they are."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the trained weights and their optimizer state."""
+
+    def targets(self) -> list[str]:
+        """The patterns of `target`."""
+        return [self.target] if isinstance(self.target, str) else self.target
+
+
+def find_adapter_conflicts(adapter: AdapterConfig) -> Iterator[str]:
+    """One sentence for each impossible combination within the section."""
+    if adapter.kind == "none":
+        given = adapter.model_dump(exclude_defaults=True)
+        if given:
+            yield (
+                f"adapter.{next(iter(given))} has no effect while adapter.kind is none; set"
+                ' adapter.kind to "lora" or "dora", or remove it'
+            )
+        return
+    if adapter.quantize != "none" and adapter.kind == "dora":
+        yield 'adapter.quantize needs adapter.kind "lora"; dora reads the norms of whole matrices'
+    if not adapter.targets():
+        yield 'adapter.target is empty; set it to "attention", "mlp", "all-linear" or names'
+    for key, pattern in [
+        ("rank_pattern", adapter.rank_pattern),
+        ("alpha_pattern", adapter.alpha_pattern),
+    ]:
+        for name, value in pattern.items():
+            if value <= 0:
+                yield f"adapter.{key}.{name} is {value}; it must be above 0"

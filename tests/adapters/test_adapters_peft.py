@@ -1,0 +1,225 @@
+"""PEFT folders against the real peft package in torch, import, refusals, and merging."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.adapters.attach import attach
+from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.adapters.peft import load_trained, open_peft, read_adapter, write_peft
+from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.errors import UserError
+from jaxtrain.hf.safetensors import Folder
+from jaxtrain.models import build
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parameters import split_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_models import RAW, documents, pack
+
+CASES = {
+    "lora": dict(),
+    "rslora": dict(rslora=True),
+    "dora": dict(dora=True),
+    "attention with two ranks": dict(target=["attention"], ranks={"q_proj": 2}),
+    "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
+}
+
+
+def make_base(folder, name="qwen3"):
+    config = build.config_from_hf(RAW[name])
+    build.save(build.init(config, seed=3), config, folder)
+    return build.read_config(folder)
+
+
+def make_params(config, adapter, seed=0):
+    """(shapes with places, random values, rebuild) of the adapted model."""
+    mesh = make_mesh(jax.devices()[:1])
+    shapes, rebuild = split_model(attach(build.abstract(config), adapter))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rng = np.random.default_rng(seed)
+    shapes = {
+        path: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=here)
+        for path, s in sorted(shapes.items())
+        if adapter.trains(path)
+    }
+    values = {
+        path: jnp.asarray(
+            (1 if path.endswith("magnitude") else 0) + 0.3 * rng.standard_normal(s.shape),
+            jnp.float32,
+        )
+        for path, s in shapes.items()
+    }
+    return shapes, values, rebuild
+
+
+def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
+    slots = choose_slots(
+        find_linears(config),
+        target,
+        Slot(4, 6.0, **slot),
+        ranks or {},
+        {"v_proj": 3.0} if "mlp" not in target else {},
+    )
+    return Adapter(slots, tuple(full))
+
+
+def our_logits(base, values, rebuild, tokens):
+    params = split_model(build.load(base))[0]
+    model = rebuild({**params, **values})
+    return np.asarray(model.logits(model.hidden(pack([[row] for row in tokens], 30))))
+
+
+def write_case(tmp_path, case, name="qwen3"):
+    config = make_base(tmp_path / "base", name)
+    adapter = make_adapter(config, **CASES[case])
+    _, values, rebuild = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
+    return config, adapter, values, rebuild
+
+
+TOKENS = np.stack(documents(4, 30, 30))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("case", CASES)
+def test_peft_loads_what_we_write(case, name, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    import transformers
+
+    name = name if name in RAW else next(key for key in RAW if key.startswith(name))
+    config, _, values, rebuild = write_case(tmp_path, case, name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
+    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    # fp32 sums in another order.
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    plain = build.load(tmp_path / "base")
+    plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30))))
+    assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_we_load_what_peft_writes(dora, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    import transformers
+
+    config = make_base(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"down_proj": 3},
+        use_dora=dora,
+        use_rslora=True,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, settings)
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
+    adapter = read_adapter(tmp_path / "adapter", config, "float32")
+    shapes, _, rebuild = make_params(config, adapter)
+    values = load_trained(shapes, config, adapter)
+    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_bit_identical(case, tmp_path):
+    config, adapter, values, _ = write_case(tmp_path, case)
+    found = read_adapter(tmp_path / "adapter", config, "float32")
+    assert found.slots == adapter.slots and found.full == adapter.full
+    shapes, _, _ = make_params(config, found)
+    loaded = load_trained(shapes, config, found)
+    assert set(loaded) == set(values)
+    for path, value in values.items():
+        np.testing.assert_array_equal(loaded[path], value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_equals_unmerged(case, tmp_path):
+    _, _, values, rebuild = write_case(tmp_path, case)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
+    merged = build.load(tmp_path / "out")
+    logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30))))
+    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    # fp32 sums in another order.
+    assert np.abs(logits - ours).max() < 1e-4 * np.abs(ours).max()
+
+
+def test_merging_to_bfloat16_rounds_once(tmp_path):
+    write_case(tmp_path, "lora")
+    for dtype in (None, "bfloat16"):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / f"{dtype}", dtype)
+    exact, rounded = Folder(tmp_path / "None"), Folder(tmp_path / "bfloat16")
+    for name, stored in rounded.tensors.items():
+        everything = tuple(slice(0, size) for size in stored.shape)
+        assert str(stored.dtype) == "bfloat16"
+        expected = exact.fetch(name, everything).astype(stored.dtype)
+        np.testing.assert_array_equal(rounded.fetch(name, everything), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "VERA"}, "only LORA"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"use_dora": True}, "missing tensors"),
+    ],
+    ids=str,
+)
+def test_what_we_do_not_compute_is_refused(change, words, tmp_path):
+    config, *_ = write_case(tmp_path, "lora")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=words):
+        read_adapter(tmp_path / "adapter", config, "float32")
+    with pytest.raises(UserError, match=words):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    write_case(tmp_path, "lora")
+    raw = {**RAW["qwen3"], "hidden_size": 64}
+    other = build.config_from_hf(raw)
+    build.save(build.init(other, seed=0), other, tmp_path / "other")
+    with pytest.raises(UserError, match=r"cannot be merged.*is \(.*and \d+ more"):
+        merge_adapter(tmp_path / "other", tmp_path / "adapter", tmp_path / "out")
+    adapter = read_adapter(tmp_path / "adapter", other, "float32")
+    with pytest.raises(UserError, match="this model needs"):
+        load_trained(make_params(other, adapter)[0], other, adapter)
+
+
+def test_the_names_are_those_of_vllm(tmp_path):
+    write_case(tmp_path, "lora")
+    tensors = open_peft(tmp_path / "adapter").files.tensors
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert tensors[name].shape == (4, 32)
+    assert tensors[name.replace("lora_A", "lora_B")].shape == (64, 4)
+    raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert raw["r"] == 4 and raw["lora_alpha"] == 6 and raw["alpha_pattern"] == {"v_proj": 3}
+    assert raw["target_modules"] == sorted(
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
