@@ -4,6 +4,7 @@ python scripts/make_readme_tree.py          rewrite README.md
 """
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,8 @@ def describe_folder(folder: Path, indent: str) -> list[str]:
 def first_line(path: Path) -> str:
     """The first sentence of a module's docstring, on one line, without its full stop."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+    sentence = re.split(r"(?<!et al)\. ", " ".join(text.split("\n\n")[0].split()))[0]
+    return sentence.rstrip(".")
 
 
 def entry(name: str, phrase: str) -> str:
