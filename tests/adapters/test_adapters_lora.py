@@ -203,7 +203,7 @@ def test_frozen_weights_may_be_bfloat16():
         (["mlp.*_proj"], {"gate", "up", "down"}),
         (["model.layers.*.self_attn.o_proj"], {"out"}),
     ],
-    ids=str,
+    ids=lambda names: "+".join(sorted(names)),  # a set has no order of its own
 )
 def test_targets(target, expected):
     slots = choose_slots(LINEARS, target, Slot(4, 8.0), {}, {})
