@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: quickstart test test-slow lint docs clean
+.PHONY: quickstart test test-slow test-kernels lint docs clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -13,6 +13,12 @@ test: $(VENV)/installed-test lint
 
 test-slow: $(VENV)/installed-test
 	$(RUN) -m pytest -n 2 -m slow
+
+# The Hopper kernels and their interpreter need one jax, which needs Python 3.12:
+# make test-kernels PYTHON=python3.12 VENV=.venv-3.12
+test-kernels: $(VENV)/installed-test
+	$(RUN) -m pip install --quiet --disable-pip-version-check jax==0.11.2 flax==0.12.10
+	$(RUN) -m pytest -n 2 tests/kernels
 
 lint: $(VENV)/installed-test
 	$(RUN) -m ruff format --check .
