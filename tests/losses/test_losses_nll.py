@@ -60,8 +60,10 @@ def test_all_masked_is_zero_not_nan():
     assert float(sums["nll"]) == 0.0
 
 
-def test_impossible_targets_are_minus_infinity_where_they_count():
+def test_an_impossible_target_does_not_spoil_the_others():
     logits = LOGITS.copy()
-    logits[0, 1] = -np.inf
-    scores = token_logp(Table(np.where(np.isneginf(logits), -1e30, logits)), BATCH)
-    assert scores.logp[0, 1] < -1e29 and np.isfinite(scores.logp[0, 2:4]).all()
+    logits[0, 1] = -1e30
+    scores = token_logp(Table(logits), BATCH)
+    assert scores.logp[0, 1] < -1e29
+    # Row 0 without its second entry: 0.2 and 0.5 share what is left.
+    np.testing.assert_allclose(scores.logp[0, 2:4], np.log([0.6, 0.5 / 0.7]), rtol=1e-5)
