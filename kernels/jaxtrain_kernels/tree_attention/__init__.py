@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.tree_attention import mosaic_gpu, reference, xla
+from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, xla
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
     "xla": xla.attention,
+    "cudnn": cudnn.attention,
     "reference": reference.attention,
 }
 
