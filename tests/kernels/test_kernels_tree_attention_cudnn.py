@@ -115,27 +115,39 @@ def check(sizes, T, *, window=None, documents=16, since=False, seed=0):
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ([[12, 7, 3]], {}),  # two tokens of padding
-        ([[24], [5, 1, 1, 9, 2], []], {}),  # a full row, lone tokens, an empty row
-        ([[12, 12], [24]], {"documents": 3}),  # rounded up to whole rows
-        ([[20, 4], [3, 3, 3, 3]], {"window": 4}),
-        ([[20, 4], [3, 3, 3, 3]], {"since": True}),
+        ([[12, 7, 3], [24], []], {}),  # padding, a full row, an empty row
+        ([[5, 1, 1, 9, 2], [2, 2], [1]], {"documents": 4}),  # lone tokens; rounded up to 6
+        ([[20, 4], [3, 3, 3, 3], [24]], {"window": 4}),
+        ([[20, 4], [3, 3, 3, 3], [24]], {"since": True}),
     ],
 )
 def test_documents_match_the_definition(emulated, sizes, options):
     check(sizes, 24, **options)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_documents(emulated, seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_are_found(seed):
+    """Starts and lengths of random rows, against a loop; lone tokens are left out."""
     rng = np.random.default_rng(seed)
-    sizes = []
-    for _ in range(3):
-        row = []
-        while sum(row) < 30:
-            row.append(int(rng.integers(1, 12)))
-        sizes.append(row[:-1])
-    check(sizes, 32, documents=48, seed=seed)
+    T, wanted, sizes = 24, [], []
+    for b in range(3):
+        row, at = [], 0
+        while at < T - 5:
+            row.append(int(rng.integers(1, 6)))
+            wanted += [(b * T + at, row[-1])] if row[-1] > 1 else []
+            at += row[-1]
+        sizes.append(row)
+    until = jnp.asarray(rows_of(sizes, T)[0]["until"])
+    found = jax.jit(route.find_documents, static_argnums=1)(until, 36)
+    n = len(wanted)
+    np.testing.assert_array_equal(np.stack([found.starts, found.lengths], 1)[:n], wanted)
+    assert (found.starts[n:] == 3 * T).all() and not found.lengths[n:].any() and found.ok
+    held = np.zeros(3 * T, bool)
+    for g, (start, length) in enumerate(wanted):
+        held[start : start + length] = True
+        assert (found.index.reshape(-1)[start : start + length] == g).all()
+    np.testing.assert_array_equal(found.held.reshape(-1), held)
+    assert not jax.jit(route.find_documents, static_argnums=1)(until, n - 1).ok
 
 
 @pytest.mark.parametrize("what", ["tree", "too many", "not causal", "positions", "hidden token"])
