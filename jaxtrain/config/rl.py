@@ -188,7 +188,10 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
     for dataset in config.data.datasets:
         if dataset.streaming:
-            yield f"task.kind rl needs all prompts at hand; set streaming of {dataset.path!r} to false"
+            yield (
+                "task.kind rl needs all prompts at hand; set streaming of"
+                f" {dataset.path!r} to false"
+            )
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:

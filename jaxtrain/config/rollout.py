@@ -42,4 +42,7 @@ class RolloutConfig(Section):
     """Prompts of a round that may be such ones."""
     samples: int = Field(2, ge=0)
     """Answers of a round that samples.jsonl keeps: the best and the worst."""
+    reward_workers: int = Field(1, ge=1)
+    """Processes that run the reward functions."""
     vllm: VllmConfig = VllmConfig()
+    """Servers and weight sync; only with engine vllm."""

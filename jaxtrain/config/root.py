@@ -7,9 +7,9 @@ from pydantic import Field, model_validator
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
-from jaxtrain.config.env import EnvConfig
+from jaxtrain.config.env import EnvConfig, find_env_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
-from jaxtrain.config.rewards import RewardConfig
+from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
 from jaxtrain.config.rl import RLTask, find_rl_conflicts, find_unused_rl_sections
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
@@ -97,6 +97,8 @@ def find_conflicts(config: Config):
     yield from find_adapter_conflicts(config.adapter)
     if isinstance(config.task, RLTask):
         yield from find_rl_conflicts(config)
+        yield from find_env_conflicts(config.env)
+        yield from find_reward_conflicts(config.rewards)
     else:
         yield from find_unused_rl_sections(config)
     if isinstance(config.task, TreeTask):
