@@ -1,10 +1,12 @@
 """The cuDNN backend of tree attention: plain packed documents, where every interval is causal.
 
-Whether rows are documents is data: a key's `until` is the end of its document for all of them. The
-caller says so by naming this backend; on the device the claim is checked in O(T), and where it
-fails the result is NaN, never a wrong number. Documents of one token, padding among them, are their
-own value and never reach cuDNN. Its statistics come as one row per document; they are kept as
-[B, N, T], like those of the other backends.
+By name only: beside our kernels it wins little (the backward of long documents), loses on short
+ones, adds up dQ in no fixed order, and needs 8 * N * H * T bytes of workspace per document in the
+backward. Whether rows are documents is data: a key's `until` is the end of its document for all of
+them. The caller says so by naming this backend; on the device the claim is checked in O(T), and
+where it fails the result is NaN, never a wrong number. Documents of one token, padding among them,
+are their own value and never reach cuDNN. Its statistics come as one row per document; they are
+kept as [B, N, T], like those of the other backends.
 """
 
 import functools
@@ -17,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels import cudnn
 
-SHORTEST = 128  # mean tokens of a document that the static number of documents allows for
+MEAN = 4096  # tokens of a document that the default number of documents allows for
 
 
 class Documents(NamedTuple):
@@ -59,7 +61,7 @@ def attention(
 ):
     """See `jaxtrain_kernels.attention`; bfloat16, `until` alone, at most `documents` in a batch.
 
-    `documents` counts those of two or more tokens; default one per `SHORTEST` tokens.
+    `documents` counts those of two or more tokens; default one per `MEAN` tokens, two in a row.
     """
     cudnn.require_cudnn()
     B, T, _, H = q.shape
@@ -72,7 +74,7 @@ def attention(
     if k.shape[1] != T:
         raise NotImplementedError(f"{T} queries on {k.shape[1]} keys are no documents")
     if documents is None:
-        documents = B * max(2, T // SHORTEST)
+        documents = B * (T // MEAN)
     # Two documents of a row at least: one would switch jax to the unpacked call.
     documents = max(2 * B, documents + -documents % B)
     found = find_documents(until, documents)
