@@ -103,7 +103,8 @@ def make_step(
 
         def add_micro(summed, micro):
             (total, metrics), grads = grad(state.params, frozen, micro, denoms)
-            return jax.tree.map(jnp.add, summed, (grads, metrics)), total
+            grads = jax.tree.map(jnp.add, summed[0], grads)
+            return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -113,10 +114,9 @@ def make_step(
             first = jax.tree.map(lambda leaf: leaf[0], batch)
             shapes = jax.eval_shape(grad, state.params, frozen, first, denoms)
             (_, metric_shapes), grad_shapes = shapes
-            zeros = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grad_shapes, metric_shapes)
-            )
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, zeros, batch)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
+            start = (zeros, empty_metrics(metric_shapes))
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, batch)
 
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
@@ -133,6 +133,33 @@ def make_step(
         return kept, StepOutput(metrics, norm, micro_losses, finite)
 
     return jax.jit(step, donate_argnums=0)
+
+
+EXTREMES = {"max": (jnp.maximum, -jnp.inf), "min": (jnp.minimum, jnp.inf)}
+"""How metrics named ".../max" and ".../min" are joined over microsteps; all others add up."""
+
+
+def join_metrics(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """(sum, weight) pairs of two microsteps as one; an extreme has weight 1, or 0 if empty."""
+    joined = {}
+    for name, (value, weight) in right.items():
+        join, _ = EXTREMES.get(name.rpartition("/")[2], (jnp.add, 0.0))
+        weigh = jnp.add if join is jnp.add else jnp.maximum
+        joined[name] = (join(left[name][0], value), weigh(left[name][1], weight))
+    return joined
+
+
+def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
+    """What join_metrics leaves as it is; shapes: a ShapeDtypeStruct for each number."""
+    return {
+        name: (
+            jnp.full(
+                value.shape, EXTREMES.get(name.rpartition("/")[2], (None, 0.0))[1], value.dtype
+            ),
+            jnp.zeros(weight.shape, weight.dtype),
+        )
+        for name, (value, weight) in shapes.items()
+    }
 
 
 def denominator(batch: Batch, component: str) -> jax.Array:
