@@ -195,10 +195,13 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:
-    """Yield a sentence for each section that only task.kind rl reads but that is set."""
-    for name in ("rollout", "env"):
-        given = getattr(config, name).model_dump(exclude_defaults=True)
-        if given:
-            yield f'{name}.{next(iter(given))} has no effect without task.kind "rl"; remove it'
-    if config.rewards:
-        yield 'section rewards has no effect without task.kind "rl"; remove it'
+    """Yield a sentence for each section that is set, but that only task.kind rl reads (section env
+    and rewards: also eval.sets)."""
+    for name in ("rollout", "env", "rewards"):
+        section = getattr(config, name)
+        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
+        if not given or (name != "rollout" and config.eval.sets):
+            continue
+        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
+        other = "" if name == "rollout" else " or [[eval.sets]]"
+        yield f'{key} has no effect without task.kind "rl"{other}; remove it'

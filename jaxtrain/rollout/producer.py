@@ -66,7 +66,8 @@ class GroupPlayer:
     """Plays one prompt G times and judges the answers."""
 
     def __init__(self, env: Env, engine: Engine, rewards: Any, sampling: Sampling, rules: Rules):
-        """rewards: has `async score(episodes, row) -> list of {name: number or None}`, or None."""
+        """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
+        the environment gave among them."""
         self.env, self.engine, self.rewards = env, engine, rewards
         self.sampling, self.rules = sampling, rules
 
@@ -81,10 +82,7 @@ class GroupPlayer:
             reason = next(str(e) for e in found if isinstance(e, EpisodeFailed))
             slot.dropped[f"failed: {reason}"] += 1
             return None
-        scores: list[dict[str, float | None]] = [dict(episode.rewards) for episode in found]
-        if self.rewards is not None:
-            for own, given in zip(scores, await self.rewards.score(found, ask.row), strict=True):
-                own.update(given)
+        scores = await self.rewards.score(found, ask.row)
         return Group(ask.draw, ask.row, list(found), scores)
 
     async def play_one(
