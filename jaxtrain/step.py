@@ -26,6 +26,8 @@ class State(NamedTuple):
     """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
+    reference: Params = {}
+    """A reference policy that follows the trained parameters; the step leaves it as it is."""
 
 
 class StepOutput(NamedTuple):
@@ -41,7 +43,9 @@ class StepOutput(NamedTuple):
     """False: loss or gradients were not finite and the state was left as it was."""
 
 
-def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+def abstract_state(
+    params: Params, optimizer: optax.GradientTransformation, keep_reference: bool = False
+) -> State:
     """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
 
     An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
@@ -58,10 +62,12 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> S
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)
+    shapes = {path: shape_of(value) for path, value in params.items()}
     return State(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
-        {path: shape_of(value) for path, value in params.items()},
+        shapes,
         jax.tree_util.tree_map_with_path(place, slots),
+        dict(shapes) if keep_reference else {},
     )
 
 
@@ -71,6 +77,15 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> State
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
     step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
     return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+
+
+def mix_reference(state: State, share: float) -> State:
+    """The state with `share` of its parameters mixed into its reference (arXiv 2404.09656)."""
+    mixed = {
+        path: ((1.0 - share) * value + share * state.params[path]).astype(value.dtype)
+        for path, value in state.reference.items()
+    }
+    return state._replace(reference=mixed)
 
 
 def shape_of(array) -> jax.ShapeDtypeStruct:
@@ -125,7 +140,7 @@ def make_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = State(state.step + 1, params, opt_state)
+        new = State(state.step + 1, params, opt_state, state.reference)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         weight = jnp.ones((), micro_losses.dtype)

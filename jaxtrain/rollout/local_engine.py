@@ -107,5 +107,8 @@ class LocalPublisher:
         self.engine.use(rebuild(params), version)
         return {}
 
+    def sleep(self) -> None:
+        """Nothing to give back: the weights are the trainer's."""
+
     def close(self) -> None:
         """Nothing to close."""

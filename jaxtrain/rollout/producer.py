@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.errors import RunStopped
+from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.advantage import is_flat, reward_table
 from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Group, Sampling
@@ -83,6 +83,11 @@ class GroupPlayer:
             slot.dropped[f"failed: {reason}"] += 1
             return None
         scores = await self.rewards.score(found, ask.row)
+        if not scores[0]:
+            raise UserError(
+                "no reward judges the answers: add a [[rewards]] table with a function, or an env"
+                " that gives rewards itself, such as calculator"
+            )
         return Group(ask.draw, ask.row, list(found), scores)
 
     async def play_one(

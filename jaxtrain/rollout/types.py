@@ -80,6 +80,11 @@ class Publisher(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """A round was collected and is about to be trained: an engine on the trainer's own device
+        may give back its memory until the next publish."""
+        ...
+
     def close(self) -> None: ...
 
 
