@@ -1,7 +1,7 @@
 """What reinforcement learning has beside the trainer: prompts, env, rewards, engine, publisher."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
         rewards = open_rewards(config.rewards, rollout.reward_workers, say)
         stack.callback(rewards.close)
         env = open_env(config.env, parts.tokenizer)
-        engine, publisher = open_engine(config, parts)
+        engine, publisher = open_engine(config, parts, say)
         stack.callback(publisher.close)
         combine = task.knob("combine_rewards")
         compares = task.knob("baseline") in ("group", "leave_one_out")
@@ -103,7 +103,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             max_lag=rollout.max_lag if rollout.mode == "async" else None,
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             num_samples=rollout.samples,
-            counters=lambda: {name: float(n) for name, n in rewards.counters.items()},
+            counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
         )
         second_tries.source = source
         stack.callback(source.close)
@@ -117,10 +117,15 @@ def draw_sampling(config: Config) -> Sampling:
     return config.sampling.model_copy(update={"seed": seed})
 
 
-def open_engine(config: Config, parts: Parts) -> tuple[Engine, Publisher]:
+def open_engine(
+    config: Config, parts: Parts, say: Callable[[str], None]
+) -> tuple[Engine, Publisher]:
     """The engine of section rollout and what brings weights to it; nothing is published yet."""
     if config.rollout.engine == "vllm":
-        raise UserError('rollout.engine "vllm" is not there yet')
+        # Imported here: it needs aiohttp, which nothing else does.
+        from jaxtrain.publishing import open_vllm
+
+        return open_vllm(config, parts, say)
     tokenizer = parts.tokenizer
     sampler = LocalSampler(
         None,
@@ -131,6 +136,11 @@ def open_engine(config: Config, parts: Parts) -> tuple[Engine, Publisher]:
     )
     engine = LocalEngine(sampler)
     return engine, LocalPublisher(engine)
+
+
+def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
+    """What went wrong in reward functions so far; nothing while all is well."""
+    return {name: float(n) for name, n in counters.items() if not name.endswith("/calls")}
 
 
 class SecondTries:

@@ -61,6 +61,10 @@ class LocalEngine:
                 future.set_exception(EpisodeFailed("the engine was closed"))
         self._waiting = []
 
+    def counters(self) -> dict[str, float]:
+        """Nothing can go wrong that is worth counting."""
+        return {}
+
     async def _serve(self) -> None:
         """Answer everything that waits, in as few batches as there are kinds of request."""
         while self._waiting:

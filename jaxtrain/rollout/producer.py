@@ -197,7 +197,7 @@ class Producer:
             self._started += 1
         slots: list[Slot] = []
         while len(slots) < count:
-            while (slot := self._pop()) is not None and len(slots) < count:
+            while len(slots) < count and (slot := self._pop()) is not None:
                 slots.append(slot)
             if len(slots) < count:
                 await self._progress()
@@ -252,6 +252,7 @@ class Producer:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+        await self.player.engine.close()
 
 
 def is_worthless(group: Group) -> bool:

@@ -64,8 +64,13 @@ class Engine(Protocol):
         """
         ...
 
+    def counters(self) -> dict[str, float]:
+        """Cumulative numbers for the metrics: {"vllm/retries": 3.0}."""
+        ...
+
     async def close(self) -> None:
-        """Let go of connections; requests under way end with EpisodeFailed."""
+        """Let go of connections, within the event loop that generated; requests under way end with
+        EpisodeFailed."""
         ...
 
 
