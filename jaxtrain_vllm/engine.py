@@ -18,7 +18,6 @@ import socket
 import struct
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (

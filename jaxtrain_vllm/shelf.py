@@ -12,7 +12,6 @@ from typing import Any
 
 from jaxtrain_vllm import wire
 
-
 CONNECT_SECONDS = 30
 
 

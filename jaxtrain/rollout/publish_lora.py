@@ -137,7 +137,7 @@ class LoraPublisher:
                 (path.name for path in self.folder.glob(self.servers.label(0)[:-1] + "*")),
                 key=lambda name: int(name.rpartition("-")[2]),
             )
-            for name in names[: len(names) - keep]:
+            for name in names[: max(0, len(names) - keep)]:
                 if all([self._unload(server, name) for server in self.servers.all]):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
 

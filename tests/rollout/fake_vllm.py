@@ -205,7 +205,7 @@ class FakeVllm:
         self._resumed.clear()
         if request.query.get("mode") == "abort":
             self._aborted.set()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self.token_seconds + 0.05)
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request):
