@@ -39,6 +39,7 @@ LAYERS = [
         "reading",
         "evaluate",
         "export",
+        "publishing",
     ],
     ["preprocess", "dry_run", "generate", "merge", "train"],
     ["main"],
@@ -55,6 +56,10 @@ WITHOUT_JAX = [
     "envs",
     "rewards",
     "rollout.types",
+    "rollout.mismatch",
+    "rollout.publish_lora",
+    "rollout.publish_weights",
+    "rollout.vllm",
 ]
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900

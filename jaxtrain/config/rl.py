@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+from jaxtrain.config.vllm import find_vllm_conflicts
 
 TRUNCATE_OR_MASK = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -184,6 +185,8 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
             f"rollout.mode {rollout.mode} needs an engine beside the trainer; the local engine"
             ' samples on the trainer\'s own devices: set rollout.mode to "sync" or engine to "vllm"'
         )
+    if rollout.engine == "vllm":
+        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
     if config.data.eval_datasets:
