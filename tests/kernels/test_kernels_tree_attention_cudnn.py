@@ -207,4 +207,4 @@ def test_lowers_to_the_packed_calls(monkeypatch):
     step = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*heads, until)
     text = step.lower(lowering_platforms=("cuda",)).as_text()
     assert "fmhaSoftmax(" in text and "fmhaSoftmaxBackward(" in text
-    assert text.count("max_seg_per_batch\\22: 4") == 2 and text.count("PADDING_CAUSAL") == 2
+    assert text.count("max_seg_per_batch\\22: 2") == 2 and text.count("PADDING_CAUSAL") == 2
