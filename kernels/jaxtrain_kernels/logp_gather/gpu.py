@@ -180,6 +180,66 @@ def statistics(hidden, head, targets, temperature, *, softcap: float | None, con
     )
 
 
+def exponentials(hidden, head, factor, base, *, softcap: float | None, config: Config):
+    """(bfloat16 [T, V], float32 [2, tiles, T]): w = 2^(z factor - base), and sums by tile.
+
+    z the logits after softcap; factor and base float32 [T]. With a softcap the first result is
+    w (1 - tanh^2), the derivative by the raw logit. The sums are of w and of w log2 w.
+    """
+    T, V = hidden.shape[0], head.shape[0]
+    tv = config.tile_v
+    wgmma = plgpu.Layout.WGMMA
+    per_row = wgmma.reduce(1)
+
+    def kernel(hidden_ref, head_ref, factor_ref, base_ref, out_ref, sums_ref, out_smem):
+        group = lax.axis_index("group")
+
+        def epilogue(logits, t_tile, first, start):
+            row = t_tile * TILE_T + group * ROWS
+            rows = pl.ds(pl.multiple_of(row, 8), ROWS)
+
+            def of_rows(ref):
+                value = plgpu.load(ref.at[rows], layout=per_row, optimized=False)
+                return lax.broadcast_in_dim(value, (ROWS, config.store), [0])
+
+            scale, shift = of_rows(factor_ref), of_rows(base_ref)
+            total, moment = 0.0, 0.0
+            for j in range(tv // config.store):  # in pieces: registers
+                column = j * config.store
+                z, t = _capped(logits[:, column : column + config.store], softcap)
+                power = z * scale - shift
+                weight = jnp.exp2(power)
+                low = weight if softcap is None else weight * (1.0 - t * t)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                out_smem[group, j % 2] = low.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                columns = pl.ds(pl.multiple_of(start + column, 8), config.store)
+                plgpu.copy_smem_to_gmem(out_smem.at[group, j % 2], out_ref.at[rows, columns])
+                sums = weight.sum(axis=1), (weight * power).sum(axis=1)
+                if V % tv:  # what an overlap repeats counts once; it begins with a piece
+                    owned = jnp.where(start + column >= first, 1.0, 0.0)
+                    sums = sums[0] * owned, sums[1] * owned
+                total, moment = total + sums[0], moment + sums[1]
+            tile = lax.div(first, jnp.int32(tv))
+            sums_ref[0, tile, rows] = total
+            sums_ref[1, tile, rows] = moment
+
+        _tiles(epilogue, hidden_ref, head_ref, (0, V), config)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = (WARPGROUPS, 2, ROWS, config.store)
+    return _run(
+        kernel,
+        [
+            jax.ShapeDtypeStruct((T, V), jnp.bfloat16),
+            jax.ShapeDtypeStruct((2, pl.cdiv(V, tv), T), jnp.float32),
+        ],
+        [plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle(jnp.bfloat16))],
+        "logp_exponentials",
+        [hidden, head, factor, base],
+    )
+
+
 def d_logits(
     hidden,
     head,

@@ -31,9 +31,16 @@ class Options(NamedTuple):
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
     """See `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V multiples of 64."""
     require_hopper()
-    T, D = hidden.shape
-    V = head.shape[0]
+    T, V = hidden.shape[0], head.shape[0]
     config = gpu.Config()
+    require_shapes(hidden, V, config)
+    options = Options(softcap, freeze_head, choose_chunk(T, V, config.tile_v), config)
+    return run(options, hidden, head, targets, temperature)
+
+
+def require_shapes(hidden, V: int, config: gpu.Config) -> None:
+    """Raise NotImplementedError with the reason unless the kernels take these."""
+    D = hidden.shape[1]
     if hidden.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 hidden states, got {hidden.dtype}")
     if D % config.block_d or V % config.store or V < config.tile_v:
@@ -41,8 +48,6 @@ def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze
             f"width {D} must be a multiple of {config.block_d}; the vocabulary, {V}, one of "
             f"{config.store} and at least {config.tile_v}"
         )
-    options = Options(softcap, freeze_head, choose_chunk(T, V, config.tile_v), config)
-    return run(options, hidden, head, targets, temperature)
 
 
 def choose_chunk(T: int, V: int, tile: int) -> int:
