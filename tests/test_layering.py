@@ -32,7 +32,17 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 
-WITHOUT_JAX = ["config", "errors", "batch", "metrics", "manifest", "data", "envs", "rewards", "rollout.types"]
+WITHOUT_JAX = [
+    "config",
+    "errors",
+    "batch",
+    "metrics",
+    "manifest",
+    "data",
+    "envs",
+    "rewards",
+    "rollout.types",
+]
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900
 

@@ -1,6 +1,6 @@
 """A weighted sum of log-probabilities whose gradients are made in the forward pass.
 
-The gradient of sum_t w_t log p_t is known up to one number as soon as a row's log-sum-exp is, so the
+The gradient of sum_t w_t log p_t is known up to one number once a row's log-sum-exp is, so the
 logits need not be computed again: 6 instead of 8 x T x D x V operations (Liger Kernel,
 arXiv 2410.10989, does this for the mean loss).
 """

@@ -1,4 +1,4 @@
-"""The custom_vjp that all backends of weighted_logp share: gradients saved, scaled when asked for."""
+"""The custom_vjp of all backends of weighted_logp: gradients saved, scaled when asked for."""
 
 import functools
 from typing import Protocol

@@ -10,7 +10,6 @@ other. No pass over [T, V] is made beside the three matmuls.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -117,7 +116,7 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
 
 
 def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, factor):
-    """(LogProbs, d_hidden, d_head) of some rows; d_head adds those that are `new` to what it was."""
+    """(LogProbs, d_hidden, d_head) of some rows; the `new` ones are added to d_head."""
     V, D = low.shape
     mine, here = local_targets(targets, V, backend.axis)
     f32 = jnp.float32
