@@ -4,6 +4,7 @@ import functools
 
 import jax.numpy as jnp
 
+from jaxtrain_kernels.logp_gather.gpu import merge
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.logp_of_logits import gpu
 from jaxtrain_kernels.logp_of_logits.gradient import with_gradient
@@ -30,13 +31,6 @@ def run(config, logits, targets, temperature):
     """The kernel and the merge of its parts."""
     T = logits.shape[0]
     inverse = jnp.ones((T,), jnp.float32) if temperature is None else 1.0 / temperature
-    top, total, moment = gpu.statistics(logits, inverse * gpu.LOG2E, config=config)
-    highest = top.max(0)
-    shift = top - highest
-    decay = jnp.exp2(shift)
-    moment = ((moment + total * shift) * decay).sum(0)
-    total = (total * decay).sum(0)
+    lse, entropy = merge(*gpu.statistics(logits, inverse * gpu.LOG2E, config=config))
     target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0].astype(jnp.float32)
-    log_total = jnp.log(total)
-    lse = highest / gpu.LOG2E + log_total
-    return LogProbs(target * inverse - lse, log_total - moment / total / gpu.LOG2E, lse)
+    return LogProbs(target * inverse - lse, entropy, lse)

@@ -10,6 +10,7 @@ other. No pass over [T, V] is made beside the three matmuls.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -121,19 +122,29 @@ def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, fact
     mine, here = local_targets(targets, V, backend.axis)
     f32 = jnp.float32
 
-    def logits(spec, rows):
-        z = jnp.einsum(spec, hidden, rows, preferred_element_type=f32)
-        return z if backend.softcap is None else backend.softcap * jnp.tanh(z / backend.softcap)
-
-    z_target = logits("TD,TD->T", low[jnp.where(here, mine, 0)])
+    z_target = gather.target_logits(hidden, low, jnp.where(here, mine, 0), backend.softcap)
     z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
     sample = low[:: max(1, V // SAMPLE)]
-    highest = across(lax.pmax, logits("TD,VD->TV", sample).max(1), backend.axis)
+    highest = jnp.einsum("TD,VD->TV", hidden, sample, preferred_element_type=f32).max(1)
+    if backend.softcap is not None:
+        highest = backend.softcap * jnp.tanh(highest / backend.softcap)
+    highest = across(lax.pmax, highest, backend.axis)
     base = jnp.maximum(z_target, highest) * factor + HEADROOM
-    w_TV, sums = gpu.exponentials(
-        hidden, low, factor, base, softcap=backend.softcap, config=backend.config
-    )
+    kernel = {"softcap": backend.softcap, "config": backend.config}
+    w_TV, sums = gpu.exponentials(hidden, low, factor, base, **kernel)
     total, moment = across(lax.psum, sums.sum(1), backend.axis)
+
+    # A guess that failed: take the true maxima. Both kernels return at once if none did.
+    failed = ~jnp.isfinite(total)
+    again = failed.any().astype(jnp.int32)[None]
+    top = gpu.statistics(hidden, low, factor, active=again, **kernel)[0].max(0)
+    base = jnp.where(failed, across(lax.pmax, top, backend.axis), base)
+    kept = jax.new_ref(w_TV)
+    sums = gpu.exponentials(hidden, low, factor, base, active=again, into=kept, **kernel)
+    w_TV = jax.freeze(kept)
+    exact = across(lax.psum, sums.sum(1), backend.axis)
+    total, moment = jnp.where(failed, exact, jnp.stack([total, moment]))
+
     log_total = jnp.log2(total)
     power = z_target * factor - base  # the target's own
     scores = LogProbs(
