@@ -13,19 +13,22 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
+    "elementwise": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION),
+    "dots": SAVE_DOTS,
+    "save_attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_attention": jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    ),
 }
-"""What the backward pass finds in memory: everything; the input of each block; also the results of
-matmuls with weights; or also what attention put out, so that it is not run again."""
+"""What the backward pass finds in memory: everything; the input of each block with the results of
+its matmuls and what attention put out; without the latter; without the former; or the input alone.
+Everything else is computed again. Attention's backends name their results as the policies do."""
 
 
 class Stack(nnx.Module):
@@ -69,6 +72,7 @@ class Stack(nnx.Module):
         num_layers = len(self.windows)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
         graphdef, state = nnx.split(self.block)
+        state = _round_kernels(self.block, state)
         bounds = self._bounds(capture)
         runs = _split(state, [stop - start for start, stop in bounds])
         kv = None if cache is None else (cache.k, cache.v)
@@ -79,6 +83,8 @@ class Stack(nnx.Module):
             if self.scan and stop - start > 1:
                 (x_BTD, kv), _ = jax.lax.scan(step, (x_BTD, kv), (run, layers))
             else:
+                # Traced, differentiated and lowered once; kernels are compiled once.
+                step = jax.jit(step)
                 for layer, one in enumerate(_split(run, [1] * (stop - start)), start):
                     one = jax.tree.map(lambda leaf: leaf[0], one)
                     (x_BTD, kv), _ = step((x_BTD, kv), (one, layer))
@@ -110,6 +116,20 @@ class Stack(nnx.Module):
             return step
         # Inside a scan the loop already keeps XLA from undoing the rematerialisation.
         return jax.checkpoint(step, policy=REMAT[self.remat], prevent_cse=not self.scan)
+
+
+def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
+    """`state` with the kernels in the dtype that their Linear computes in.
+
+    All layers at once: a kernel is read in float32 once a pass, and its gradient leaves the loop
+    over layers in the dtype in which the matmul computed it.
+    """
+    flat = dict(nnx.to_flat_state(state))
+    for path, node in nnx.iter_graph(block):
+        if isinstance(node, Linear) and node.rounds_kernel:
+            kernel = flat[*path, "kernel"]
+            flat[*path, "kernel"] = kernel.replace(kernel.get_value().astype(node.dtype))
+    return nnx.from_flat_state(flat)
 
 
 def _split(state: nnx.State, sizes: Sequence[int]) -> list[nnx.State]:
