@@ -92,8 +92,8 @@ def summarise(folder: Path, steps: int, longest: int) -> str:
     lines.append("")
     for key, total in kernels.most_common(longest):
         kind, name, source = key
-        line = f"{total / steps / 1e3:9.3f} ms {calls[key] / steps:6.0f} x {total / calls[key]:8.1f} us"
-        lines.append(f"{line}  {kind:<20} {name}  {source}")
+        each = f"{calls[key] / steps:6.0f} x {total / calls[key]:8.1f} us"
+        lines.append(f"{total / steps / 1e3:9.3f} ms {each}  {kind:<20} {name}  {source}")
     return "\n".join(lines)
 
 
