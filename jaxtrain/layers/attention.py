@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import attention as attention_op
 
@@ -114,7 +113,6 @@ class Attention(nnx.Module):
         out_BTNH = _attend(
             q_BTNH, k_BSKH, v_BSKH, sight, window=window, softcap=self.softcap, impl=impl
         )
-        out_BTNH = checkpoint_name(out_BTNH, "attention_out")
         return self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1)), cache
 
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
