@@ -24,6 +24,7 @@ from jaxtrain.evaluate import Evaluation
 from jaxtrain.export import export_params
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.processes import peers
 from jaxtrain.plot import plot_runs
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
@@ -50,7 +51,11 @@ def train(config: Config, command: list[str]) -> int:
         watchdog = stack.enter_context(
             Watchdog(folder.path, config.log.watchdog_seconds, sinks.say, primary=primary)
         )
-        signals = stack.enter_context(Signals(sinks.say))
+        others = peers()
+        if others is not None:
+            others.say = sinks.say
+        tell = None if others is None else others.ask_to_stop
+        signals = stack.enter_context(Signals(sinks.say, tell))
         stack.enter_context(jax.set_mesh(parts.mesh))
         for line in [*folder.describe(), *formats]:
             sinks.say(line)
@@ -117,7 +122,7 @@ class Loop:
         session = self.session
         if self.config.eval.at_start and self.step == 0:
             self.evaluate()
-        while self.step < session.total_steps and not self.signals.stop:
+        while self.step < session.total_steps and not self.stopping():
             with self.watchdog.phase("waiting for data"):
                 (batch,) = next(session.source)
             profile.before(self.step + 1, session.state)
@@ -134,6 +139,14 @@ class Loop:
         profile.close(session.state)
         if self.step > session.start:
             self.save()
+
+    def stopping(self) -> bool:
+        """Whether a signal, here or on another process, forbids the next step on all of them."""
+        others = peers()
+        if others is not None:
+            self.signals.stop = others.stops_before(self.step + 1)
+            self.signals.name = others.stop_name
+        return self.signals.stop
 
     def announce(self, batch: Batch) -> bool:
         """Say so when a batch has a shape that this process has not compiled yet."""

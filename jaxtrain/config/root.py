@@ -8,7 +8,13 @@ from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.model import ModelConfig, OptimConfig
-from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
+from jaxtrain.config.run import (
+    CheckpointConfig,
+    LogConfig,
+    ParallelConfig,
+    RunConfig,
+    find_parallel_conflicts,
+)
 from jaxtrain.config.task import (
     EvalConfig,
     SamplingConfig,
@@ -81,8 +87,7 @@ def find_conflicts(config: Config):
             "data.global_batch_size sets the gradient accumulation by itself; remove"
             " optim.gradient_accumulation_steps"
         )
-    if list(config.parallel.model_dump().values()).count(-1) > 1:
-        yield "parallel: only one size may be -1 (all remaining devices)"
+    yield from find_parallel_conflicts(config.parallel)
     if config.checkpoint.best_metric and not data.eval_datasets and not config.eval.problems:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.every and not data.eval_datasets and not config.eval.problems:
