@@ -123,7 +123,7 @@ class Stack(nnx.Module):
         def step(carry, layer_input):
             (x_BTD, kv), (state, layer) = carry, layer_input
             here = None if kv is None else LayerCache(*kv, layer=layer, start=cache.start)
-            x_BTD = constrain(x_BTD, "rows", "length", "features")
+            x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, state)
             x_BTD, here, noted = block(x_BTD, angles, sight, window=window, cache=here)
             return (x_BTD, None if here is None else (here.k, here.v)), noted
