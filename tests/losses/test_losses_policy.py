@@ -284,7 +284,9 @@ def test_m2_range_is_the_sorted_rule(seed, threshold):
     rng = np.random.default_rng(seed)
     ratio, advantage = rng.normal(0, 0.5, (2, 9)), rng.normal(size=(2, 9))
     mask = rng.random((2, 9)) < 0.7
-    low, high, _ = m2_range(jnp.asarray(ratio), jnp.asarray(advantage), jnp.asarray(mask), threshold)
+    low, high, _ = m2_range(
+        jnp.asarray(ratio), jnp.asarray(advantage), jnp.asarray(mask), threshold
+    )
     want = slow_m2_range(ratio.ravel(), advantage.ravel(), mask.ravel(), threshold)
     np.testing.assert_allclose([low, high], want, rtol=1e-12)
 
