@@ -146,6 +146,9 @@ def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] 
         for part in fused.get(last, [last]):
             whole = ".".join(filter(None, (parent, part, leaf)))
             found[whole] = shapes.get(whole)
+    if getattr(model_config.hf_config, "tie_word_embeddings", False):
+        # On CPU the head is listed, but only as a copy of the embedding.
+        found.pop("lm_head.weight", None)
     return found
 
 

@@ -64,7 +64,7 @@ class VllmEngine:
         return self.servers.version
 
     def counters(self) -> dict[str, float]:
-        """Requests, retries, requests redone and servers lost since the start."""
+        """Requests, retries, servers lost and the like since the start."""
         return {f"vllm/{name}": float(n) for name, n in sorted(self.servers.counters.items())}
 
     async def close(self) -> None:

@@ -182,7 +182,7 @@ def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():
         assert fakes[0].answered == 0 and fakes[1].answered == 10
         assert servers.counters["servers_lost"] == 1
     dropped = [line for line in said if "dropped" in line]
-    assert len(dropped) == 1 and "5 requests are asked again; 1 left" in dropped[0]
+    assert len(dropped) == 1 and "its requests are asked again; 1 left" in dropped[0]
 
 
 def test_the_only_server_is_waited_for_and_given_the_weights_again():
