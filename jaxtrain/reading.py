@@ -29,6 +29,8 @@ class Pending(NamedTuple):
     """The host batch that it trained on."""
     counters: dict[str, Any]
     """The source's counters when it had just given that batch."""
+    round: dict[str, float] = {}
+    """Numbers about the round that begins with that batch."""
 
 
 class Reader:

@@ -189,6 +189,16 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if config.data.eval_datasets:
+        yield (
+            "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+            " [[eval.sets]] instead"
+        )
+    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
+        yield (
+            "rollout.prompts_per_step sets the size of a step for task.kind rl; remove"
+            " data.global_batch_size and optim.gradient_accumulation_steps"
+        )
     for dataset in config.data.datasets:
         if dataset.streaming:
             yield (
