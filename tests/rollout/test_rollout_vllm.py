@@ -119,9 +119,10 @@ def test_errors_that_pass_are_asked_again():
 def test_an_error_that_stays_fails_the_episode_not_the_run():
     fake = FakeVllm()
     fake.script.extend([500] * 3)
-    with opened([fake], retries=2) as (engine, *_):
-        with pytest.raises(EpisodeFailed, match="HTTP 500.*EngineCore"):
+    with opened([fake], retries=2) as (engine, _, said):
+        with pytest.raises(EpisodeFailed, match="vllm: HTTP 500$"):
             ask(engine)
+        assert "EngineCore" in said[-1] and "failed 3 times" in said[-1]
         assert ask(engine)[0].tokens == ANSWER
 
 
