@@ -14,12 +14,13 @@ from jaxtrain.config import Config, RLTask
 from jaxtrain.data.pipeline import Source, count_steps, open_source
 from jaxtrain.errors import UserError
 from jaxtrain.optim import build_optimizer, build_schedule
-from jaxtrain.parallel.feed import row_group, row_shards
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.rollouts import Rollouts, open_rollouts
 from jaxtrain.scorer import Scorer
 from jaxtrain.step import State, abstract_state, init_state, make_eval, make_step
 from jaxtrain.tasks import build_task
+from jaxtrain.tasks.balance import add_balance
 from jaxtrain.tasks.rl import scores_reference
 
 
@@ -68,6 +69,7 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
     trained, frozen = split_trained(shapes, parts.adapter)
     optimizer = build_optimizer(config.optim, schedule, trained)
     task = build_task(config)
+    train_task = add_balance(task, config.model.router_aux_loss_coef)
     return Session(
         config=config,
         parts=parts,
@@ -76,7 +78,9 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
         rebuild=rebuild,
         optimizer=optimizer,
         schedule=schedule,
-        step=make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
+        step=make_step(
+            rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
+        ),
         evaluate=make_eval(rebuild, task.loss),
         state=abstract_state(trained, optimizer, keep_reference=keeps_reference(config) == "mixed"),
         frozen=frozen,
@@ -132,13 +136,10 @@ def open_data(
     config: Config, parts: Parts, microsteps: int, say: Callable[[str], None]
 ) -> tuple[Source, int]:
     """The training source and the number of optimizer steps of the run."""
-    index, count = row_group(parts.mesh)
     shape = {
         "seed": config.run.seed,
-        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh) // count,
+        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
         "microsteps": microsteps,
-        "process_index": index,
-        "process_count": count,
         "task": config.task,
     }
     epochs, total_steps = config.run.num_epochs, config.run.max_steps

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
+from jaxtrain.losses.balance import count_real
 from jaxtrain.parameters import Params
 
 
@@ -75,7 +76,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> State
     """The state before the first step."""
     shapes = abstract_state(params, optimizer)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
-    step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
     return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
 
 
@@ -178,10 +179,14 @@ def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
 
 
 def denominator(batch: Batch, component: str) -> jax.Array:
-    """What a component's sum is divided by: its constant, or the step's total weight."""
+    """What a component's sum is divided by: its constant, or the step's total weight.
+
+    One without weights of its own, such as the balance of experts, is a mean over real tokens.
+    """
     if component in batch.denoms:
         return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
-    total = jnp.sum(batch.weights[component])
+    weighted = component in batch.weights
+    total = jnp.sum(batch.weights[component]) if weighted else count_real(batch)
     return jnp.where(total > 0, total, 1.0)
 
 
