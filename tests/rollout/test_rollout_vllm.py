@@ -175,8 +175,7 @@ def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():
     for fake in fakes:
         fake.token_seconds = 0.1
     with opened(fakes) as (engine, servers, said):
-        killer = threading.Timer(0.15, fakes[0].kill)
-        killer.start()
+        killer = fakes[0].after(1, fakes[0].kill)
         answers = ask(engine, 10)
         killer.join()
         assert [answer.tokens for answer in answers] == [ANSWER] * 10
@@ -249,8 +248,9 @@ def test_an_answer_that_spans_a_change_of_weights_says_so():
             fake.label = servers.label(1)
             servers.settle(servers.all[0], 1)
 
-        threading.Timer(0.15, change).start()
+        late = fake.after(2, change)
         [answer] = ask(engine)
+        late.join()
     assert answer.tokens == ANSWER
     assert list(answer.versions) == sorted(answer.versions) and set(answer.versions) == {0, 1}
 
