@@ -81,11 +81,13 @@ def sum_logp(
     if spec_BTD is None:
         return local(None, hidden_BTD, head_VD, target_BT, weight_BT)
     by_token = PartitionSpec(*spec_BTD[:2])
-    shards = tuple(axis for axes in by_token for axis in axes or ())
+    shards: list[str] = []
+    for axes in by_token:
+        shards += [axes] if isinstance(axes, str) else axes or ()
 
     def summed(*arrays):
         total, found = local(vocabulary, *arrays)
-        return jax.lax.psum(total, shards) if shards else total, found
+        return jax.lax.psum(total, tuple(shards)) if shards else total, found
 
     return jax.shard_map(
         summed,
