@@ -26,7 +26,21 @@ LAYERS = [
     ["tasks"],
     ["console", "checkpoint_folder", "checkpoint", "sinks", "watchdog", "profile", "plot"],
     ["run_folder"],
-    ["optim", "step", "assemble", "session", "trained", "reading", "evaluate", "export"],
+    [
+        "eval_sets",
+        "optim",
+        "step",
+        "assemble",
+        "rollouts",
+        "scorer",
+        "session",
+        "on_policy",
+        "trained",
+        "reading",
+        "evaluate",
+        "export",
+        "publishing",
+    ],
     ["preprocess", "dry_run", "generate", "merge", "train"],
     ["main"],
 ]
@@ -42,6 +56,10 @@ WITHOUT_JAX = [
     "envs",
     "rewards",
     "rollout.types",
+    "rollout.mismatch",
+    "rollout.publish_lora",
+    "rollout.publish_weights",
+    "rollout.vllm",
 ]
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900

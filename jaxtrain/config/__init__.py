@@ -3,6 +3,7 @@
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.env import EnvConfig
+from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.rewards import RewardConfig
@@ -21,6 +22,7 @@ __all__ = [
     "DatasetConfig",
     "EnvConfig",
     "EvalConfig",
+    "EvalSetConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",

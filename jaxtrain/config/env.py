@@ -17,6 +17,11 @@ class EnvConfig(Section):
     path: str | None = None
     """Of kind python: "package.module:Class" or "file.py:Class", made with (tokenizer, **options),
     whose `async run(row, engine, sampling, index)` plays an episode."""
+    prompt_column: str = "prompt"
+    """Of kind single_turn: the column with the prompt, a text or messages; messages is read where
+    a row has no such column."""
+    raw: bool = False
+    """Of kind single_turn: continue texts as they are, without the chat template."""
     system: str | None = None
     """Of kind single_turn: a system message before prompts that have none."""
     max_turns: int = Field(8, ge=1)
@@ -34,5 +39,9 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
         )
     if env.options and env.kind != "python":
         yield f"env.options has no effect while env.kind is {env.kind}; remove it"
-    if env.system is not None and env.kind != "single_turn":
-        yield f"env.system has no effect while env.kind is {env.kind}; remove it"
+    given = env.model_dump(exclude_defaults=True)
+    for key in ("system", "prompt_column", "raw"):
+        if key in given and env.kind != "single_turn":
+            yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    if env.raw and env.system is not None:
+        yield "env.system needs the chat template, which env.raw leaves out; remove one of them"

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+from jaxtrain.config.vllm import find_vllm_conflicts
 
 TRUNCATE_OR_MASK = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -184,8 +185,20 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
             f"rollout.mode {rollout.mode} needs an engine beside the trainer; the local engine"
             ' samples on the trainer\'s own devices: set rollout.mode to "sync" or engine to "vllm"'
         )
+    if rollout.engine == "vllm":
+        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if config.data.eval_datasets:
+        yield (
+            "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+            " [[eval.sets]] instead"
+        )
+    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
+        yield (
+            "rollout.prompts_per_step sets the size of a step for task.kind rl; remove"
+            " data.global_batch_size and optim.gradient_accumulation_steps"
+        )
     for dataset in config.data.datasets:
         if dataset.streaming:
             yield (
@@ -195,10 +208,13 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:
-    """Yield a sentence for each section that only task.kind rl reads but that is set."""
-    for name in ("rollout", "env"):
-        given = getattr(config, name).model_dump(exclude_defaults=True)
-        if given:
-            yield f'{name}.{next(iter(given))} has no effect without task.kind "rl"; remove it'
-    if config.rewards:
-        yield 'section rewards has no effect without task.kind "rl"; remove it'
+    """Yield a sentence for each section that is set, but that only task.kind rl reads (section env
+    and rewards: also eval.sets)."""
+    for name in ("rollout", "env", "rewards"):
+        section = getattr(config, name)
+        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
+        if not given or (name != "rollout" and config.eval.sets):
+            continue
+        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
+        other = "" if name == "rollout" else " or [[eval.sets]]"
+        yield f'{key} has no effect without task.kind "rl"{other}; remove it'

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.pool import Reply, WorkerPool
+from jaxtrain.rollout.types import Episode
 
 PATIENCE = 20
 """Calls of one function in a row that may raise before the run stops: that is a broken function,
@@ -40,31 +41,24 @@ class Rewards:
             if reply.kind != "ok":
                 raise UserError(f"rewards, function {function.function!r}: {reply.value}")
 
-    async def score(
-        self,
-        completions: Sequence[Any],
-        row: Mapping[str, Any],
-        prompts: Sequence[Any] | None = None,
-        completion_ids: Sequence[Sequence[int]] | None = None,
-    ) -> Scores:
-        """{name: number or None} for each completion of one row (a group).
+    async def score(self, episodes: Sequence[Episode], row: Mapping[str, Any]) -> Scores:
+        """{name: number or None} for each episode of one row (a group).
 
-        None: the function had nothing to say, or failed; the counters tell which. Raises UserError
-        for a mistake in a function's options, its columns or its result, and when a function has
-        raised PATIENCE times in a row.
+        None: the function had nothing to say, or failed; the counters tell which. What the
+        environment gave itself is among them. Raises UserError for a mistake in a function's
+        options, its columns or its result, and when a function has raised PATIENCE times in a row.
         """
-        count = len(completions)
-        columns = {name: [value] * count for name, value in row.items()}
         arguments = {
-            **columns,
-            "prompts": list(prompts) if prompts is not None else [row.get("prompt")] * count,
-            "completions": list(completions),
-            "completion_ids": [list(ids) for ids in completion_ids or [()] * count],
+            **{name: [value] * len(episodes) for name, value in row.items()},
+            "prompts": [episode.prompt for episode in episodes],
+            "completions": [episode.completion for episode in episodes],
+            "completion_ids": [drawn_tokens(episode) for episode in episodes],
         }
         found = await asyncio.gather(*(self.call(one, arguments) for one in self.functions))
+        labels = [one.label for one in self.functions]
         return [
-            {one.label: values[i] for one, values in zip(self.functions, found, strict=True)}
-            for i in range(count)
+            {**episode.rewards, **dict(zip(labels, values, strict=True))}
+            for episode, *values in zip(episodes, *found, strict=True)
         ]
 
     async def call(self, one: RewardConfig, arguments: dict[str, Any]) -> list[float | None]:
@@ -109,6 +103,11 @@ class Rewards:
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
+
+
+def drawn_tokens(episode: Episode) -> list[int]:
+    """The tokens that the policy drew, in order."""
+    return [t for t, drawn in zip(episode.tokens, episode.sampled, strict=True) if drawn]
 
 
 def _parameter(option: str) -> str:

@@ -1,6 +1,7 @@
 """The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
 
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
 from jaxtrain_kernels.logp_of_logits import logp_of_logits
@@ -8,6 +9,7 @@ from jaxtrain_kernels.tree_attention import attention
 from jaxtrain_kernels.weighted_logp import weighted_logp
 
 __all__ = [
+    "Adapters",
     "LogProbs",
     "attention",
     "grouped_matmul",

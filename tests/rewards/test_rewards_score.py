@@ -13,6 +13,7 @@ from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rewards.score import PATIENCE
+from jaxtrain.rollout.types import Episode
 
 SOURCE = """
 import os, time
@@ -63,14 +64,28 @@ def make(tmp_path):
         rewards.close()
 
 
-def score(rewards, completions, row=None, **more):
-    return asyncio.run(rewards.score(completions, row or {}, **more))
+def score(rewards, completions, row=None, lengths=None, own=()):
+    """Scores of episodes with these completions, of so many drawn tokens after a prompt of one."""
+    lengths = lengths or [1] * len(completions)
+    episodes = [
+        Episode(
+            tokens=[9] + [1] * length,
+            sampled=[False] + [True] * length,
+            logprobs=[0.0] * (length + 1),
+            versions=[-1] * (length + 1),
+            finish_reason="stop",
+            completion=completion,
+            rewards=dict(own),
+        )
+        for completion, length in zip(completions, lengths, strict=True)
+    ]
+    return asyncio.run(rewards.score(episodes, row or {}))
 
 
 def test_functions_are_called_as_trl_calls_them(make):
     rewards = make("count", "uses_columns", "later")
     row = {"gold": "2", "unused": 1}
-    found = score(rewards, ["aab", "skip"], row, completion_ids=[[1], [1, 2]])
+    found = score(rewards, ["aab", "skip"], row, lengths=[1, 2])
     assert found == [
         {"count": 2.0, "uses_columns": 3.0, "later": 1.0},
         {"count": 0.0, "uses_columns": 4.0, "later": None},
@@ -83,6 +98,12 @@ def test_total_is_the_weighted_sum_of_what_is_there(make):
     assert rewards.total({"count": 3.0}) == 1.5
     assert rewards.total({"count": None}) is None
     assert make("count", "hang", weight=2.0).total({"count": 1.0, "hang": None}) == 2.0
+
+
+def test_what_the_environment_gave_is_part_of_the_sum(make):
+    found = score(make("count"), ["aa"], own={"solved": 1.0})
+    assert found == [{"solved": 1.0, "count": 2.0}] and make("count").total(found[0]) == 3.0
+    assert score(open_rewards([]), ["aa"], own={"solved": 0.5}) == [{"solved": 0.5}]
 
 
 def test_options_reach_the_function(make):
@@ -148,8 +169,10 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     code = (
         "import asyncio\nfrom jaxtrain.config.rewards import RewardConfig\n"
         "from jaxtrain.rewards import open_rewards\n"
+        "from jaxtrain.rollout.types import Episode\n"
         f"r = open_rewards([RewardConfig(function={str(path) + ':forever'!r}, timeout=600)])\n"
-        "asyncio.run(r.score(['a'], {}))\n"
+        "e = Episode([1], [True], [0.0], [-1], 'stop', completion='a')\n"
+        "asyncio.run(r.score([e], {}))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
