@@ -57,7 +57,11 @@ def few_cores(monkeypatch):
     monkeypatch.setattr(gpu, "num_cores", lambda: 3)
 
 
-CASES = [("silu", False), ("gelu_pytorch_tanh", False), ("silu", True)]
+CASES = [
+    ("silu", True),
+    pytest.param("silu", False, marks=pytest.mark.slow),
+    pytest.param("gelu_pytorch_tanh", False, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("activation", "adapted"), CASES)
@@ -73,6 +77,7 @@ def test_the_layer_by_the_rule(activation, adapted, few_cores):
     assert not np.asarray(actual["w_up"], np.float32)[2].any(), "nobody went there"
 
 
+@pytest.mark.slow
 def test_frozen_experts_and_inference(few_cores):
     experts, arrays = problem(False)
     with interpreted():
