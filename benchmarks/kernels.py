@@ -23,6 +23,7 @@ from jaxtrain_kernels import attention, logp_gather, moe_ffn
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
+from jaxtrain_kernels.tree_attention import cudnn
 from timing import jax_ms, torch_ms
 
 PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
@@ -65,6 +66,9 @@ def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
     if case.window is not None:
         options["positions"] = arrays["positions"]
+    if impl == "cudnn":  # which would rather know how many documents there are
+        options |= {"documents": len(case.forest()) * case.rows, "scale": case.head_dim**-0.5}
+        return lambda q, k, v: cudnn.attention(q, k, v, arrays["until"], **options)
     return lambda q, k, v: attention(q, k, v, arrays["until"], impl=impl, **options)
 
 

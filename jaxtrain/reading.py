@@ -29,6 +29,8 @@ class Pending(NamedTuple):
     """The host batch that it trained on."""
     counters: dict[str, Any]
     """The source's counters when it had just given that batch."""
+    round: dict[str, float] = {}
+    """Numbers about the round that begins with that batch."""
 
 
 class Reader:
@@ -54,7 +56,6 @@ class Reader:
         if not output.finite:
             raise RunStopped(self.explain(pending, output))
         tokens, pairs = count_work(pending.batch, self.windows)
-        tokens, pairs = tokens * jax.process_count(), pairs * jax.process_count()
         flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
         rates = self.throughput.read(now, tokens, flops)
         values = {
