@@ -70,7 +70,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(cudnn, "backward", emulate_backward)
 
 
-def inputs(rng, B, T, N=2, K=1, H=8):
+def inputs(rng, B, T, N=2, K=1, H=64):
     shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H), "d_out": (B, T, N, H)}
     return {n: rng.standard_normal(shape) for n, shape in shapes.items()}
 
@@ -90,7 +90,7 @@ def check(sizes, T, *, window=None, documents=16, since=False, seed=0):
     if window is not None:
         mask &= positions[:, :, None] - positions[:, None] < window
     given = inputs(rng, len(sizes), T)
-    options = {"scale": 8**-0.5, "window": window, "documents": documents}
+    options = {"scale": 64**-0.5, "window": window, "documents": documents}
     if window is not None:
         options |= {"positions": jnp.asarray(positions), "key_positions": jnp.asarray(positions)}
     if since:
@@ -179,7 +179,7 @@ def test_what_is_no_documents_is_nan_never_wrong(monkeypatch, what):
 
 
 def test_declines_with_its_reason(monkeypatch):
-    x, until = jnp.zeros((1, 24, 1, 8), jnp.bfloat16), jnp.full((1, 24), 24, jnp.int32)
+    x, until = jnp.zeros((1, 24, 1, 64), jnp.bfloat16), jnp.full((1, 24), 24, jnp.int32)
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="Hopper GPU|written for jax"):
             attention(x, x, x, until, impl="cudnn")
