@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "context"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
