@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.norm import RMSNorm
@@ -94,7 +93,6 @@ class Attention(nnx.Module):
         out_BTNH = attend(
             q_BTNH, k_BSKH, v_BSKH, sight, window=window, softcap=self.softcap, impl=impl
         )
-        out_BTNH = checkpoint_name(out_BTNH, "attention_out")
         y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features"), cache
 

@@ -1,4 +1,4 @@
-"""Real processes on this machine, through the command line: one loss, one line when one of them ends.
+"""Real processes on this machine, through the command line: one loss, one line when one ends.
 
 They talk over gloo, as GPUs would over NCCL; each has two fake devices.
 """
@@ -57,7 +57,6 @@ every = 2
 plot = false
 console = "plain"
 """
-
 
 
 def start(folder: Path, count: int, *overrides: str, devices: int = 2, environs=None):
@@ -119,7 +118,9 @@ def wait_for_step(folder: Path, step: int, seconds: float = 200) -> None:
 
 def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path):
     whole = tmp_path / "whole"
-    assert finish(start(whole, 1, "run.max_steps=40", "parallel.launcher=none", devices=1, environs=[{}])) == [0]
+    assert finish(
+        start(whole, 1, "run.max_steps=40", "parallel.launcher=none", devices=1, environs=[{}])
+    ) == [0]
     expected = losses(whole)
 
     killed = tmp_path / "killed"
