@@ -14,7 +14,7 @@ from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.calculator import end_of_turn_ids
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.feed import row_group, row_shards
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine, LocalPublisher
@@ -94,7 +94,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             threaded=rollout.engine != "local",
             choose_again=second_tries,
         )
-        rows = data.micro_batch_size * row_shards(parts.mesh) // row_group(parts.mesh)[1]
+        rows = data.micro_batch_size * row_shards(parts.mesh)
         source = RoundSource(
             producer,
             read_labels(config, rows),
