@@ -216,7 +216,7 @@ def run(cases: list[Case], out: Path | None, command: str) -> None:
     head = f"{command}\n{jax.device_count()} {jax.devices()[0].device_kind}, jax {jax.__version__}"
     report = {"command": command, "hardware": head.splitlines()[1], "rows": []}
     print(f"{head}\n{HEADER}", flush=True)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
         programs = [pool.submit(Program, case) for case in cases]
         concurrent.futures.wait(programs)  # nothing compiles while steps are timed
         for case in cases:

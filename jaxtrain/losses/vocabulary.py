@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import LogProbs, logp_gather
 
-from jaxtrain.parallel.rules import partition_spec
+from jaxtrain.parallel.rules import partition_spec, split_axes
 
 
 def gather_logp(
@@ -70,11 +70,19 @@ def _per_device(local, hidden_BTD, head_VD, *per_token):
     if mesh.empty or mesh.size == 1:
         return local(None, hidden_BTD, head_VD, *per_token)
     tokens = partition_spec(("rows", "length", None), hidden_BTD.shape, mesh)
-    split = partition_spec(("vocab", None), head_VD.shape, mesh)[0]
+    words, features = split_axes(("vocab", "embed"), head_VD.shape, mesh)
+    split = words or None
     by_token = PartitionSpec(*tokens[:2])
+
+    def gathered(hidden_BTD, head_VD, *per_token):
+        if features:  # here and not by the partitioner: its transpose is a reduce-scatter
+            head_VD = head_VD.astype(hidden_BTD.dtype)
+            head_VD = jax.lax.all_gather(head_VD, features, axis=1, tiled=True)
+        return local(split, hidden_BTD, head_VD, *per_token)
+
     return jax.shard_map(
-        functools.partial(local, split),
-        in_specs=(tokens, PartitionSpec(split), *(by_token for _ in per_token)),
+        gathered,
+        in_specs=(tokens, PartitionSpec(split, features or None), *(by_token for _ in per_token)),
         out_specs=by_token,
         check_vma=False,
     )(hidden_BTD, head_VD, *per_token)
