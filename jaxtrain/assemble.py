@@ -136,14 +136,17 @@ def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
 
 def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
-    if parts.folder is None:
-        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
-        found = iter(split_model(model)[0].items())
-    else:
+    quantize = "none" if parts.adapter is None else parts.adapter.quantize
+    if parts.folder is not None:
         found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
-    if parts.adapter is None or parts.adapter.quantize == "none":
+    elif quantize == "none":
+        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        return split_model(model)[0]
+    else:
+        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+    if quantize == "none":
         return dict(found)
-    return quantise_params(found, abstract_params(parts)[0], parts.adapter.quantize)
+    return quantise_params(found, abstract_params(parts)[0], quantize)
 
 
 def open_params(parts: Parts, seed: int) -> Params:

@@ -95,7 +95,10 @@ def keeps_reference(config: Config) -> str | None:
         return None
     if task.reference != "auto":
         return task.reference
-    return "frozen" if config.adapter.kind == "none" else "adapter_off"
+    # Tables that are trained in full stay trained when adapters are off.
+    adapter = config.adapter
+    tables = adapter.train_embeddings or adapter.train_head
+    return "frozen" if adapter.kind == "none" or tables else "adapter_off"
 
 
 def open_scorer(session: Session) -> Scorer:

@@ -176,6 +176,13 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         )
     if task.reference == "adapter_off" and config.adapter.kind == "none":
         yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
+    if task.reference == "adapter_off" and (
+        config.adapter.train_embeddings or config.adapter.train_head
+    ):
+        yield (
+            "task.reference adapter_off is not the base where adapter.train_embeddings or"
+            ' train_head trains a table in full; set task.reference to "frozen"'
+        )
     if task.reference == "mixed" and config.adapter.kind != "none":
         yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
     if task.off_policy_threshold and task.objective == "m2po_mask":

@@ -44,14 +44,15 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.
         return table_VD[tokens_BT].astype(dtype)
     words, features = split_axes(("vocab", "embed"), table_VD.shape, mesh)
     rows, length = split_axes(("rows", "length"), tokens_BT.shape, mesh)
-    if not set(features) <= set(rows):  # fewer rows than devices: decoding
+    if not set(features) <= {*rows, *length}:  # fewer tokens than devices: decoding
         return table_VD[tokens_BT].astype(dtype)
+    dims = {axis: 0 if axis in rows else 1 for axis in features}
     local_T = tokens_BT.shape[1] // count_ways(length, mesh)
     scatter = words and local_T % count_ways(words, mesh) == 0
 
     def local(table_VD, tokens_BT):
         for axis in features:
-            tokens_BT = jax.lax.all_gather(tokens_BT, axis, axis=0, tiled=True)
+            tokens_BT = jax.lax.all_gather(tokens_BT, axis, axis=dims[axis], tiled=True)
         if words:
             first = jax.lax.axis_index(words) * table_VD.shape[0]
             tokens_BT = tokens_BT - first
@@ -61,7 +62,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.
             x_BTD = table_VD[tokens_BT]
         x_BTD = x_BTD.astype(dtype)
         for axis in reversed(features):
-            x_BTD = jax.lax.all_to_all(x_BTD, axis, 0, 2, tiled=True)
+            x_BTD = jax.lax.all_to_all(x_BTD, axis, dims[axis], 2, tiled=True)
         if scatter:
             return jax.lax.psum_scatter(x_BTD, words, scatter_dimension=1, tiled=True)
         return jax.lax.psum(x_BTD, words) if words else x_BTD

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.parallel.rules import gathered
+
 Dtype = jnp.dtype | type | str
 
 
@@ -45,7 +47,8 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
             kernel = self.kernel[...]
-            y = x @ kernel.astype(self.dtype)
+            axes = self.kernel.get_metadata()["axes"][-kernel.ndim :]
+            y = x @ gathered(kernel.astype(self.dtype), *axes)
         else:
             kernel, y = None, self.kernel.multiply(x)
         if self.adapter is not None:

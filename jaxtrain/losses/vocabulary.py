@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import LogProbs, logp_gather, weighted_logp
 
-from jaxtrain.parallel.rules import partition_spec
+from jaxtrain.parallel.rules import partition_spec, split_axes
 
 
 def gather_logp(
@@ -46,9 +46,18 @@ def gather_logp(
     if spec_BTD is None:
         return local(None, hidden_BTD, head_VD, *per_token)
     by_token = PartitionSpec(*spec_BTD[:2])
+    stored = _stored(head_VD)
+
+    def scored(hidden_BTD, head_VD, *per_token):
+        return local(vocabulary, hidden_BTD, _whole(head_VD, hidden_BTD.dtype, stored), *per_token)
+
     return jax.shard_map(
-        lambda *arrays: local(vocabulary, *arrays),
-        in_specs=(spec_BTD, PartitionSpec(vocabulary), *(by_token for _ in per_token)),
+        scored,
+        in_specs=(
+            spec_BTD,
+            PartitionSpec(vocabulary, stored or None),
+            *(by_token for _ in per_token),
+        ),
         out_specs=by_token,
         check_vma=False,
     )(hidden_BTD, head_VD, *per_token)
@@ -85,13 +94,16 @@ def sum_logp(
     for axes in by_token:
         shards += [axes] if isinstance(axes, str) else axes or ()
 
-    def summed(*arrays):
-        total, found = local(vocabulary, *arrays)
+    stored = _stored(head_VD)
+
+    def summed(hidden_BTD, head_VD, *per_token):
+        head_VD = _whole(head_VD, hidden_BTD.dtype, stored)
+        total, found = local(vocabulary, hidden_BTD, head_VD, *per_token)
         return jax.lax.psum(total, tuple(shards)) if shards else total, found
 
     return jax.shard_map(
         summed,
-        in_specs=(spec_BTD, PartitionSpec(vocabulary), by_token, by_token),
+        in_specs=(spec_BTD, PartitionSpec(vocabulary, stored or None), by_token, by_token),
         out_specs=(PartitionSpec(), by_token),
         check_vma=False,
     )(hidden_BTD, head_VD, target_BT, weight_BT)
@@ -104,3 +116,18 @@ def _placed(hidden_BTD, head_VD):
         return None, None
     spec_BTD = partition_spec(("rows", "length", None), hidden_BTD.shape, mesh)
     return spec_BTD, partition_spec(("vocab", None), head_VD.shape, mesh)[0]
+
+
+def _stored(head_VD) -> tuple[str, ...]:
+    """Mesh axes that the head's features are stored split over."""
+    return split_axes(("vocab", "embed"), head_VD.shape, jax.sharding.get_abstract_mesh())[1]
+
+
+def _whole(head_VD, dtype, axes):
+    """The head with all its features, in the dtype of the hidden states; inside shard_map.
+
+    Gathered here and not by the partitioner, so that its gradient is scattered back.
+    """
+    if not axes:
+        return head_VD
+    return jax.lax.all_gather(head_VD.astype(dtype), axes, axis=1, tiled=True)

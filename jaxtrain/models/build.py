@@ -90,6 +90,25 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
     return nnx.merge(graphdef, jax.jit(draw, out_shardings=out_shardings)(jax.random.key(seed)))
 
 
+def draw_params(
+    config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
+    quantises each before the next is there."""
+    module = family(config.architecture)
+    _, state = nnx.split(abstract(config, **options))
+    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    for path, _ in nnx.to_flat_state(state):
+
+        def draw(key: jax.Array, path: tuple = path) -> jax.Array:
+            model = module.Model(config, Options(**options), nnx.Rngs(params=key))
+            return dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+
+        place = places[path].get_value() if places else None
+        name = ".".join(map(str, path))
+        yield name, jax.jit(draw, out_shardings=place)(jax.random.key(seed))
+
+
 def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
     """The model of a Hugging Face folder of safetensors, its parameters in `param_dtype`.
 

@@ -9,6 +9,7 @@ activations are named where they are constrained. Nothing outside this file name
 `feed.py` and every shard_map read this table.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "context"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -79,6 +80,35 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
+
+
+def gathered(x: jax.Array, *names: str | None) -> jax.Array:
+    """A weight as a matmul wants it: in one piece along "embed", which only storage is cut along.
+
+    Said outright, because the partitioner may find it cheaper to gather activations instead. The
+    gradient goes straight back to the owners of the pieces: a reduce-scatter.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or not mesh_axes("embed", mesh):
+        return x
+    return _gathered(x, names)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x, names):
+    return constrain(x, *(None if name == "embed" else name for name in names))
+
+
+def _gathered_fwd(x, names):
+    return _gathered(x, names), None
+
+
+def _gathered_bwd(names, _, cotangent):
+    # In two steps, or the product that makes it takes its operands apart along "embed" as well.
+    return (constrain(_gathered(cotangent, names), *names),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:

@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxtrain.parallel.hub import free_port
 
@@ -136,3 +138,60 @@ def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path
     again = start(killed, 1, "run.max_steps=40", "parallel.tensor=2", environs=[{}])
     assert finish(again) == [0], output(killed, 0)
     assert losses(killed) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [[], ["adapter=lora", "adapter.train_embeddings=true"]])
+def test_a_run_goes_from_8_devices_to_2_and_back(tmp_path, extra):
+    """Full training, and LoRA whose frozen base every start draws anew; exports are equal, too."""
+    common = ["optim.lr_scheduler=constant", "run.export=true", *extra]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert finish(start(whole, 1, "run.max_steps=6", *common, devices=1, environs=[{}])) == [0]
+    for steps, devices, mesh in [
+        (2, 8, ["parallel.fsdp=4", "parallel.tensor=2"]),
+        (4, 2, ["parallel.fsdp=1", "parallel.context=2"]),
+        (6, 8, ["parallel.data=2", "parallel.fsdp=2", "parallel.context=2"]),
+    ]:
+        words = [f"run.max_steps={steps}", *mesh, *common]
+        running = start(moved, 1, *words, devices=devices, environs=[{}])
+        assert finish(running) == [0], output(moved, 0)
+    assert losses(moved) == pytest.approx(losses(whole), rel=2e-6)
+    files = [next((folder / "run" / "model").glob("*.safetensors")) for folder in (whole, moved)]
+    expected, found = (load_file(file) for file in files)
+    assert expected.keys() == found.keys()
+    for tensor, value in expected.items():
+        # AdamW's first steps divide by the gradient's own size: rounding of a gradient near 0
+        # shows as a share of the learning rate, 3e-3.
+        np.testing.assert_allclose(found[tensor], value, atol=3e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_four_processes_stop_together_and_tell_of_a_loss_once(tmp_path, victim):
+    words = ["run.max_steps=100000", "parallel.data=2", "parallel.fsdp=2", "parallel.context=2"]
+    running = start(tmp_path / "killed", 4, *words)
+    wait_for_step(tmp_path / "killed", 3)
+    running[victim].kill()
+    assert sorted(finish(running, 100)) == [-signal.SIGKILL, 1, 1, 1]
+    told = [line for i in range(4) for line in output(tmp_path / "killed", i) if "stopped:" in line]
+    assert len(told) == 1 and f"process {victim} on" in told[0]
+
+    running = start(tmp_path / "signalled", 4, *words)
+    wait_for_step(tmp_path / "signalled", 3)
+    running[victim].send_signal(signal.SIGTERM)
+    assert finish(running, 100) == [0, 0, 0, 0]
+    assert "SIGTERM: saved step" in output(tmp_path / "signalled", 0)[-1]
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_once(tmp_path):
+    running = start(tmp_path / "all", 2, "data.sequence_len=100000")
+    assert finish(running, 100) == [2, 2]
+    told = [line for i in range(2) for line in output(tmp_path / "all", i)]
+    assert sum("data.sequence_len" in line for line in told) == 1
+    assert not any("Traceback" in line for line in told)
+
+    running = start(tmp_path / "missing", 2, "parallel.start_timeout=20")
+    running[1].kill()
+    assert finish(running, 100) == [1, -signal.SIGKILL]
+    assert "process 1" in output(tmp_path / "missing", 0)[-1]
