@@ -18,6 +18,7 @@ from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine, LocalPublisher
+from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -107,7 +108,8 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
         )
         second_tries.source = source
         stack.callback(source.close)
-        prepare = Preparation(task, source)
+        comparison = RoundComparison(config.sampling.temperature, say)
+        prepare = Preparation(task, source, comparison)
         return Rollouts(source, publisher, prepare, int(total_steps), stack.pop_all())
 
 
