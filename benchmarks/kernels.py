@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import vocabulary
-from jaxtrain_kernels import attention, logp_gather, moe_ffn
+from jaxtrain_kernels import Adapters, attention, logp_gather, moe_ffn
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
@@ -213,6 +213,35 @@ def moe_step(experts, impl):
     return step
 
 
+def expert_adapters(case, rank: int = 16):
+    """a and b in float32 for gate, up and down of every expert."""
+    rng = np.random.default_rng(1)
+    D, F = case.width, case.hidden
+    sizes = [(i, o) for i, o in ((D, F), (D, F), (F, D))]
+    shapes = [
+        shape for i, o in sizes for shape in ((case.experts, i, rank), (case.experts, rank, o))
+    ]
+    return [jnp.asarray(0.02 * rng.standard_normal(s), jnp.float32) for s in shapes]
+
+
+def moe_frozen_step(experts, impl, num_factors):
+    """Output and the gradients of x, gates and adapters, with frozen experts."""
+
+    def step(x, gates, *rest):
+        weights, g, factors = rest[:3], rest[3], rest[4:]
+        assert len(factors) == num_factors
+
+        def layer(x, gates, *factors):
+            adapters = Adapters(*zip(factors[::2], factors[1::2], strict=True))
+            options = {"adapters": adapters, "freeze_experts": True, "impl": impl}
+            return moe_ffn(x, experts, gates, *weights, **options)
+
+        out, pull = jax.vjp(layer, x, gates, *factors)
+        return out, *pull(g)
+
+    return step
+
+
 def run_moe(case, impls, report):
     experts, arrays = moe_arrays(case, jnp.bfloat16)
     given = [arrays[n] for n in MOE_GIVEN]
@@ -223,6 +252,10 @@ def run_moe(case, impls, report):
         report.timed(flops, timing, **labels, step="forward")
         timing = functools.partial(jax_ms, moe_step(experts, impl), *given, arrays["g"])
         report.timed(3 * flops, timing, **labels, step="both")
+        for name, adapters in (("frozen", ()), ("lora", expert_adapters(case))):
+            step = moe_frozen_step(experts, impl, len(adapters))
+            timing = functools.partial(jax_ms, step, *given, arrays["g"], *adapters)
+            report.timed(2 * flops, timing, **labels, step=name)
     if "torch" in impls:
         import torch_peers
 

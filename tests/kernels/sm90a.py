@@ -101,22 +101,30 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
-def moe_step():
-    from jaxtrain_kernels import moe_ffn
-
-    def loss(x, experts, gates, *weights):
-        return moe_ffn(x, experts, gates, *weights, impl="mosaic_gpu").astype(jnp.float32).sum()
+def moe_step(rank: int | None = None):
+    from jaxtrain_kernels import Adapters, moe_ffn
 
     T, D, F, E = 8192, 2048, 768, 128
+    sizes = [(D, F), (D, F), (F, D)]
     x, *weights = (
-        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), (E, D, F), (E, D, F), (E, F, D))
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), *((E, *size) for size in sizes))
     )
     gates, experts = (jax.ShapeDtypeStruct((T, 8), t) for t in (jnp.float32, jnp.int32))
-    return jax.grad(loss, (0, 2, 3, 4, 5)), x, experts, gates, *weights
+    shapes = [s for i, o in sizes for s in ((E, i, rank), (E, rank, o))] if rank else []
+    factors = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+
+    def loss(x, experts, gates, *rest):
+        adapters = Adapters(*zip(rest[3::2], rest[4::2], strict=True))
+        options = {"adapters": adapters, "freeze_experts": bool(rank), "impl": "mosaic_gpu"}
+        return moe_ffn(x, experts, gates, *rest[:3], **options).astype(jnp.float32).sum()
+
+    trained = (0, 2, *range(6, 12)) if rank else (0, 2, 3, 4, 5)
+    return jax.grad(loss, trained), x, experts, gates, *weights, *factors
 
 
 def main():
     report("moe", *moe_step())
+    report("moe lora", *moe_step(rank=16))
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     for head_dim in (64, 128, 256):

@@ -50,6 +50,9 @@ def test_kernels_compile_for_hopper():
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     kernels = {row["kernel"] for row in rows}
     assert kernels == {
+        "grouped_gated_gradient",
+        "grouped_gated_product",
+        "grouped_gather",
         "grouped_product",
         "grouped_weight_gradient",
         "logp_d_logits",
