@@ -156,7 +156,7 @@ class Producer:
 
     def state(self) -> dict[str, Any]:
         """Cursor of the prompts: what was taken is done, all else will be asked again."""
-        return self._wait(self._prompts_state())
+        return self._wait(self._prompts_state(), patient=True)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a cursor; before the first take()."""

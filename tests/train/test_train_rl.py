@@ -147,6 +147,13 @@ def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tm
     assert parts[3]["kl"] == whole[3]["kl"]
 
 
+def test_a_dry_run_traces_the_step_and_samples_nothing(config, tmp_path, capsys):
+    assert main(["--config", str(config), f"run.output_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert "200 prompts" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    assert main(["preprocess", "--config", str(config)]) == 2
+
+
 @pytest.mark.slow  # a compilation each; the losses themselves have fast tests
 @pytest.mark.parametrize(
     "objective", ["dr_grpo", "bnpo", "gdpo", "gspo", "cispo", "rloo", "reinforce", "m2po_clip"]
