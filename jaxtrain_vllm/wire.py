@@ -78,7 +78,7 @@ def checksum(tensors: Tensors) -> int:
     for name in sorted(tensors):
         shape, dtype, bits = tensors[name]
         crc = zlib.crc32(f"{name} {tuple(shape)} {dtype}\n".encode(), crc)
-        crc = zlib.crc32(memoryview(np.ascontiguousarray(bits)).cast("B"), crc)
+        crc = zlib.crc32(np.ascontiguousarray(bits).data.cast("B"), crc)
     return crc
 
 
@@ -154,7 +154,7 @@ def send_message(
     connection: socket.socket, header: Mapping[str, Any], payload: Iterable[np.ndarray] = ()
 ) -> int:
     """Send a message; returns the bytes of its payload."""
-    parts = [memoryview(np.ascontiguousarray(part)).cast("B") for part in payload]
+    parts = [np.ascontiguousarray(part).data.cast("B") for part in payload]
     size = sum(len(part) for part in parts)
     text = json.dumps({**header, "bytes": size}).encode()
     connection.sendall(MAGIC + struct.pack("<I", len(text)) + text)

@@ -47,10 +47,10 @@ class RoundComparison:
         if fresh:
             cause, rounds = self._last
             self._last = (found.cause, rounds + 1 if found.cause == cause else 1)
-        lasting = fresh and found.cause is not None and self._last[1] >= LASTING
-        if lasting and found.cause not in self._said:
-            self._said.add(found.cause)
-            self.say(f"sampler and trainer disagree ({found.cause}): {found.sentence}")
+        cause, rounds = self._last
+        if fresh and cause is not None and rounds >= LASTING and cause not in self._said:
+            self._said.add(cause)
+            self.say(f"sampler and trainer disagree ({cause}): {found.sentence}")
         return {name: x for name, x in found.metrics.items() if name.startswith("mismatch/")}
 
 

@@ -101,6 +101,7 @@ class WeightPublisher:
         """Bring the newest version to one server and see that it has arrived."""
         with server.sync_lock:
             edition = self.newest
+            assert edition is not None, "nothing was published yet"
             links = self._find_links(server)
             try:
                 self._stage(links, edition)
