@@ -3,10 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: quickstart test test-slow test-kernels lint style types docs clean
+.PHONY: quickstart rl test test-slow test-kernels lint style types docs clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
+
+# Reinforcement learning with the sampler in the process: a short warm-up, then GRPO.
+rl: $(VENV)/installed
+	$(RUN) -m jaxtrain.main --config configs/rl_calculator_warmup.toml run.overwrite=true
+	$(RUN) -m jaxtrain.main --config configs/rl_calculator.toml run.overwrite=true
 
 test: $(VENV)/installed-test style
 	$(RUN) -m pytest -n 2
