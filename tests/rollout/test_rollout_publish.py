@@ -410,6 +410,8 @@ def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
         ({"sync": "lora"}, "dora", "sync", "needs adapter.kind lora, which is dora"),
         ({"sync": "delta"}, "lora", "sync", "sends whole weights, but adapter.kind lora"),
         ({"sleep": True}, "none", "async", "stops the servers while training"),
+        ({"listen": "0.0.0.0"}, "none", "sync", "not where servers can connect"),
+        ({"servers": ["http://far:1"]}, "none", "sync", "cannot be reached from http://far:1"),
     ],
 )
 def test_settings_that_cannot_work_together(settings, adapter, mode, told):
@@ -419,5 +421,5 @@ def test_settings_that_cannot_work_together(settings, adapter, mode, told):
 
 def test_settings_that_can():
     for sync, adapter in (("lora", "lora"), ("full", "none"), ("delta", "none")):
-        config = VllmConfig(servers=["http://a", "http://b"], sync=sync)
+        config = VllmConfig(servers=["http://a", "http://b"], sync=sync, listen="10.0.0.7")
         assert not list(find_vllm_conflicts(config, adapter, "async"))
