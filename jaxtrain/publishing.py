@@ -53,10 +53,12 @@ def open_lora(
     servers: Servers, folder: Path, parts: Parts, base_name: str | None = None
 ) -> LoraPublisher:
     """Publishes the run's adapter."""
-    entries = adapter_entries(parts.architecture, parts.adapter)
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    entries = adapter_entries(parts.architecture, adapter)
 
     def write(params: Params, target: Path) -> None:
-        write_peft(params, parts.architecture, parts.adapter, target, base_name)
+        write_peft(params, parts.architecture, adapter, target, base_name)
 
     def measure(params: Params) -> int:
         # The header of a few hundred bytes a tensor, and adapter_config.json.
@@ -84,6 +86,7 @@ def list_pieces(params: Params, entries: list[Entry]) -> Iterator[Piece]:
 def check_adapter(parts: Parts) -> None:
     """Refuse an adapter that vLLM would serve as something else."""
     adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
     if adapter.full:
         raise UserError(
             "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter; set"

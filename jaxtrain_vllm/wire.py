@@ -9,7 +9,8 @@
 A message is b"JXW1", the header's length as u32 and its JSON, then header["bytes"] raw bytes. All
 numbers are little-endian. Tensors travel as raw bits: nothing here knows what a bfloat16 is.
 A delta holds new values, not differences, so that applying it is exact and can be repeated
-(AstraFlow's delta transfer).
+(AstraFlow's delta transfer); where they belong is told by positions or, if shorter, by one bit for
+each item of the tensor.
 """
 
 import json
@@ -51,6 +52,21 @@ class Changes(NamedTuple):
     """Ascending flat positions, u32 (u64 in a tensor of more than 2**32 items)."""
     values: np.ndarray
     """The new bits at those positions."""
+    size: int
+    """Items of the tensor."""
+
+    @property
+    def as_mask(self) -> bool:
+        """Whether one bit for each item of the tensor is shorter than the positions."""
+        return self.size < 8 * self.positions.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the changes take in a message."""
+        if not self.positions.size:
+            return 0
+        where = -(-self.size // 8) if self.as_mask else self.positions.nbytes
+        return where + self.values.nbytes
 
 
 def empty_bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -62,12 +78,12 @@ def find_changes(old: np.ndarray, new: np.ndarray) -> Changes:
     """What turns the bits `old` into `new`, both flat and of one width."""
     positions = np.flatnonzero(old != new)
     index = np.dtype("<u4") if new.size <= 2**32 else np.dtype("<u8")
-    return Changes(positions.astype(index), new[positions])
+    return Changes(positions.astype(index), new[positions], new.size)
 
 
 def apply_changes(bits: np.ndarray, changes: Changes) -> Changes:
     """Write the changes into `bits`; returns what undoes them."""
-    undo = Changes(changes.positions, bits[changes.positions])
+    undo = Changes(changes.positions, bits[changes.positions], bits.size)
     bits[changes.positions] = changes.values
     return undo
 
@@ -78,7 +94,7 @@ def checksum(tensors: Tensors) -> int:
     for name in sorted(tensors):
         shape, dtype, bits = tensors[name]
         crc = zlib.crc32(f"{name} {tuple(shape)} {dtype}\n".encode(), crc)
-        crc = zlib.crc32(memoryview(np.ascontiguousarray(bits)).cast("B"), crc)
+        crc = zlib.crc32(np.ascontiguousarray(bits).data.cast("B"), crc)
     return crc
 
 
@@ -94,12 +110,17 @@ def pack_full(tensors: Tensors) -> tuple[list[dict[str, Any]], list[np.ndarray]]
 def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
     """(descriptions for the header, payload) of changes; unchanged tensors are left out."""
     described, payload = [], []
-    for name, (positions, values) in changes.items():
-        if positions.size:
-            described.append(
-                {"name": name, "count": positions.size, "index_bytes": positions.itemsize}
-            )
-            payload += [positions, values]
+    for name, change in changes.items():
+        where = change.positions
+        if not where.size:
+            continue
+        item = {"name": name, "count": where.size, "index_bytes": where.itemsize}
+        if change.as_mask:
+            mask = np.zeros(change.size, bool)
+            mask[where] = True
+            item["index_bytes"], where = 0, np.packbits(mask)
+        described.append(item)
+        payload += [where, change.values]
     return described, payload
 
 
@@ -127,14 +148,21 @@ def unpack_delta(
         if item["name"] not in base:
             raise WireError(f"a delta of {item['name']}, which the last version has not")
         bits, count = base[item["name"]].bits, item["count"]
-        index = np.dtype(f"<u{item['index_bytes']}")
-        positions = _take(payload, start, count, index)
-        start += positions.nbytes
+        if item["index_bytes"]:
+            index = np.dtype(f"<u{item['index_bytes']}")
+            positions = _take(payload, start, count, index)
+            start += positions.nbytes
+        else:  # one bit for each item of the tensor
+            mask = _take(payload, start, -(-bits.size // 8), np.dtype("u1"))
+            start += mask.nbytes
+            positions = np.flatnonzero(np.unpackbits(mask, count=bits.size))
+            if positions.size != count:
+                raise WireError(f"{positions.size} places for {count} values of {item['name']}")
         values = _take(payload, start, count, bits.dtype)
         start += values.nbytes
         if count and int(positions.max()) >= bits.size:
             raise WireError(f"a delta of {item['name']} points outside of it")
-        found[item["name"]] = Changes(positions, values)
+        found[item["name"]] = Changes(positions, values, bits.size)
     _check_end(start, payload)
     return found
 
@@ -154,7 +182,7 @@ def send_message(
     connection: socket.socket, header: Mapping[str, Any], payload: Iterable[np.ndarray] = ()
 ) -> int:
     """Send a message; returns the bytes of its payload."""
-    parts = [memoryview(np.ascontiguousarray(part)).cast("B") for part in payload]
+    parts = [np.ascontiguousarray(part).data.cast("B") for part in payload]
     size = sum(len(part) for part in parts)
     text = json.dumps({**header, "bytes": size}).encode()
     connection.sendall(MAGIC + struct.pack("<I", len(text)) + text)

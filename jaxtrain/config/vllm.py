@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class VllmConfig(Section):
@@ -71,6 +75,17 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
         yield (
             f"rollout.vllm.sync {vllm.sync} sends whole weights, but adapter.kind {adapter_kind}"
             ' trains an adapter; set rollout.vllm.sync to "lora" or adapter.kind to "none"'
+        )
+    remote = [url for url in vllm.servers if urlsplit(url).hostname not in LOCAL]
+    if vllm.sync != "lora" and vllm.listen in EVERYWHERE:
+        yield (
+            f"rollout.vllm.listen {vllm.listen!r} is where to listen, not where servers can connect"
+            " to; write this machine's address"
+        )
+    if vllm.sync != "lora" and vllm.listen in LOCAL and remote:
+        yield (
+            f"rollout.vllm.listen {vllm.listen!r} cannot be reached from {remote[0]}; write this"
+            " machine's address as that server sees it"
         )
     if vllm.sleep and mode != "sync":
         yield (

@@ -12,9 +12,9 @@ import numpy as np
 
 MOST_CUT = 2.0
 """-log of the mass that truncation may leave: beyond, it is not what explains a difference."""
-LASTING = 2
-"""Rounds in a row with the same finding before it is said: one may be chance."""
-MIN_TOKENS = 64
+HARMLESS = 0.02
+"""A scatter by precision below this is not worth a word."""
+MIN_TOKENS = 256
 """Fewer say nothing about a system."""
 EXACT, COARSE = 1e-3, 0.15
 """Mean |d| below the first: the same arithmetic. Spread of d up to the second: a coarser format."""
@@ -31,12 +31,11 @@ class Mismatch(NamedTuple):
 
 
 class RoundComparison:
-    """Compares each round, and says once what has been wrong for LASTING rounds."""
+    """Compares rounds, and says once what is wrong with them."""
 
     def __init__(self, temperature: float, say: Callable[[str], None]):
         self.temperature, self.say = temperature, say
         self._said: set[str] = set()
-        self._last: tuple[str | None, int] = (None, 0)
 
     def __call__(
         self, sampler_logp: np.ndarray, trainer_logp: np.ndarray, fresh: bool
@@ -44,11 +43,8 @@ class RoundComparison:
         """Metrics of a round's trained tokens; fresh: the trainer's present weights drew it."""
         mask = np.full(np.shape(sampler_logp), fresh)
         found = compare(sampler_logp, trainer_logp, self.temperature, mask)
-        if fresh:
-            cause, rounds = self._last
-            self._last = (found.cause, rounds + 1 if found.cause == cause else 1)
-        lasting = fresh and found.cause is not None and self._last[1] >= LASTING
-        if lasting and found.cause not in self._said:
+        small = found.cause == "precision" and np.std(trainer_logp - sampler_logp) < HARMLESS
+        if found.cause is not None and found.cause not in self._said and not small:
             self._said.add(found.cause)
             self.say(f"sampler and trainer disagree ({found.cause}): {found.sentence}")
         return {name: x for name, x in found.metrics.items() if name.startswith("mismatch/")}

@@ -101,6 +101,7 @@ class WeightPublisher:
         """Bring the newest version to one server and see that it has arrived."""
         with server.sync_lock:
             edition = self.newest
+            assert edition is not None, "nothing was published yet"
             links = self._find_links(server)
             try:
                 self._stage(links, edition)
@@ -125,7 +126,7 @@ class WeightPublisher:
                 name: wire.find_changes(old.tensors[name].bits, tensor.bits)
                 for name, tensor in tensors.items()
             }
-            size = sum(c.positions.nbytes + c.values.nbytes for c in changes.values())
+            size = sum(change.nbytes for change in changes.values())
             whole = sum(tensor.bits.nbytes for tensor in tensors.values())
             base = old.version
             if size > WORTH * whole:

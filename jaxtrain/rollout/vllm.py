@@ -196,14 +196,16 @@ class VllmEngine:
             if server.version != began and answer.finish_reason != "abort":
                 raise Lost("weights changed", "the weights changed while it was answered")
             return [began] * count
-        versions = [self.servers.read_label(label) for label in answer.labels]
-        if None in versions:
-            label = answer.labels[versions.index(None)]
-            self.servers.count("unknown_version")
-            self.servers.drop(
-                server, f"it samples from weights {label!r}, which this run never sent"
-            )
-            raise Lost("unknown weights", f"{server.url} sampled from unknown weights")
+        versions: list[int] = []
+        for label in answer.labels:
+            version = self.servers.read_label(label)
+            if version is None:
+                self.servers.count("unknown_version")
+                self.servers.drop(
+                    server, f"it samples from weights {label!r}, which this run never sent"
+                )
+                raise Lost("unknown weights", f"{server.url} sampled from unknown weights")
+            versions.append(version)
         return versions
 
     async def _post(self, line: Line, server: Server, body: dict) -> tuple[int, bytes]:

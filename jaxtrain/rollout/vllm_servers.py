@@ -229,7 +229,7 @@ class Servers:
                 continue
             server.strikes = 0
             if server.state == "down" and self.version >= 0 and self.bring is not None:
-                self._take_back(server)
+                self._take_back(server, self.bring)
 
     def _note_failure(self, server: Server, error: ServerGone | ServerRefused) -> None:
         server.strikes += 1
@@ -239,10 +239,10 @@ class Servers:
         elif late:
             server.nudge.set()
 
-    def _take_back(self, server: Server) -> None:
+    def _take_back(self, server: Server, bring: Callable[[Server], None]) -> None:
         try:
             self._inspect(server)
-            self.bring(server)
+            bring(server)
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except (UserError, RunStopped) as error:

@@ -102,6 +102,10 @@ def read_labels(config: Config, rows: int) -> Labels:
     )
 
 
+LOOK_EVERY = 20
+"""Rounds between two looks at sampler and trainer that cost a forward pass of their own."""
+
+
 class Preparation:
     """Everything about a round that needs the current weights, before its first update."""
 
@@ -109,15 +113,18 @@ class Preparation:
         self, task: RLTask, source: RoundSource, comparison: RoundComparison | None = None
     ):
         self.task, self.source, self.comparison = task, source, comparison
+        self._rounds = 0
         self.metrics: dict[str, float] = {}
 
     def __call__(self, batches: list[Batch], scorer: Scorer) -> list[Batch]:
         """The round as it is trained: streams filled in, one batch for each update."""
         task, self.metrics = self.task, {}
+        looks = self.comparison is not None and self._rounds % LOOK_EVERY == 0
+        self._rounds += 1
         filled = []
         for batch in batches:
             streams = dict(batch.streams)
-            if scores_policy(task):
+            if scores_policy(task) or looks:
                 streams["policy_logp"] = scorer.logp(batch, "policy")
             if scores_reference(task):
                 streams["ref_logp"] = scorer.logp(batch, "reference")
@@ -125,7 +132,7 @@ class Preparation:
             old = "sampler_logp" if from_sampler else "policy_logp"
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
-        if self.comparison is not None and scores_policy(task):
+        if self.comparison is not None and (scores_policy(task) or looks):
             self.metrics |= self.compare(filled)
         if task.beta > 0 and task.knob("kl_in") == "reward":
             filled = self.penalise(filled)

@@ -109,7 +109,8 @@ def test_a_delta_is_what_changed_and_a_full_sync_comes_now_and_then():
             params = {name: array.copy() for name, array in params.items()}
             params["model.norm.weight"][version] += 1.0
     whole_bytes = (16 * 8 + 8) * 2.0
-    assert sent == [(0, whole_bytes), (1, 6.0), (1, 6.0), (0, whole_bytes), (1, 6.0)]
+    # One value of two bytes, and a bit for each of the 8 items of that tensor.
+    assert sent == [(0, whole_bytes), (1, 3.0), (1, 3.0), (0, whole_bytes), (1, 3.0)]
 
 
 def test_a_change_too_small_for_the_format_sends_nothing():
@@ -255,6 +256,29 @@ def test_a_flipped_bit_on_the_way_is_noticed_and_rolled_back():
     shelf.commit(1, lambda tensors: None)
     assert wire.checksum(shelf.tensors) == wire.checksum(second)
     assert "a delta on version 0" in shelf.answer(header, join(payload))["error"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.5, 1.0])
+def test_a_delta_comes_out_as_it_went_in(size, share):
+    """As positions or as a mask, whichever is shorter; in neither case longer than said."""
+    rng = np.random.default_rng(size)
+    old = wire.Tensor((size,), "float32", rng.integers(0, 2**32, size, np.uint32))
+    new = np.where(rng.random(size) < share, old.bits ^ 1, old.bits)
+    changes = wire.find_changes(old.bits, new)
+    described, payload = wire.pack_delta({"a": changes})
+    assert sum(part.nbytes for part in payload) == changes.nbytes
+    assert changes.nbytes <= changes.positions.nbytes + changes.values.nbytes
+    found = wire.unpack_delta(described, join(payload), {"a": old})
+    for change in found.values():
+        undo = wire.apply_changes(old.bits, change)
+        np.testing.assert_array_equal(old.bits, new)
+        wire.apply_changes(old.bits, undo)
+    assert bool(found) == bool((old.bits != new).any())
+    if described and not described[0]["index_bytes"]:
+        described[0]["count"] += 1
+        with pytest.raises(wire.WireError, match="places for"):
+            wire.unpack_delta(described, join(payload), {"a": old})
 
 
 def join(payload):
@@ -410,6 +434,8 @@ def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
         ({"sync": "lora"}, "dora", "sync", "needs adapter.kind lora, which is dora"),
         ({"sync": "delta"}, "lora", "sync", "sends whole weights, but adapter.kind lora"),
         ({"sleep": True}, "none", "async", "stops the servers while training"),
+        ({"listen": "0.0.0.0"}, "none", "sync", "not where servers can connect"),
+        ({"servers": ["http://far:1"]}, "none", "sync", "cannot be reached from http://far:1"),
     ],
 )
 def test_settings_that_cannot_work_together(settings, adapter, mode, told):
@@ -419,5 +445,5 @@ def test_settings_that_cannot_work_together(settings, adapter, mode, told):
 
 def test_settings_that_can():
     for sync, adapter in (("lora", "lora"), ("full", "none"), ("delta", "none")):
-        config = VllmConfig(servers=["http://a", "http://b"], sync=sync)
+        config = VllmConfig(servers=["http://a", "http://b"], sync=sync, listen="10.0.0.7")
         assert not list(find_vllm_conflicts(config, adapter, "async"))
