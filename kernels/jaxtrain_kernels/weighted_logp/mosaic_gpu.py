@@ -124,7 +124,7 @@ def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, fact
 
     z_target = gather.target_logits(hidden, low, jnp.where(here, mine, 0), backend.softcap)
     z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
-    sample = low[:: max(1, V // SAMPLE)]
+    sample = low[:: max(1, V // SAMPLE)][:SAMPLE]  # more than 512 would not be aligned
     highest = jnp.einsum("TD,VD->TV", hidden, sample, preferred_element_type=f32).max(1)
     if backend.softcap is not None:
         highest = backend.softcap * jnp.tanh(highest / backend.softcap)
