@@ -141,7 +141,7 @@ def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
     sums = gpu.exponentials(hidden, low, factor, base, active=again, into=kept, **kernel)
     w_TV = jax.freeze(kept)
     exact = across(lax.psum, sums.sum(1), backend.axis)
-    total, moment = jnp.where(failed, exact, jnp.stack([total, moment]))
+    total, moment = jnp.where(failed[None], exact, jnp.stack([total, moment]))
 
     log_total = jnp.log2(total)
     power = z_target * factor - base  # the target's own
