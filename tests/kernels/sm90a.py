@@ -74,6 +74,27 @@ def report(case, function, *shapes):
         print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
 
 
+def weighted_logp_step(**settings):
+    from jaxtrain_kernels import weighted_logp
+
+    def loss(hidden, head, targets, weights):
+        return weighted_logp(hidden, head, targets, weights, impl="mosaic_gpu", **settings)[0]
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 1024), (151936, 1024))]
+    per_token = [jax.ShapeDtypeStruct((1024,), t) for t in (jnp.int32, jnp.float32)]
+    return jax.grad(loss, (0, 1)), *arrays, *per_token
+
+
+def logp_of_logits_step():
+    from jaxtrain_kernels import logp_of_logits
+
+    def values(logits, targets):
+        return logp_of_logits(logits, targets, impl="mosaic_gpu")
+
+    logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
+    return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+
 def attention_step(head_dim, **settings):
     from jaxtrain_kernels import attention
 
@@ -101,27 +122,6 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
-def weighted_logp_step(**settings):
-    from jaxtrain_kernels import weighted_logp
-
-    def loss(hidden, head, targets, weights):
-        return weighted_logp(hidden, head, targets, weights, impl="mosaic_gpu", **settings)[0]
-
-    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 1024), (151936, 1024))]
-    per_token = [jax.ShapeDtypeStruct((1024,), t) for t in (jnp.int32, jnp.float32)]
-    return jax.grad(loss, (0, 1)), *arrays, *per_token
-
-
-def logp_of_logits_step():
-    from jaxtrain_kernels import logp_of_logits
-
-    def values(logits, targets):
-        return logp_of_logits(logits, targets, impl="mosaic_gpu")
-
-    logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
-    return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
-
-
 def moe_step():
     from jaxtrain_kernels import moe_ffn
 
@@ -140,9 +140,6 @@ def main():
     report("moe", *moe_step())
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
-    report("weighted_logp", *weighted_logp_step())
-    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
-    report("logp_of_logits", *logp_of_logits_step())
     for head_dim in (64, 128, 256):
         for name, settings in {
             "": {},
@@ -150,6 +147,9 @@ def main():
             "window": {"window": 64},
         }.items():
             report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
+    report("weighted_logp", *weighted_logp_step())
+    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
+    report("logp_of_logits", *logp_of_logits_step())
 
 
 if __name__ == "__main__":
