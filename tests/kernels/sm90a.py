@@ -74,6 +74,18 @@ def report(case, function, *shapes):
         print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
 
 
+def attention_step(head_dim, **settings):
+    from jaxtrain_kernels import attention
+
+    def loss(q, k, v, until, positions):
+        out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
+        return out.astype(jnp.float32).sum()
+
+    heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
+    metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
+    return jax.grad(loss, (0, 1, 2)), *heads, *metadata
+
+
 def weighted_logp_step(**settings):
     from jaxtrain_kernels import weighted_logp
 
@@ -93,18 +105,6 @@ def logp_of_logits_step():
 
     logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
     return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
-
-
-def attention_step(head_dim, **settings):
-    from jaxtrain_kernels import attention
-
-    def loss(q, k, v, until, positions):
-        out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
-        return out.astype(jnp.float32).sum()
-
-    heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
-    metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
-    return jax.grad(loss, (0, 1, 2)), *heads, *metadata
 
 
 def logp_gather_step(**settings):
@@ -140,6 +140,9 @@ def main():
     report("moe", *moe_step())
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
+    report("weighted_logp", *weighted_logp_step())
+    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
+    report("logp_of_logits", *logp_of_logits_step())
     for head_dim in (64, 128, 256):
         for name, settings in {
             "": {},
@@ -147,9 +150,6 @@ def main():
             "window": {"window": 64},
         }.items():
             report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
-    report("weighted_logp", *weighted_logp_step())
-    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
-    report("logp_of_logits", *logp_of_logits_step())
 
 
 if __name__ == "__main__":
