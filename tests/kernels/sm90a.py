@@ -86,6 +86,27 @@ def attention_step(head_dim, **settings):
     return jax.grad(loss, (0, 1, 2)), *heads, *metadata
 
 
+def weighted_logp_step(**settings):
+    from jaxtrain_kernels import weighted_logp
+
+    def loss(hidden, head, targets, weights):
+        return weighted_logp(hidden, head, targets, weights, impl="mosaic_gpu", **settings)[0]
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 1024), (151936, 1024))]
+    per_token = [jax.ShapeDtypeStruct((1024,), t) for t in (jnp.int32, jnp.float32)]
+    return jax.grad(loss, (0, 1)), *arrays, *per_token
+
+
+def logp_of_logits_step():
+    from jaxtrain_kernels import logp_of_logits
+
+    def values(logits, targets):
+        return logp_of_logits(logits, targets, impl="mosaic_gpu")
+
+    logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
+    return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+
 def logp_gather_step(**settings):
     from jaxtrain_kernels import logp_gather
 
@@ -127,6 +148,9 @@ def main():
     report("moe lora", *moe_step(rank=16))
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
+    report("weighted_logp", *weighted_logp_step())
+    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
+    report("logp_of_logits", *logp_of_logits_step())
     for head_dim in (64, 128, 256):
         for name, settings in {
             "": {},

@@ -16,6 +16,7 @@ PTXAS = Path("/usr/local/cuda/bin/ptxas")
 ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are not named: none
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
+    ("weighted_logp softcap", "logp_exponentials"): 72,
     ("attention d128", "tree_attention_dkv"): 96,
     ("attention d128 softcap", "tree_attention_dkv"): 256,
     ("attention d128 window", "tree_attention_dkv"): 96,
@@ -56,6 +57,8 @@ def test_kernels_compile_for_hopper():
         "grouped_product",
         "grouped_weight_gradient",
         "logp_d_logits",
+        "logp_exponentials",
+        "logp_of_logits",
         "logp_statistics",
         "tree_attention_dkv",
         "tree_attention_dq",

@@ -219,7 +219,7 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
 def merge(top, total, moment):
     """(log-sum-exp, entropy) [T] of rows from parts [P, T] as `statistics` describes them."""
     highest = top.max(0)
-    shift = top - highest
+    shift = top - highest[None]
     decay = jnp.exp2(shift)
     moment = ((moment + total * shift) * decay).sum(0)
     total = (total * decay).sum(0)

@@ -25,11 +25,11 @@ LOWEST = -1e30
 class Config:
     """Sizes of the kernel."""
 
-    columns: int = 128
+    columns: int = 256
     """Logits of a row in a chunk: a multiple of 64."""
     warpgroups: int = 3
     """Compute warpgroups of a thread block."""
-    stages: int = 4
+    stages: int = 2
     """Chunks in flight for each of them."""
     sums: int = 16
     """Columns that a row's sums are kept in: independent chains of additions."""

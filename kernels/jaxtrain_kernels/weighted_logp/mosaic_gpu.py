@@ -94,37 +94,35 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
     )
     padded = T + missing
     rows = min(backend.rows, padded)
-    chunks = -(-padded // rows)
+    rest = padded % rows or rows
 
-    def chunk(carry, index):
-        # The last chunk may overlap the one before; rows count once in the head's gradient.
+    def chunk(carry, first, size=rows):
         found, d_hidden, d_head = carry
-        first = jnp.minimum(index * rows, padded - rows)
-        parts = (lax.dynamic_slice_in_dim(x, first, rows) for x in arrays)
-        new = first + jnp.arange(rows, dtype=jnp.int32) >= index * rows
-        scores, piece, d_head = _chunk(backend, low, d_head, head.dtype, new, *parts)
+        parts = (lax.dynamic_slice_in_dim(x, first, size) for x in arrays)
+        scores, piece, d_head = _chunk(backend, low, d_head, head.dtype, *parts)
         found = lax.dynamic_update_slice_in_dim(found, jnp.stack(scores), first, 1)
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, piece, first, 0)
         return (found, d_hidden, d_head), None
 
-    # The first is no iteration: the head's gradient starts from its product, not from zeros.
+    # The first is no iteration: the head's gradient starts from its product, not from zeros. It is
+    # the short one: after the scan a sum would need a second gradient beside the first.
     carry = jnp.zeros((3, padded), jnp.float32), jnp.zeros((padded, D), hidden.dtype), None
-    carry, _ = chunk(carry, jnp.int32(0))
-    if chunks > 1:
-        carry, _ = lax.scan(chunk, carry, jnp.arange(1, chunks, dtype=jnp.int32))
+    carry, _ = chunk(carry, jnp.int32(0), rest)
+    if padded > rest:
+        carry, _ = lax.scan(chunk, carry, jnp.arange(rest, padded, rows, dtype=jnp.int32))
     found, d_hidden, d_head = carry
     return LogProbs(*found[:, :T]), d_hidden[:T], d_head
 
 
-def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, factor):
-    """(LogProbs, d_hidden, d_head) of some rows; the `new` ones are added to d_head."""
+def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
+    """(LogProbs, d_hidden, d_head with its part added) of some rows."""
     V, D = low.shape
     mine, here = local_targets(targets, V, backend.axis)
     f32 = jnp.float32
 
     z_target = gather.target_logits(hidden, low, jnp.where(here, mine, 0), backend.softcap)
     z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
-    sample = low[:: max(1, V // SAMPLE)]
+    sample = low[:: max(1, V // SAMPLE)][:SAMPLE]  # more than 512 would not be aligned
     highest = jnp.einsum("TD,VD->TV", hidden, sample, preferred_element_type=f32).max(1)
     if backend.softcap is not None:
         highest = backend.softcap * jnp.tanh(highest / backend.softcap)
@@ -143,7 +141,7 @@ def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, fact
     sums = gpu.exponentials(hidden, low, factor, base, active=again, into=kept, **kernel)
     w_TV = jax.freeze(kept)
     exact = across(lax.psum, sums.sum(1), backend.axis)
-    total, moment = jnp.where(failed, exact, jnp.stack([total, moment]))
+    total, moment = jnp.where(failed[None], exact, jnp.stack([total, moment]))
 
     log_total = jnp.log2(total)
     power = z_target * factor - base  # the target's own
@@ -170,6 +168,6 @@ def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, fact
     d_hidden = (d_hidden * scale).astype(hidden.dtype)
     if backend.freeze_head:
         return scores, d_hidden, None
-    scaled = (hidden.astype(f32) * jnp.where(new[:, None], scale, 0.0)).astype(hidden.dtype)
+    scaled = (hidden.astype(f32) * scale).astype(hidden.dtype)
     piece = jnp.einsum("TV,TD->VD", w_TV, scaled, preferred_element_type=head_dtype)
     return scores, d_hidden, piece if d_head is None else d_head + piece

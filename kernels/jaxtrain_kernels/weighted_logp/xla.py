@@ -29,7 +29,8 @@ class Backend(NamedTuple):
     def values_and_gradients(self, hidden, head, targets, weights, temperature):
         scores, p_TV, slope_TV = _softmax(self, hidden, head, targets, temperature)
         mine, here = local_targets(targets, head.shape[0], self.axis)
-        hit_TV = (mine[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)) & here[:, None]
+        hit_TV = mine[:, None] == jnp.arange(head.shape[0], dtype=jnp.int32)[None]
+        hit_TV &= here[:, None]
         dz_TV = (jnp.where(hit_TV, 1.0, 0.0) - p_TV) * weights[:, None] * slope_TV
         dz_TV = dz_TV.astype(hidden.dtype)
         low, compute = head.astype(hidden.dtype), p_TV.dtype
