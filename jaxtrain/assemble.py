@@ -53,7 +53,7 @@ def assemble(config: Config) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(**config.parallel.model_dump()),
+        mesh=make_mesh(**config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),
@@ -205,6 +205,11 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
         raise UserError(
             f"model.tokenizer has {size} tokens but the model's vocab_size is"
             f" {architecture.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if config.model.router_aux_loss_coef and architecture.experts_per_token is None:
+        raise UserError(
+            f"model.router_aux_loss_coef {config.model.router_aux_loss_coef} balances experts, but"
+            f" {architecture.architecture} has none; remove it"
         )
     limit = architecture.max_position_embeddings
     if config.data.sequence_len > limit:

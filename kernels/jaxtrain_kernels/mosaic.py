@@ -20,10 +20,15 @@ def require_hopper() -> None:
     if plgpu is None or jax.__version_info__[:2] != TESTED:
         series = ".".join(map(str, TESTED))
         raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = _device_kind(mesh)
+    kind = device_kind()
     if not any(target in kind for target in TARGETS):
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
+    require_local()
+
+
+def require_local() -> None:
+    """Raise NotImplementedError if arrays here may be spread over devices of a mesh axis."""
+    mesh = jax.sharding.get_abstract_mesh()
     manual = jax.sharding.AxisType.Manual
     shared = [
         name
@@ -58,8 +63,9 @@ def swizzle(dtype):
     return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
 
 
-def _device_kind(mesh) -> str:
+def device_kind() -> str:
     """Of the device that the program being traced is for: the mesh's, else the default one."""
+    mesh = jax.sharding.get_abstract_mesh()
     if getattr(mesh, "abstract_device", None) is not None:
         return mesh.abstract_device.device_kind
     default = jax.config.jax_default_device

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.tree_attention import mosaic_gpu, reference, xla
+from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, xla
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
+    "tpu": tpu.attention,
     "xla": xla.attention,
+    "cudnn": cudnn.attention,
     "reference": reference.attention,
 }
 
