@@ -86,6 +86,8 @@ def find_parallel_conflicts(parallel: ParallelConfig):
         given = next(name for name, value in explicit.items() if value is not None)
         yield f"parallel.{given} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
     elif not missing:
+        assert parallel.process_id is not None and parallel.num_processes is not None
+        assert parallel.coordinator is not None
         if parallel.process_id >= parallel.num_processes:
             yield (
                 f"parallel.process_id {parallel.process_id} must be below parallel.num_processes"

@@ -15,8 +15,8 @@ def log_probs(hidden, head, targets):
     return logp_gather(hidden, head, targets, softcap=30.0).logp.sum()
 
 
-def experts(x, chosen, gates, w_in, w_out):
-    return moe_ffn(x, chosen, gates, w_in, w_out).astype(jnp.float32).sum()
+def experts(x, chosen, gates, w_gate, w_up, w_down):
+    return moe_ffn(x, chosen, gates, w_gate, w_up, w_down).astype(jnp.float32).sum()
 
 
 CALLS = {
@@ -27,13 +27,12 @@ CALLS = {
     ),
     "moe_ffn": (
         experts,
-        (0, 2, 3, 4),
+        (0, 2, 3, 4, 5),
         [
             shape(256, 128),
             shape(256, 2, dtype=jnp.int32),
             shape(256, 2, dtype=jnp.float32),
-            shape(8, 128, 256),
-            shape(8, 128, 128),
+            *[shape(8, 128, 128)] * 3,
         ],
     ),
 }

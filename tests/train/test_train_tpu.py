@@ -32,11 +32,20 @@ ARCHITECTURE = {
     "tie_word_embeddings": True,
 }
 
+EXPERTS = ARCHITECTURE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
 
-def make_arguments(rows=4, length=256):
+
+def make_arguments(architecture=ARCHITECTURE, rows=4, length=256):
     """(step, state, batch) on shapes; bfloat16 activations, two microsteps."""
     model = build.abstract(
-        build.config_from_hf(ARCHITECTURE), dtype="bfloat16", remat="save_attention"
+        build.config_from_hf(architecture), dtype="bfloat16", remat="save_attention"
     )
     params, rebuild = split_model(model)
     params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
@@ -50,9 +59,16 @@ def make_arguments(rows=4, length=256):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"data": 2, "fsdp": 2}, {"context": 2, "tensor": 2}], ids=str
+    "architecture, sizes",
+    [
+        (ARCHITECTURE, {}),
+        (ARCHITECTURE, {"data": 2, "fsdp": 2}),
+        (ARCHITECTURE, {"context": 2, "tensor": 2}),
+        (EXPERTS, {"fsdp": 2}),
+    ],
+    ids=["one", "rows", "context_tensor", "experts"],
 )
-def test_step_lowers_for_tpus(sizes):
+def test_step_lowers_for_tpus(architecture, sizes):
     """Forward, backward and update, one device and meshes; attention by the TPU kernels."""
     from jax._src.mesh import AbstractDevice
 
@@ -63,7 +79,7 @@ def test_step_lowers_for_tpus(sizes):
         abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"),
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        step, *arguments = make_arguments()
+        step, *arguments = make_arguments(architecture)
         traced = jax.jit(step, donate_argnums=0).trace(*arguments)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     for kernel in ("tree_attention_fwd", "tree_attention_dkv", "tree_attention_dq"):
@@ -72,7 +88,7 @@ def test_step_lowers_for_tpus(sizes):
 
 @pytest.mark.slow
 def test_step_compiles_for_tpus():
-    """The TPU compiler takes the whole step, for one v5e and for four that share the weights."""
+    """The TPU compiler takes the whole step, dense and with experts, for one v5e and several."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the wheel libtpu")
     environment = {n: v for n, v in os.environ.items() if n not in ("JAX_PLATFORMS", "XLA_FLAGS")}
@@ -84,4 +100,4 @@ def test_step_compiles_for_tpus():
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 2, done.stdout
+    assert done.stdout.count("compiled") == 3, done.stdout

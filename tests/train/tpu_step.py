@@ -14,7 +14,7 @@ os.environ.setdefault("TPU_WORKER_ID", "0")
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_train_tpu import make_arguments
+from test_train_tpu import ARCHITECTURE, EXPERTS, make_arguments
 
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.rules import partition_spec
@@ -37,13 +37,13 @@ def place(arguments, mesh):
 
 def main():
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    for count in (1, 4):
+    for count, architecture in ((1, ARCHITECTURE), (4, ARCHITECTURE), (2, EXPERTS)):
         mesh = make_mesh(devices[:count], fsdp=count)
         with jax.set_mesh(mesh):
-            step, *arguments = make_arguments()
+            step, *arguments = make_arguments(architecture)
             text = jax.jit(step).trace(*place(arguments, mesh)).lower().compile().as_text()
         assert "tree_attention_dq" in text
-        print("compiled for", count, devices[0].device_kind, flush=True)
+        print("compiled", architecture["model_type"], "for", count, devices[0], flush=True)
 
 
 if __name__ == "__main__":
