@@ -53,6 +53,7 @@ from jaxtrain.reading import count_matmul_params
 from jaxtrain.step import init_state, make_step
 
 WARM_UP, TIMED = 3, 10
+SWITCH = {"true": True, "false": False}
 OPTIM = OptimConfig(learning_rate=1e-5)
 
 
@@ -131,7 +132,8 @@ class Program:
             self.placed = feed(self.batch, self.mesh)
             start = time.perf_counter()
             lowered = step.lower(self.state, self.placed, self.frozen)
-            self.compiled = lowered.compile(compiler_options=dict(setting.flags) or None)
+            flags = {name: SWITCH.get(value, value) for name, value in setting.flags}
+            self.compiled = lowered.compile(compiler_options=flags or None)
             self.compile_s = time.perf_counter() - start
 
     def run(self):
