@@ -1,6 +1,6 @@
 """What whole training steps are measured on: shapes of models, and rows of tokens. No framework.
 
-Works: an agent's tree of 7,889 or 31,961 packed tokens (20 or 28 leaves), and a row of packed
+Works: an agent's tree of 7,889 or 31,972 packed tokens (20 or 28 leaves), and a row of packed
 documents of unequal length. All tokens train but the first of each tree or document.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtrain_kernels.testing import agent_tree, documents
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.pack import build_batch, lay_out, stack_batches
-from jaxtrain.data.tree import Tree, build_tree, split_branches
+from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
 
 
 def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **other) -> dict:
@@ -104,19 +104,18 @@ class Work:
             [build_batch([[lay_out(t) for t in row] for row in rows], self.row) for rows in micro]
         )
 
-    def branches(self, vocabulary: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, weights) of every branch of one row alone; weights add up to the row's."""
-        return [
-            (tokens, _without_first(weights["nll"] / tree.num_branches))
-            for tree in self.trees(vocabulary, seed)
+    def packed_branches(self, vocabulary: int, length: int = 8192) -> Batch:
+        """Batch [A, 1, length]: every branch of one row alone, first-fit-decreasing into rows."""
+        branches = [
+            chain(tokens, {name: w / tree.num_branches for name, w in weights.items()})
+            for tree in self.trees(vocabulary)
             for tokens, weights in split_branches(tree)
         ]
-
-
-def _without_first(weights: np.ndarray) -> np.ndarray:
-    weights = weights.copy()
-    weights[0] = 0.0
-    return weights
+        length = max(length if self.row > 1024 else self.row, *(b.num_tokens for b in branches))
+        rows = fit_rows([branch.num_tokens for branch in branches], length)
+        return stack_batches(
+            [build_batch([[lay_out(branches[i]) for i in row]], length) for row in rows]
+        )
 
 
 WORKS: dict[str, Work] = {

@@ -15,6 +15,9 @@ peak GiB  jax: arguments and temporaries of the compiled program, per device; Py
 
 Every value of --impl, --remat and --layers is measured in turn with the others. `--impl xla` is the
 reference path without kernels. `--mesh fsdp=4` runs on several devices, a row for each row shard.
+Peers (torch_model.py): `torch` is FlexAttention and torch.compile on the same rows, `torch-full`
+the same with every block checkpointed, `torch-branches` the tree's branches each alone, packed into
+rows of documents, as trainers without trees do it.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import functools
 import gzip
 import itertools
 import json
+import os
 import re
 import statistics
 import sys
@@ -35,17 +39,21 @@ from step_work import MODELS, WORKS
 
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.assemble import Parts, abstract_params, make_adapter, open_params
+from jaxtrain.batch import Batch
 from jaxtrain.config import AdapterConfig, OptimConfig
+from jaxtrain.layers.rope import frequencies
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.metrics import count_work, model_flops, peak_flops
 from jaxtrain.models import build
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parameters import split_model
 from jaxtrain.reading import count_matmul_params
 from jaxtrain.step import init_state, make_step
 
 WARM_UP, TIMED = 3, 10
+SWITCH = {"true": True, "false": False}
 OPTIM = OptimConfig(learning_rate=1e-5)
 
 
@@ -60,6 +68,8 @@ class Setting:
     remat: str = "none"
     layers: str = "scan"
     """scan or unroll."""
+    depth: int = 0
+    """Number of layers instead of the model's; 0 leaves it."""
     lora: int = 0
     """Rank; 0 trains everything."""
     param_dtype: str = "float32"
@@ -71,9 +81,15 @@ class Setting:
     flags: tuple[tuple[str, str], ...] = ()
     """XLA flags of this program."""
 
+    def raw(self) -> dict:
+        """The model's config.json."""
+        other = {"num_hidden_layers": self.depth} if self.depth else {}
+        return MODELS[self.model] | other
+
     def label(self) -> str:
         """What the table calls it."""
         parts = [self.impl, self.layers, f"remat={self.remat}"]
+        parts += [f"depth={self.depth}"] if self.depth else []
         parts += [f"lora={self.lora}"] if self.lora else []
         parts += [f"{axis}={size}" for axis, size in self.mesh]
         parts += [f"{name.removeprefix('xla_')}={value}" for name, value in self.flags]
@@ -83,14 +99,14 @@ class Setting:
 class Program:
     """A compiled step with its state and batch on the devices."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, batch: Batch | None = None, optim: OptimConfig = OPTIM):
         self.setting = setting
         devices = jax.devices() if setting.mesh else jax.devices()[:1]
         self.mesh = make_mesh(devices, **dict(setting.mesh))
-        self.architecture = build.config_from_hf(MODELS[setting.model])
+        self.architecture = build.config_from_hf(setting.raw())
         rows = setting.rows * row_shards(self.mesh)
-        work = WORKS[setting.work]
-        self.batch = work.batch(self.architecture.vocab_size, rows, setting.microsteps)
+        shape = (self.architecture.vocab_size, rows, setting.microsteps)
+        self.batch = WORKS[setting.work].batch(*shape) if batch is None else batch
         adapter = AdapterConfig(kind="lora", rank=setting.lora) if setting.lora else AdapterConfig()
         self.parts = Parts(
             tokenizer=None,
@@ -109,14 +125,15 @@ class Program:
         with jax.set_mesh(self.mesh):
             _, rebuild = abstract_params(self.parts)
             trained, self.frozen = split_trained(open_params(self.parts, 0), self.parts.adapter)
-            optimizer = build_optimizer(OPTIM, build_schedule(OPTIM, 1000), trained)
+            optimizer = build_optimizer(optim, build_schedule(optim, 1000), trained)
             self.state = init_state(trained, optimizer)
             loss = functools.partial(nll_loss, impl=setting.impl)
-            step = make_step(rebuild, loss, {"nll": 1.0}, optimizer, OPTIM.max_grad_norm)
+            step = make_step(rebuild, loss, {"nll": 1.0}, optimizer, optim.max_grad_norm)
             self.placed = feed(self.batch, self.mesh)
             start = time.perf_counter()
             lowered = step.lower(self.state, self.placed, self.frozen)
-            self.compiled = lowered.compile(compiler_options=dict(setting.flags) or None)
+            flags = {name: SWITCH.get(value, value) for name, value in setting.flags}
+            self.compiled = lowered.compile(compiler_options=flags or None)
             self.compile_s = time.perf_counter() - start
 
     def run(self):
@@ -154,15 +171,8 @@ class Program:
 
     def rates(self, seconds: float) -> dict:
         """Tokens a second and MFU of a step that takes `seconds`."""
-        found = count_rates(self.architecture, self.batch, seconds, self.mesh.size)
-        if self.setting.lora:
-            found["mfu"] *= self.share_of_full()
-        return found
-
-    def share_of_full(self) -> float:
-        """FLOPs of matmuls with frozen weights against those of training everything."""
-        part = count_matmul_params(self.state.params, self.frozen)
-        return part / count_matmul_params({**self.state.params, **self.frozen}, {})
+        counted = count_matmul_params(self.state.params, self.frozen)
+        return count_rates(self.architecture, self.batch, seconds, self.mesh.size, counted)
 
     def trace(self, folder: Path, steps: int = 3) -> None:
         """A profile of some steps, and the compiled program, in `folder`."""
@@ -176,31 +186,30 @@ class Program:
             jax.block_until_ready((output, self.state))
 
 
-def count_rates(architecture, batch, seconds: float, devices: int = 1) -> dict:
-    """Tokens a second and MFU; see the head of this file."""
-    params, _ = _shapes(architecture)
+def count_rates(
+    architecture, batch, seconds: float, devices: int = 1, matmul_params: float | None = None
+) -> dict:
+    """Tokens a second and MFU; see the head of this file. By default all weights are trained."""
+    if matmul_params is None:
+        shapes, _ = split_model(build.abstract(architecture))
+        matmul_params = count_matmul_params(shapes, {})
     tokens, pairs = count_work(batch, architecture.windows())
     width = architecture.num_attention_heads * architecture.head_size
-    flops = model_flops(count_matmul_params(params, {}), width, tokens, pairs)
+    flops = model_flops(matmul_params, width, tokens, pairs)
+    rate = flops / seconds / devices
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16", None)
     return {
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
-        "tflops": flops / seconds / devices / 1e12,
-        "mfu": flops / seconds / devices / peak if peak else float("nan"),
+        "tflops": rate / 1e12,
+        "mfu": rate / peak if peak else None,
     }
-
-
-@functools.cache
-def _shapes(architecture):
-    from jaxtrain.parameters import split_model
-
-    return split_model(build.abstract(architecture))
 
 
 def choose_settings(options: argparse.Namespace) -> list[Setting]:
     """Every combination of the repeated options."""
     shared = {
+        "depth": options.depth,
         "lora": options.lora,
         "param_dtype": options.param_dtype,
         "dtype": options.dtype,
@@ -215,11 +224,22 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     return [Setting(*one, **shared) for one in each]
 
 
-def run(settings: list[Setting], out: Path | None, command: str, trace: Path | None) -> dict:
-    """Measure each setting; the report is written after each."""
+def run(
+    settings: list[Setting],
+    peers: list[str],
+    out: Path | None,
+    command: str,
+    trace: Path | None,
+) -> dict:
+    """Measure each setting, then PyTorch on their work; the report is written after each."""
     report = start_report(command)
     for index, setting in enumerate(settings):
         add(report, measure_setting(setting, trace and trace / str(index)), out)
+    works = dict.fromkeys(
+        dataclasses.replace(s, impl="", remat="", layers="", flags=()) for s in settings
+    )
+    for setting, peer in itertools.product(works, peers):
+        add(report, measure_peer(setting, peer), out)
     return report
 
 
@@ -234,6 +254,40 @@ def measure_setting(setting: Setting, trace: Path | None = None) -> dict:
     except (jax.errors.JaxRuntimeError, NotImplementedError) as reason:
         row["failed"] = " ".join(str(reason).split())[:300]
     return row
+
+
+PEERS = ("torch", "torch-full", "torch-branches")
+
+
+def measure_peer(setting: Setting, peer: str) -> dict:
+    """One row of the report by PyTorch, for the same model and work."""
+    import torch
+    import torch_model
+
+    architecture = build.config_from_hf(setting.raw())
+    work, vocabulary = WORKS[setting.work], architecture.vocab_size
+    batch = work.batch(vocabulary, setting.rows, setting.microsteps)
+    row = {"by": "PyTorch", "how": "FlexAttention + compile", "torch": torch.__version__}
+    row |= dataclasses.asdict(setting)
+    packed = batch
+    if peer == "torch-full":
+        row["how"] += " remat=full"
+    if peer == "torch-branches":
+        packed = work.packed_branches(vocabulary)
+        row["how"] += f", branches alone, {len(packed.tokens)} rows"
+    options = torch_model.Options(
+        dtype=getattr(torch, setting.dtype),
+        remat="full" if peer == "torch-full" else "none",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        compile=torch.cuda.is_available(),
+    )
+    try:
+        frequency, _ = frequencies(architecture.head_size, dict(architecture.rope))
+        step = torch_model.build_step(setting.raw(), tuple(frequency), packed, options)
+        row |= step.measure()
+    except RuntimeError as reason:
+        return row | {"failed": " ".join(str(reason).split())[:300]}
+    return row | count_rates(architecture, batch, row["step_s"])
 
 
 def start_report(command: str) -> dict:
@@ -269,8 +323,9 @@ def table_line(row: dict) -> str:
     start = f"{row['model']:<12}{row['work']:<11}{row['by']:<10}"
     if "failed" in row:
         return f"{start}  failed: {row['how']}: {row['failed']}"
+    mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
     return (
-        f"{start}{row['step_s']:>9.4f}{row['tokens_per_s']:>10,.0f}{row['mfu']:>7.1%}"
+        f"{start}{row['step_s']:>9.4f}{row['tokens_per_s']:>10,.0f}{mfu:>7}"
         f"{row['peak_gib']:>10.2f}{row['compile_s']:>11.1f}{row['loss']:>9.4f}  {row['how']}"
     )
 
@@ -318,6 +373,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--impl", nargs="*", default=["auto"], help="auto, xla, reference; or none")
     parser.add_argument("--remat", nargs="+", default=["none"])
     parser.add_argument("--layers", nargs="+", choices=["scan", "unroll"], default=["scan"])
+    parser.add_argument("--depth", type=int, default=0, help="layers instead of the model's")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains everything")
     parser.add_argument("--param-dtype", default="float32")
     parser.add_argument("--dtype", default="bfloat16", help="of activations and matmuls")
@@ -325,7 +381,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--microsteps", type=int, default=1)
     parser.add_argument("--mesh", nargs="*", default=[], help="axes, as fsdp=4 tensor=2")
     parser.add_argument("--flags", nargs="*", default=[], help="XLA flags, as xla_gpu_x=false")
-    parser.add_argument("--peer", nargs="*", default=[], help="torch, torch-branches")
+    parser.add_argument("--peer", nargs="*", choices=PEERS, default=[])
     parser.add_argument("--trace", type=Path, help="folder for profiles and compiled programs")
     parser.add_argument("--out", type=Path, help="path without suffix; .json, .txt, .png")
     return parser
@@ -336,7 +392,8 @@ def main(arguments: list[str] | None = None) -> dict:
     given = sys.argv[1:] if arguments is None else arguments
     command = "python benchmarks/train_step.py " + " ".join(given).split(" --out")[0]
     print(HEADER)
-    return run(choose_settings(options), options.out, command, options.trace)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
+    return run(choose_settings(options), options.peer, options.out, command, options.trace)
 
 
 if __name__ == "__main__":

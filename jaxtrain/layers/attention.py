@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
 from jaxtrain.layers.sharded_attention import Sight, attend
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         x_BTD = constrain(x_BTD, "rows", "length", "features")
         q_BTNH, k_BSKH, v_BSKH = (
-            self._heads(project(x_BTD)) for project in (self.q, self.k, self.v)
+            self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
         )
         if self.q_norm is not None:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)

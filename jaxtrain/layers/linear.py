@@ -48,12 +48,32 @@ class Linear(nnx.Module):
         if isinstance(self.kernel, nnx.Param):
             kernel = self.kernel[...]
             axes = self.kernel.get_metadata()["axes"][-kernel.ndim :]
-            y = x @ gathered(kernel.astype(self.dtype), *axes)
-        else:
-            kernel, y = None, self.kernel.multiply(x)
+            return self.correct(x, x @ gathered(kernel.astype(self.dtype), *axes))
+        return self.correct(x, self.kernel.multiply(x))
+
+    def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """y = x @ kernel with what the adapter and the bias add."""
         if self.adapter is not None:
-            y = self.adapter(x, y, kernel)
+            plain = isinstance(self.kernel, nnx.Param)
+            y = self.adapter(x, y, self.kernel[...] if plain else None)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
+    """[linear(x) for linear in linears]; as one matmul where kernels are arrays on one device.
+
+    One long product in each pass instead of several short ones, and their gradients to x need not
+    be added. What the backward pass keeps is the product, not its pieces.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
+    # Pieces of a product that is split over devices would have to be moved.
+    if not plain or (not mesh.empty and mesh.size > 1):
+        return [linear(x) for linear in linears]
+    kernels = [linear.kernel[...].astype(linear.dtype) for linear in linears]
+    product = x @ jnp.concatenate(kernels, axis=1)
+    pieces = jax.lax.split(product, [kernel.shape[1] for kernel in kernels], axis=x.ndim - 1)
+    return [linear.correct(x, y) for linear, y in zip(linears, pieces, strict=True)]
 
 
 class ExpertLinear(Linear):

@@ -112,7 +112,7 @@ def test_capture_gives_the_states_between_layers():
     np.testing.assert_allclose(model.norm(captured[2]), hidden, atol=1e-5)
     np.testing.assert_allclose(hidden_of(model, batch), hidden, atol=1e-5)
     first = build.init(config, 0)
-    first.stack.windows = first.stack.windows[:1]
+    first.stack.windows, first.stack.kinds = first.stack.windows[:1], first.stack.kinds[:1]
     nnx.update(first.stack.block, jax.tree.map(lambda leaf: leaf[:1], nnx.state(first.stack.block)))
     np.testing.assert_allclose(hidden_of(first, batch), model.norm(captured[0]), atol=1e-5)
 

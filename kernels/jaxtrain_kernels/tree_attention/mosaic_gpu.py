@@ -98,6 +98,8 @@ def _forward(options, q, k, v, keys, positions):
 
 def _attention_fwd(options, q, k, v, keys, positions):
     out, lse = _forward(options, q, k, v, keys, positions)
+    # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
+    out, lse = lax.optimization_barrier((out, lse))
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, keys, positions, out, lse)
