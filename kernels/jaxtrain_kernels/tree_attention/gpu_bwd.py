@@ -20,7 +20,16 @@ from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-from jaxtrain_kernels.tree_attention.gpu_fwd import LOG2E, ROWS, TILE, WARPGROUPS
+from jaxtrain_kernels.tree_attention.gpu_fwd import (
+    LOG2E,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Moved,
+    Schedule,
+    copy_block,
+    num_programs,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +43,17 @@ class Config:
     """Keys per step of the dQ kernel."""
     k_stages: int = 2
     v_stages: int = 2
+    tile_stages: int = 2
+    """Tiles of the dQ kernel whose queries are in flight."""
+    programs: int = 0
+    """Thread blocks that share the tiles of the dQ kernel; as in the forward's config."""
     compute_registers: int = 240
     memory_registers: int = 24  # 2 x 240 + 24 fill the register file: with 40 the launch hangs
 
 
 def heuristic(head_dim: int, window: bool = False) -> Config:
     if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
-        return Config(k_stages=1 if window else 2, v_stages=1)
+        return Config(k_stages=1 if window else 2, v_stages=1, tile_stages=1)
     return Config(k_stages=3, v_stages=3) if head_dim == 64 else Config()
 
 
@@ -53,6 +66,7 @@ def dkv(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    moved: Moved | None,
     d_out: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
@@ -64,16 +78,21 @@ def dkv(
     softcap: float | None,
     window: int | None,
     config: Config,
+    dq_sum: jax.Ref | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dK and dV [B, S, K, H]; lse and delta float32 [B, N, T], the rest as the forward.
+    """dK and dV [B, S, K, H] in the blocks' order; lse and delta float32 [B, N, T], the rest as the
+    forward.
 
-    `tiles` lists query blocks of `config.q_block` for key tiles of `key_tile(H)`.
+    With `dq_sum`, a ref of float32 [B, T, N, H], dQ / scale is added to it as well, by TMA, in an
+    order that changes from run to run. `tiles` lists query blocks of `config.q_block` for key tiles
+    of `key_tile(H)`.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     bq, stages = config.q_block, config.q_stages
     assert stages > 1, "a slot is released one step late"
     shared = key_tile(H) == ROWS
+    part_width = H // WARPGROUPS  # columns of dQ that a warpgroup adds
     width = H // WARPGROUPS if shared else H  # columns of dK and dV that a warpgroup owns
     num_tiles, heads = S // key_tile(H), N // K
     logit_scale = (scale if softcap is None else softcap) * LOG2E
@@ -82,9 +101,17 @@ def dkv(
 
     def kernel(*refs):
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
+        k_moved_ref = v_moved_ref = moved_ref = None
+        if moved is not None:
+            k_moved_ref, v_moved_ref, moved_ref, *refs = refs
         if window is not None:
             position_ref, key_position_ref, *refs = refs
-        order_ref, counts_ref, codes_ref, dk_ref, dv_ref, *refs = refs
+        order_ref, counts_ref, codes_ref, *refs = refs
+        if dq_sum is not None:
+            dq_ref, *refs = refs
+        dk_ref, dv_ref, *refs = refs
+        if dq_sum is not None:
+            ds_smem, dq_smem, ds_ready, *refs = refs
         k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, *refs = refs
         if window is not None:
             position_smem, *refs = refs
@@ -108,24 +135,28 @@ def dkv(
             step = lax.max(lax.min(step, steps - 1), 0)
             return codes_ref[tile, lax.rem(step, lax.max(count, 1))]
 
+        def head_of(step):
+            return kv_head * heads + lax.div(lax.max(step, 0), lax.max(count, 1))
+
+        def ds_slot(step):
+            return lax.rem(step + 2, jnp.int32(2))
+
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             if shared:
-                mine, held = pl.ds(k_tile * ROWS, ROWS), pl.ds(0, ROWS)
-                ready = kv_ready.at[0]
-
-                @pl.when(group == 0)
-                def _():
-                    plgpu.copy_gmem_to_smem(k_ref.at[row, mine, kv_head], k_smem, ready)
-                    plgpu.copy_gmem_to_smem(v_ref.at[row, mine, kv_head], v_smem, ready)
-
+                mine, held, ready = pl.ds(k_tile * ROWS, ROWS), pl.ds(0, ROWS), kv_ready.at[0]
             else:
                 mine = pl.ds(k_tile * TILE + group * ROWS, ROWS)
-                held = pl.ds(group * ROWS, ROWS)
-                ready = kv_ready.at[group]
-                plgpu.copy_gmem_to_smem(k_ref.at[row, mine, kv_head], k_smem.at[held], ready)
-                plgpu.copy_gmem_to_smem(v_ref.at[row, mine, kv_head], v_smem.at[held], ready)
+                held, ready = pl.ds(group * ROWS, ROWS), kv_ready.at[group]
+
+            @pl.when(group == 0 if shared else True)
+            def _():
+                is_moved = None if moved is None else moved_ref[row]
+                place = (row, mine, kv_head)
+                copy_block(is_moved, k_ref, k_moved_ref, place, k_smem.at[held], ready)
+                copy_block(is_moved, v_ref, v_moved_ref, place, v_smem.at[held], ready)
+
             k_mine, v_mine = k_smem.at[held], v_smem.at[held]
             columns = pl.ds(group * width, width) if shared else slice(None)
             since = plgpu.load(since_ref.at[row, mine], layout=per_row, optimized=False)
@@ -136,16 +167,33 @@ def dkv(
                 )
             plgpu.barrier_wait(ready)
 
+            def q_gradient(ref, i):
+                """Queue this group's columns of dQ of a step: dS of both groups times all keys."""
+                plgpu.barrier_wait(ds_ready)
+                ds = ds_smem.at[pl.ds(ds_slot(i) * TILE, TILE)].transpose((1, 0))
+                plgpu.wgmma(ref, ds, k_smem.at[:, pl.ds(group * part_width, part_width)])
+
+            def add_q_gradient(value, i, code):
+                first = pl.multiple_of(lax.shift_right_logical(code, 1) * bq, bq)
+                place = (row, pl.ds(first, bq), head_of(i), pl.ds(group * part_width, part_width))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dq_smem[group] = value
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(dq_smem.at[group], dq_ref.at[place], reduction_op="add")
+
+            def share(ds, i):
+                place = pl.ds(pl.multiple_of(ds_slot(i) * TILE + group * ROWS, ROWS), ROWS)
+                ds_smem[place] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ds_ready)
+
             def accumulate(dk, dv):
-                def step(i, code):
+                def step(i, carry):
+                    code, last_code = carry
                     next_code = code_of(i + 1)
                     slot, part = slot_of(i), part_of(i)
                     first = lax.shift_right_logical(code, 1) * bq
                     plgpu.barrier_wait(q_ready.at[slot])
-
-                    def scores(ref):
-                        plgpu.wgmma(ref, k_mine, q_smem.at[part].transpose((1, 0)))
-                        return ref[...]
 
                     def column(x):
                         return lax.broadcast_in_dim(x, (ROWS, bq), [1])
@@ -153,58 +201,115 @@ def dkv(
                     def across(x):
                         return lax.broadcast_in_dim(x, (ROWS, bq), [0])
 
-                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
+                    def weights(score):
+                        """P of raw scores, and tanh of them for the softcap's derivative."""
 
-                    @pl.when(i > 0)
-                    def _():  # dK of the step before, which ran behind, has read its queries
-                        plgpu.barrier_arrive(q_free.at[slot_of(i - 1)])
+                        @pl.when(i > 0)
+                        def _():  # dK of the step before, which ran behind, has read its queries
+                            plgpu.barrier_arrive(q_free.at[slot_of(i - 1)])
 
-                    lse = plgpu.load(lse_smem.at[slot], layout=per_column)
-                    delta = plgpu.load(delta_smem.at[slot], layout=per_column)
-                    if softcap is not None:
-                        score = tanh(score * (scale / softcap))
-                    weight = jnp.exp2(score * logit_scale - column(lse))
+                        lse = plgpu.load(lse_smem.at[slot], layout=per_column)
+                        if softcap is not None:
+                            score = tanh(score * (scale / softcap))
+                        weight = jnp.exp2(score * logit_scale - column(lse))
 
-                    def masked():
-                        q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bq), 1, layout=wgmma)
-                        q_index += first
-                        seen = (q_index >= across(since)) & (q_index < across(until))
-                        if window is not None:
-                            position = plgpu.load(position_smem.at[slot], layout=per_column)
-                            seen &= column(position) - across(key_position) < window
-                        return jnp.where(seen, weight, 0.0)
+                        def masked():
+                            q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bq), 1, layout=wgmma)
+                            q_index += first
+                            seen = (q_index >= across(since)) & (q_index < across(until))
+                            if window is not None:
+                                position = plgpu.load(position_smem.at[slot], layout=per_column)
+                                seen &= column(position) - across(key_position) < window
+                            return jnp.where(seen, weight, 0.0)
 
-                    weight = lax.cond((code & 1) == 1, masked, lambda: weight)
-                    plgpu.barrier_wait(do_ready.at[slot])
+                        return lax.cond((code & 1) == 1, masked, lambda: weight), score
 
-                    def d_weights(ref):
+                    def d_scores(weight, score, d_weight):
+                        delta = plgpu.load(delta_smem.at[slot], layout=per_column)
+                        d_score = weight * (d_weight - column(delta))
+                        if softcap is not None:
+                            d_score *= 1.0 - score * score
+                        return d_score.astype(q.dtype)
+
+                    def queue_values(ref, weight):
+                        plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(ref, v_mine, do_smem.at[part].transpose((1, 0)))
                         plgpu.wgmma(dv, weight.astype(q.dtype), do_smem.at[part, columns])
-                        return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
-                    d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bq), jnp.float32))
-                    d_score = weight * (d_weight - column(delta))
-                    if softcap is not None:
-                        d_score *= 1.0 - score * score
-                    plgpu.wgmma(dk, d_score.astype(q.dtype), q_smem.at[part, columns])
+                    def split():
+                        def scores(ref):
+                            plgpu.wgmma(ref, k_mine, q_smem.at[part].transpose((1, 0)))
+                            return ref[...]
+
+                        acc = plgpu.ACC((ROWS, bq), jnp.float32)
+                        weight, score = weights(pl.run_scoped(scores, acc))
+
+                        def d_weights(ref):
+                            queue_values(ref, weight)
+                            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+                        return d_scores(weight, score, pl.run_scoped(d_weights, acc))
+
+                    def fused(s_acc, dq_acc):
+                        plgpu.wgmma(s_acc, k_mine, q_smem.at[part].transpose((1, 0)))
+                        q_gradient(dq_acc, i - 1)
+                        score = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        add_q_gradient(plgpu.wgmma_accumulator_load(dq_acc), i - 1, last_code)
+                        weight, score = weights(score)
+
+                        def d_weights(ref):
+                            queue_values(ref, weight)
+                            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+                        d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bq), jnp.float32))
+                        ds = d_scores(weight, score, d_weight)
+                        share(ds, i)
+                        return ds
+
+                    if dq_sum is None:
+                        ds = split()
+                    else:
+                        ds = pl.run_scoped(
+                            fused,
+                            plgpu.ACC((ROWS, bq), jnp.float32),
+                            plgpu.ACC((bq, part_width), jnp.float32),
+                        )
+                    plgpu.wgmma(dk, ds, q_smem.at[part, columns])
                     plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(do_free.at[slot])
-                    return next_code
+                    return next_code, code
 
-                lax.fori_loop(0, steps, step, code_of(0))
+                first = code_of(0)
+                _, last_code = lax.fori_loop(0, steps, step, (first, first))
                 result = dk[...], dv[...]
 
                 @pl.when(steps > 0)
                 def _():
                     plgpu.barrier_arrive(q_free.at[slot_of(steps - 1)])
+                    if dq_sum is not None:
+
+                        def last(ref):
+                            q_gradient(ref, steps - 1)
+                            return ref[...]
+
+                        acc = plgpu.ACC((bq, part_width), jnp.float32)
+                        add_q_gradient(pl.run_scoped(last, acc), steps - 1, last_code)
 
                 return result
+
+            if dq_sum is not None:  # the first step adds the dQ of a step before it: nothing
+
+                @pl.when(steps > 0)
+                def _():
+                    plgpu.barrier_wait(kv_ready.at[1 - group])
+                    zeros = jnp.zeros((ROWS, bq), q.dtype)
+                    share(plgpu.layout_cast(zeros, wgmma), -1)
 
             acc = plgpu.ACC((ROWS, width), jnp.float32)
             dk, dv = pl.run_scoped(accumulate, acc, acc)
             # Keys and values are used up: their buffers take the result.
-            if shared:
+            if shared or dq_sum is not None:
                 plgpu.barrier_arrive(finished)
                 plgpu.barrier_wait(finished)
             k_smem[held, columns] = (dk * scale).astype(q.dtype)
@@ -228,7 +333,7 @@ def dkv(
             def step(i, code):
                 next_code = code_of(i + 1)
                 slot, part = slot_of(i), part_of(i)
-                head = kv_head * heads + lax.div(i, lax.max(count, 1))
+                head = head_of(i)
                 first = pl.multiple_of(lax.shift_right_logical(code, 1) * bq, bq)
                 rows = pl.ds(first, bq)
 
@@ -262,7 +367,13 @@ def dkv(
                 plgpu.barrier_wait(do_free.at[slot_of(i)])
 
     window_smem = [] if window is None else [plgpu.SMEM((stages, bq), jnp.int32)]
+    fused_scratch = [
+        swizzled((2 * TILE, bq), q.dtype),
+        swizzled((WARPGROUPS, bq, part_width), jnp.float32),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+    ]
     scratch = [
+        *([] if dq_sum is None else fused_scratch),
         swizzled((key_tile(H), H), q.dtype),
         swizzled((key_tile(H), H), q.dtype),
         swizzled((stages * bq, H), q.dtype),
@@ -285,18 +396,21 @@ def dkv(
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="group",
-        kernel_name="tree_attention_dkv",
+        kernel_name="tree_attention_dkv" if dq_sum is None else "tree_attention_bwd",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     window_arrays = [] if window is None else [positions, keys.positions]
-    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until, *window_arrays, *tiles)
-    return tuple(run(*arrays))
+    moved_arrays = [] if moved is None else list(moved)
+    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until)
+    sums = [] if dq_sum is None else [dq_sum]
+    return tuple(run(*arrays, *moved_arrays, *window_arrays, *tiles, *sums))
 
 
 def dq(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    moved: Moved | None,
     d_out: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
@@ -313,28 +427,31 @@ def dq(
     B, T, N, H = q.shape
     K = k.shape[2]
     bk, k_stages, v_stages = config.k_block, config.k_stages, config.v_stages
+    tile_stages = config.tile_stages
     late = k_stages > 1  # release a key slot one step late, behind the next step's scores
     num_tiles = T // TILE
+    programs = num_programs(config.programs, B * num_tiles * N)
     logit_scale = (scale if softcap is None else softcap) * LOG2E
     wgmma = plgpu.Layout.WGMMA
     per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
 
     def kernel(*refs):
         q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
+        k_moved_ref = v_moved_ref = moved_ref = None
+        if moved is not None:
+            k_moved_ref, v_moved_ref, moved_ref, *refs = refs
         if window is not None:
             position_ref, key_position_ref, *refs = refs
         order_ref, counts_ref, codes_ref, dq_ref, *refs = refs
         q_smem, do_smem, k_smem, v_smem, since_smem, until_smem, *refs = refs
         if window is not None:
             key_position_smem, *refs = refs
-        q_ready, k_ready, v_ready, k_free, v_free = refs
+        q_ready, q_free, k_ready, v_ready, k_free, v_free = refs
 
         group = lax.axis_index("group")
-        program = lax.axis_index("program")
-        head = lax.rem(program, jnp.int32(N))
-        tile = order_ref[lax.div(program, jnp.int32(N))]
-        row, q_tile = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
-        count = counts_ref[tile]
+        schedule = Schedule(
+            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, codes_ref
+        )
 
         def k_slot(step):
             return lax.rem(step, jnp.int32(k_stages))
@@ -342,143 +459,176 @@ def dq(
         def v_slot(step):
             return lax.rem(step, jnp.int32(v_stages))
 
+        def buffer_of(turn):
+            return lax.rem(turn, jnp.int32(tile_stages)) * WARPGROUPS
+
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            first = q_tile * TILE + group * ROWS
-            rows = pl.ds(first, ROWS)
-            ready = q_ready.at[group]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[group], ready)
-            plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do_smem.at[group], ready)
-            lse = plgpu.load(lse_ref.at[row, head, rows], layout=per_row, optimized=False)
-            delta = plgpu.load(delta_ref.at[row, head, rows], layout=per_row, optimized=False)
-            if window is not None:
-                position = plgpu.load(position_ref.at[row, rows], layout=per_row, optimized=False)
-            plgpu.barrier_wait(ready)
 
-            def accumulate(dq):
-                def step(i, code):
-                    next_code = codes_ref[tile, lax.min(i + 1, count - 1)]
-                    ks, vs = k_slot(i), v_slot(i)
-                    plgpu.barrier_wait(k_ready.at[ks])
+            def work(now):
+                first, mine = now.first + group * ROWS, buffer_of(now.turn) + group
+                row, head, rows = now.row, now.head, pl.ds(first, ROWS)
+                lse = plgpu.load(lse_ref.at[row, head, rows], layout=per_row, optimized=False)
+                delta = plgpu.load(delta_ref.at[row, head, rows], layout=per_row, optimized=False)
+                if window is not None:
+                    position = plgpu.load(
+                        position_ref.at[row, rows], layout=per_row, optimized=False
+                    )
+                plgpu.barrier_wait(q_ready.at[mine])
 
-                    def scores(ref):
-                        plgpu.wgmma(ref, q_smem.at[group], k_smem.at[ks].transpose((1, 0)))
-                        return ref[...]
+                def accumulate(dq):
+                    def step(i, code):
+                        next_code = codes_ref[now.tile, lax.min(i + 1, now.count - 1)]
+                        ks, vs = k_slot(now.before + i), v_slot(now.before + i)
+                        plgpu.barrier_wait(k_ready.at[ks])
 
-                    def column(x):
-                        return lax.broadcast_in_dim(x, (ROWS, bk), [1])
+                        def scores(ref):
+                            plgpu.wgmma(ref, q_smem.at[mine], k_smem.at[ks].transpose((1, 0)))
+                            return ref[...]
 
-                    def across(x):
-                        return lax.broadcast_in_dim(x, (ROWS, bk), [0])
+                        def column(x):
+                            return lax.broadcast_in_dim(x, (ROWS, bk), [1])
 
-                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
+                        def across(x):
+                            return lax.broadcast_in_dim(x, (ROWS, bk), [0])
 
-                    @pl.when(late & (i > 0))
-                    def _():  # dQ of the step before, which ran behind, has read its keys
-                        plgpu.barrier_arrive(k_free.at[k_slot(i - 1)])
+                        score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
 
-                    if softcap is not None:
-                        score = tanh(score * (scale / softcap))
-                    weight = jnp.exp2(score * logit_scale - across(lse))
+                        @pl.when(late & (i > 0))
+                        def _():  # dQ of the step before, which ran behind, has read its keys
+                            plgpu.barrier_arrive(k_free.at[k_slot(now.before + i - 1)])
 
-                    def masked():
-                        q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bk), 0, layout=wgmma)
-                        q_index += first
-                        since = plgpu.load(since_smem.at[ks], layout=per_column)
-                        until = plgpu.load(until_smem.at[ks], layout=per_column)
-                        seen = (q_index >= column(since)) & (q_index < column(until))
-                        if window is not None:
-                            key_position = plgpu.load(key_position_smem.at[ks], layout=per_column)
-                            seen &= across(position) - column(key_position) < window
-                        # TMA overwrites what was just read into registers: order the two.
-                        plgpu.commit_smem()
-                        return jnp.where(seen, weight, 0.0)
+                        if softcap is not None:
+                            score = tanh(score * (scale / softcap))
+                        weight = jnp.exp2(score * logit_scale - across(lse))
 
-                    weight = lax.cond((code & 1) == 1, masked, lambda: weight)
-                    plgpu.barrier_wait(v_ready.at[vs])
+                        def masked():
+                            q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bk), 0, layout=wgmma)
+                            q_index += first
+                            since = plgpu.load(since_smem.at[ks], layout=per_column)
+                            until = plgpu.load(until_smem.at[ks], layout=per_column)
+                            seen = (q_index >= column(since)) & (q_index < column(until))
+                            if window is not None:
+                                key_position = plgpu.load(
+                                    key_position_smem.at[ks], layout=per_column
+                                )
+                                seen &= across(position) - column(key_position) < window
+                            # TMA overwrites what was just read into registers: order the two.
+                            plgpu.commit_smem()
+                            return jnp.where(seen, weight, 0.0)
 
-                    def d_weights(ref):
-                        plgpu.wgmma(ref, do_smem.at[group], v_smem.at[vs].transpose((1, 0)))
-                        return ref[...]
+                        weight = lax.cond((code & 1) == 1, masked, lambda: weight)
+                        plgpu.barrier_wait(v_ready.at[vs])
 
-                    d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
-                    plgpu.barrier_arrive(v_free.at[vs])
-                    d_score = weight * (d_weight - across(delta))
-                    if softcap is not None:
-                        d_score *= 1.0 - score * score
-                    plgpu.wgmma(dq, d_score.astype(q.dtype), k_smem.at[ks])
-                    if not late:
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(k_free.at[ks])
-                    return next_code
+                        def d_weights(ref):
+                            plgpu.wgmma(ref, do_smem.at[mine], v_smem.at[vs].transpose((1, 0)))
+                            return ref[...]
 
-                lax.fori_loop(0, count, step, codes_ref[tile, 0])
-                result = dq[...]
+                        d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
+                        plgpu.barrier_arrive(v_free.at[vs])
+                        d_score = weight * (d_weight - across(delta))
+                        if softcap is not None:
+                            d_score *= 1.0 - score * score
+                        plgpu.wgmma(dq, d_score.astype(q.dtype), k_smem.at[ks])
+                        if not late:
+                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(k_free.at[ks])
+                        return next_code
 
-                @pl.when(late & (count > 0))
-                def _():
-                    plgpu.barrier_arrive(k_free.at[k_slot(count - 1)])
+                    lax.fori_loop(0, now.count, step, now.code)
+                    result = dq[...]
 
-                return result
+                    @pl.when(late & (now.count > 0))
+                    def _():
+                        plgpu.barrier_arrive(k_free.at[k_slot(now.before + now.count - 1)])
 
-            result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
-            q_smem[group] = (result * scale).astype(q.dtype)  # the queries are used up
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[group], dq_ref.at[row, rows, head])
+                    return result
+
+                result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
+                q_smem[mine] = (result * scale).astype(q.dtype)  # the queries are used up
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_smem.at[mine], dq_ref.at[row, rows, head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free.at[mine])
+
+            schedule.go_through(work)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == WARPGROUPS)
         def memory():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            kv_head = lax.div(head, jnp.int32(N // K))
 
-            def step(i, code):
-                next_code = codes_ref[tile, lax.min(i + 1, count - 1)]
-                ks, vs = k_slot(i), v_slot(i)
-                block = lax.shift_right_logical(code, 1)
-                part = pl.ds(pl.multiple_of(block * bk, bk), bk)
+            def work(now):
+                row, head, kv_head = now.row, now.head, lax.div(now.head, jnp.int32(N // K))
+                is_moved = None if moved is None else moved_ref[row]
+                for number in range(WARPGROUPS):
+                    mine = buffer_of(now.turn) + number
+                    rows = pl.ds(now.first + number * ROWS, ROWS)
 
-                @pl.when(i >= k_stages)
-                def _():
-                    plgpu.barrier_wait(k_free.at[ks])
+                    @pl.when(now.turn >= tile_stages)
+                    def _(mine=mine):
+                        plgpu.barrier_wait(q_free.at[mine])
 
-                ready = k_ready.at[ks]
-                plgpu.copy_gmem_to_smem(k_ref.at[row, part, kv_head], k_smem.at[ks], ready)
-                plgpu.copy_gmem_to_smem(since_ref.at[row, part], since_smem.at[ks], ready)
-                plgpu.copy_gmem_to_smem(until_ref.at[row, part], until_smem.at[ks], ready)
-                if window is not None:
-                    plgpu.copy_gmem_to_smem(
-                        key_position_ref.at[row, part], key_position_smem.at[ks], ready
-                    )
+                    ready = q_ready.at[mine]
+                    plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[mine], ready)
+                    plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do_smem.at[mine], ready)
 
-                @pl.when(i >= v_stages)
-                def _():
-                    plgpu.barrier_wait(v_free.at[vs])
+                def step(i, code):
+                    next_code = codes_ref[now.tile, lax.min(i + 1, now.count - 1)]
+                    ks, vs = k_slot(now.before + i), v_slot(now.before + i)
+                    block = lax.shift_right_logical(code, 1)
+                    part = pl.ds(pl.multiple_of(block * bk, bk), bk)
 
-                plgpu.copy_gmem_to_smem(v_ref.at[row, part, kv_head], v_smem.at[vs], v_ready.at[vs])
-                return next_code
+                    @pl.when(now.before + i >= k_stages)
+                    def _():
+                        plgpu.barrier_wait(k_free.at[ks])
 
-            lax.fori_loop(0, count, step, codes_ref[tile, 0])
+                    ready, place = k_ready.at[ks], (row, part, kv_head)
+                    copy_block(is_moved, k_ref, k_moved_ref, place, k_smem.at[ks], ready)
+                    plgpu.copy_gmem_to_smem(since_ref.at[row, part], since_smem.at[ks], ready)
+                    plgpu.copy_gmem_to_smem(until_ref.at[row, part], until_smem.at[ks], ready)
+                    if window is not None:
+                        plgpu.copy_gmem_to_smem(
+                            key_position_ref.at[row, part], key_position_smem.at[ks], ready
+                        )
 
-            @pl.loop(lax.max(count - k_stages, 0), count)
+                    @pl.when(now.before + i >= v_stages)
+                    def _():
+                        plgpu.barrier_wait(v_free.at[vs])
+
+                    copy_block(is_moved, v_ref, v_moved_ref, place, v_smem.at[vs], v_ready.at[vs])
+                    return next_code
+
+                lax.fori_loop(0, now.count, step, now.code)
+
+            steps = schedule.go_through(work)
+
+            @pl.loop(lax.max(steps - k_stages, 0), steps)
             def _(i):  # leave no barrier phase unobserved
                 plgpu.barrier_wait(k_free.at[k_slot(i)])
 
-            @pl.loop(lax.max(count - v_stages, 0), count)
+            @pl.loop(lax.max(steps - v_stages, 0), steps)
             def _(i):
                 plgpu.barrier_wait(v_free.at[v_slot(i)])
 
+            @pl.loop(lax.max(schedule.rounds() - tile_stages, 0), schedule.rounds())
+            def _(i):
+                for number in range(WARPGROUPS):
+                    plgpu.barrier_wait(q_free.at[buffer_of(i) + number])
+
     per_key = plgpu.SMEM((k_stages, bk), jnp.int32)
+    buffers = tile_stages * WARPGROUPS
     scratch = [
-        swizzled((WARPGROUPS, ROWS, H), q.dtype),
-        swizzled((WARPGROUPS, ROWS, H), q.dtype),
+        swizzled((buffers, ROWS, H), q.dtype),
+        swizzled((buffers, ROWS, H), q.dtype),
         swizzled((k_stages, bk, H), q.dtype),
         swizzled((v_stages, bk, H), q.dtype),
         per_key,
         per_key,
         *([] if window is None else [per_key]),
-        plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+        plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
+        plgpu.Barrier(num_barriers=buffers),
         plgpu.Barrier(num_barriers=k_stages, num_arrivals=3 if window is None else 4),
         plgpu.Barrier(num_barriers=v_stages),
         plgpu.Barrier(num_barriers=k_stages, num_arrivals=WARPGROUPS),
@@ -488,7 +638,7 @@ def dq(
         kernel,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=scratch,
-        grid=(B * num_tiles * N,),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="group",
@@ -496,4 +646,6 @@ def dq(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     window_arrays = [] if window is None else [positions, keys.positions]
-    return run(q, k, v, d_out, lse, delta, keys.since, keys.until, *window_arrays, *tiles)
+    moved_arrays = [] if moved is None else list(moved)
+    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until)
+    return run(*arrays, *moved_arrays, *window_arrays, *tiles)

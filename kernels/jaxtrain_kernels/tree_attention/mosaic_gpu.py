@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels.mosaic import require_hopper
-from jaxtrain_kernels.tree_attention import blocks, gpu_bwd, gpu_fwd
+from jaxtrain_kernels.tree_attention import blocks, gpu_bwd, gpu_fwd, gpu_gather
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -22,6 +22,11 @@ class Options(NamedTuple):
     scale: float
     forward: gpu_fwd.Config
     backward: gpu_bwd.Config
+    arrange: bool = True
+    """Put the keys into an order that leaves fewer blocks, where there is one."""
+
+    def settings(self) -> dict:
+        return {"scale": self.scale, "softcap": self.softcap, "window": self.window}
 
 
 def attention(
@@ -74,51 +79,37 @@ def _padded(x, length, value=0):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options, q, k, v, keys, positions):
-    return _forward(options, q, k, v, keys, positions)[0]
-
-
-def _forward(options, q, k, v, keys, positions):
-    k_block = options.forward.k_block
-    tiles = blocks.lists(
-        *blocks.meet(keys, positions, q.shape[1], gpu_fwd.TILE, k_block, options.window)
-    )
-    return gpu_fwd.forward(
-        q,
-        k,
-        v,
-        keys,
-        positions,
-        tiles,
-        scale=options.scale,
-        softcap=options.softcap,
-        window=options.window,
-        config=options.forward,
-    )
+    return _attention_fwd(options, q, k, v, keys, positions)[0]
 
 
 def _attention_fwd(options, q, k, v, keys, positions):
-    out, lse = _forward(options, q, k, v, keys, positions)
+    config, T, arrangement, moved = options.forward, q.shape[1], None, None
+    if options.arrange:
+        keys, arrangement = blocks.arrange(keys, positions, T, options.window)
+        swapped = gpu_gather.gather(arrangement.order, arrangement.moved, k, v)
+        moved = gpu_fwd.Moved(*swapped, arrangement.moved)
+    meeting = blocks.meet(keys, positions, T, gpu_fwd.TILE, config.k_block, options.window)
+    tiles = blocks.lists(*meeting)
+    settings = options.settings() | {"config": config}
+    out, lse = gpu_fwd.forward(q, k, v, moved, keys, positions, tiles, **settings)
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, keys, positions, out, lse)
+    return out, (q, k, v, moved, keys, positions, arrangement, out, lse)
 
 
 def _attention_bwd(options, residuals, d_out):
-    q, k, v, keys, positions, out, lse = residuals
+    q, k, v, moved, keys, positions, arrangement, out, lse = residuals
     config, T, H = options.backward, q.shape[1], q.shape[-1]
     delta = jnp.einsum("BTNH,BTNH->BNT", d_out, out, preferred_element_type=jnp.float32)
-    settings = {
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "window": options.window,
-        "config": config,
-    }
+    settings = options.settings() | {"config": config}
     some, every = blocks.meet(
         keys, positions, T, config.q_block, gpu_bwd.key_tile(H), options.window
     )
     tiles = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))
-    arrays = (q, k, v, d_out, lse, delta, keys, positions)
+    arrays = (q, k, v, moved, d_out, lse, delta, keys, positions)
     dk, dv = gpu_bwd.dkv(*arrays, tiles, **settings)
+    if arrangement is not None:
+        dk, dv = gpu_gather.gather(arrangement.back, None, dk, dv)
     meeting = blocks.meet(keys, positions, T, gpu_fwd.TILE, config.k_block, options.window)
     dq = gpu_bwd.dq(*arrays, blocks.lists(*meeting), **settings)
     return dq, dk, dv, None, None
