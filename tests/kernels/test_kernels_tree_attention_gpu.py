@@ -1,5 +1,6 @@
 """The Hopper kernels of tree attention without a GPU: interpreted numerics, lowering, compiling."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,14 +13,13 @@ from mosaic_interpreter import interpreted, require
 from test_kernels_tree_attention import ancestor_mask, compare
 
 
-def options(head_dim, window=None, softcap=None, forward=None, backward=None):
-    return mosaic_gpu.Options(
-        window,
-        softcap,
-        head_dim**-0.5,
-        forward or gpu_fwd.heuristic(head_dim),
-        backward or gpu_bwd.heuristic(head_dim, window is not None),
-    )
+def options(head_dim, window=None, softcap=None, programs=2, fused=False):
+    """Few thread blocks, so that each goes through several tiles."""
+    forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
+    backward = gpu_bwd.heuristic(head_dim, window is not None)
+    backward = dataclasses.replace(backward, programs=programs)
+    scale = head_dim**-0.5
+    return mosaic_gpu.Options(window, softcap, scale, forward, backward, fused=fused)
 
 
 def dense_visible(since, until, T, positions=None, key_positions=None, window=None):
@@ -85,20 +85,24 @@ CASES = {
     "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
+    "d128_fused": {"H": 128, "N": 2, "K": 1, "fused": True},
+    "d128_fused_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0, "fused": True},
 }
-SLOW = CASES.keys() - {"d64_grouped", "d256"}
+SLOW = CASES.keys() - {"d64_grouped", "d256", "d128_fused"}
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
 )
-def test_interpreted_kernels(name):
+def test_interpreted_kernels(name, monkeypatch):
     """Output and gradients by the 2x rule on a padded random forest, and no data race.
 
     Not under jit: interpreted kernels that run side by side starve a small thread pool.
     """
-    case = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None} | CASES[name]
+    monkeypatch.setattr(blocks, "WORTH", 2.0)  # keys are always put into another order
+    defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None, "fused": False}
+    case = defaults | CASES[name]
     B, T, N, K, H = (case[n] for n in "BTNKH")
     rng = np.random.default_rng(7)
     rows = [testing.pack(testing.random_forest(rng, case["used"], 25), T) for _ in range(B)]
@@ -110,7 +114,7 @@ def test_interpreted_kernels(name):
         mask &= depth[:, :, None] - depth[:, None] < case["window"]
     until = jnp.asarray(np.stack([row["until"] for row in rows]))
     positions = None if case["window"] is None else jnp.asarray(depth)
-    setting = options(H, case["window"], case["softcap"])
+    setting = options(H, case["window"], case["softcap"], fused=case["fused"])
 
     def kernels(q, k, v):
         return mosaic_gpu.run(setting, q, k, v, until, None, positions, positions)

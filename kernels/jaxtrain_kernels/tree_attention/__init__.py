@@ -9,6 +9,7 @@ from jaxtrain_kernels.tree_attention import mosaic_gpu, reference, xla
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
     "xla": xla.attention,
+    "mosaic_gpu_fused": mosaic_gpu.attention_fused,
     "reference": reference.attention,
 }
 

@@ -8,7 +8,11 @@ tile's list, for every query head of that key head. Scores are held transposed (
 each thread's intervals are loop invariants and grouped heads add up in registers. At head dim 256
 both accumulators of 64 keys do not fit the registers of one warpgroup: there the two warpgroups
 share 64 keys, each accumulates half of the columns, and both compute the scores.
-dQ: a thread block owns 2 x 64 queries of one head and loops over the key blocks, as the forward.
+dQ: 2 x 64 queries of one head at a time, a loop over the key blocks, as the forward.
+
+The dK, dV kernel can add dQ as well (`dq_sum`): 5 matmuls for 7, but not deterministic. dS goes
+through shared memory, one step later each warpgroup multiplies it by half of the columns of all 128
+keys, and TMA adds the product to dQ in memory.
 """
 
 import dataclasses
@@ -18,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
+from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
 from jaxtrain_kernels.tree_attention.gpu_fwd import (
     LOG2E,
@@ -30,6 +34,8 @@ from jaxtrain_kernels.tree_attention.gpu_fwd import (
     copy_block,
     num_programs,
 )
+
+FUSED_HEAD_DIM = 128  # of the kernel that adds dQ as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +164,7 @@ def dkv(
                 copy_block(is_moved, v_ref, v_moved_ref, place, v_smem.at[held], ready)
 
             k_mine, v_mine = k_smem.at[held], v_smem.at[held]
+            held_from = 0 if shared else group * ROWS
             columns = pl.ds(group * width, width) if shared else slice(None)
             since = plgpu.load(since_ref.at[row, mine], layout=per_row, optimized=False)
             until = plgpu.load(until_ref.at[row, mine], layout=per_row, optimized=False)
@@ -171,7 +178,8 @@ def dkv(
                 """Queue this group's columns of dQ of a step: dS of both groups times all keys."""
                 plgpu.barrier_wait(ds_ready)
                 ds = ds_smem.at[pl.ds(ds_slot(i) * TILE, TILE)].transpose((1, 0))
-                plgpu.wgmma(ref, ds, k_smem.at[:, pl.ds(group * part_width, part_width)])
+                columns = pl.ds(pl.multiple_of(opaque(group) * part_width, part_width), part_width)
+                plgpu.wgmma(ref, ds, k_smem.at[:, columns])
 
             def add_q_gradient(value, i, code):
                 first = pl.multiple_of(lax.shift_right_logical(code, 1) * bq, bq)
@@ -194,6 +202,8 @@ def dkv(
                     slot, part = slot_of(i), part_of(i)
                     first = lax.shift_right_logical(code, 1) * bq
                     plgpu.barrier_wait(q_ready.at[slot])
+                    here = pl.ds(pl.multiple_of(opaque(jnp.int32(held_from)), ROWS), ROWS)
+                    k_mine, v_mine = k_smem.at[here], v_smem.at[here]
 
                     def column(x):
                         return lax.broadcast_in_dim(x, (ROWS, bq), [1])
@@ -481,6 +491,7 @@ def dq(
                     def step(i, code):
                         next_code = codes_ref[now.tile, lax.min(i + 1, now.count - 1)]
                         ks, vs = k_slot(now.before + i), v_slot(now.before + i)
+                        mine = opaque(buffer_of(now.turn) + group)
                         plgpu.barrier_wait(k_ready.at[ks])
 
                         def scores(ref):

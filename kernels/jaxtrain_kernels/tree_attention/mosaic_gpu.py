@@ -24,6 +24,8 @@ class Options(NamedTuple):
     backward: gpu_bwd.Config
     arrange: bool = True
     """Put the keys into an order that leaves fewer blocks, where there is one."""
+    fused: bool = False
+    """One backward kernel, nondeterministic."""
 
     def settings(self) -> dict:
         return {"scale": self.scale, "softcap": self.softcap, "window": self.window}
@@ -43,6 +45,35 @@ def attention(
     scale,
 ):
     """See `jaxtrain_kernels.attention`; bfloat16, head dims 64, 128 and 256, one GPU per call."""
+    options = _options(q, k, v, window, softcap, scale)
+    return run(options, q, k, v, until, since, positions, key_positions)
+
+
+def attention_fused(
+    q,
+    k,
+    v,
+    until,
+    *,
+    since=None,
+    positions=None,
+    key_positions=None,
+    window=None,
+    softcap=None,
+    scale,
+):
+    """The same with one backward kernel for dQ, dK and dV, which does 5 matmuls for the 7 of two.
+
+    Blocks add to dQ in float32 in whatever order they come: gradients differ from run to run in the
+    last bits, so nothing chooses this but its name. Head dim 128.
+    """
+    if q.shape[-1] != gpu_bwd.FUSED_HEAD_DIM:
+        raise NotImplementedError(f"head dim {q.shape[-1]} is not {gpu_bwd.FUSED_HEAD_DIM}")
+    options = _options(q, k, v, window, softcap, scale)._replace(fused=True)
+    return run(options, q, k, v, until, since, positions, key_positions)
+
+
+def _options(q, k, v, window, softcap, scale) -> Options:
     require_hopper()
     H = q.shape[-1]
     if H not in HEAD_DIMS:
@@ -50,8 +81,7 @@ def attention(
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
     backward = gpu_bwd.heuristic(H, window is not None)
-    options = Options(window, softcap, scale, gpu_fwd.heuristic(H), backward)
-    return run(options, q, k, v, until, since, positions, key_positions)
+    return Options(window, softcap, scale, gpu_fwd.heuristic(H), backward)
 
 
 def run(options, q, k, v, until, since=None, positions=None, key_positions=None):
@@ -107,11 +137,16 @@ def _attention_bwd(options, residuals, d_out):
     )
     tiles = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))
     arrays = (q, k, v, moved, d_out, lse, delta, keys, positions)
-    dk, dv = gpu_bwd.dkv(*arrays, tiles, **settings)
+    if options.fused:
+        dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+        dk, dv = gpu_bwd.dkv(*arrays, tiles, **settings, dq_sum=dq_sum)
+        dq = (jax.freeze(dq_sum) * options.scale).astype(q.dtype)
+    else:
+        dk, dv = gpu_bwd.dkv(*arrays, tiles, **settings)
+        meeting = blocks.meet(keys, positions, T, gpu_fwd.TILE, config.k_block, options.window)
+        dq = gpu_bwd.dq(*arrays, blocks.lists(*meeting), **settings)
     if arrangement is not None:
         dk, dv = gpu_gather.gather(arrangement.back, None, dk, dv)
-    meeting = blocks.meet(keys, positions, T, gpu_fwd.TILE, config.k_block, options.window)
-    dq = gpu_bwd.dq(*arrays, blocks.lists(*meeting), **settings)
     return dq, dk, dv, None, None
 
 
