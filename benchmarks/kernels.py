@@ -186,14 +186,20 @@ def moe_arrays(case, dtype):
     return experts, {n: jnp.asarray(x, dtype) for n, x in inputs.items()}
 
 
+MOE_GIVEN = ("x", "gates", "w_gate", "w_up", "w_down")
+
+
+def moe_layer(experts, impl, x, *rest):
+    return moe_ffn(x, experts, *rest, impl=impl)
+
+
 def moe_step(experts, impl):
     """Output and all gradients of the layer."""
 
-    def step(x, gates, w_in, w_out, g):
-        out, pull = jax.vjp(
-            lambda *arrays: moe_ffn(arrays[0], experts, *arrays[1:], impl=impl),
-            *(x, gates, w_in, w_out),
-        )
+    def step(*arrays):
+        *given, g = arrays
+        layer = functools.partial(moe_layer, experts, impl)
+        out, pull = jax.vjp(layer, *given)
         return out, *pull(g)
 
     return step
@@ -201,15 +207,11 @@ def moe_step(experts, impl):
 
 def run_moe(case, impls, report):
     experts, arrays = moe_arrays(case, jnp.bfloat16)
-    given = [arrays[n] for n in ("x", "gates", "w_in", "w_out")]
+    given = [arrays[n] for n in MOE_GIVEN]
     flops = case.flops()
     for impl in (impl for impl in impls if impl != "torch"):
         labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
-
-        def forward(x, gates, w_in, w_out, impl=impl):
-            return moe_ffn(x, experts, gates, w_in, w_out, impl=impl)
-
-        timing = functools.partial(jax_ms, forward, *given)
+        timing = functools.partial(jax_ms, functools.partial(moe_layer, experts, impl), *given)
         report.timed(flops, timing, **labels, step="forward")
         timing = functools.partial(jax_ms, moe_step(experts, impl), *given, arrays["g"])
         report.timed(3 * flops, timing, **labels, step="both")
@@ -226,7 +228,7 @@ def moe_errors(case, impls, report):
     """Largest errors of the layer with the first 2,048 tokens; the plain maths runs in bfloat16."""
     case = dataclasses.replace(case, tokens=min(case.tokens, 2048))
     experts, arrays = moe_arrays(case, jnp.bfloat16)
-    low = [arrays[n] for n in ("x", "gates", "w_in", "w_out", "g")]
+    low = [arrays[n] for n in (*MOE_GIVEN, "g")]
 
     def results(impl, dtype):
         found = jax.jit(moe_step(experts, impl))(*(x.astype(dtype) for x in low))
@@ -236,7 +238,7 @@ def moe_errors(case, impls, report):
         exact = results("xla", jnp.float32)
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        names = ("out", "dx", "d_gates", "d_w_in", "d_w_out")
+        names = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
         for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
             report.add(
                 op="moe_ffn",

@@ -45,7 +45,8 @@ class Evaluation:
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
         found: dict[str, float] = {}
-        for index, dataset in enumerate(self.config.data.eval_datasets):
+        datasets = self.config.data.eval_datasets if self.config.task.kind != "rl" else []
+        for index, dataset in enumerate(datasets):
             means = held_out_loss(
                 session.evaluate,
                 session.params,

@@ -22,17 +22,45 @@ LAYERS = [
     ["losses"],
     ["data"],
     ["rollout"],
-    ["envs"],
+    ["envs", "rewards"],
     ["tasks"],
     ["console", "checkpoint_folder", "checkpoint", "sinks", "watchdog", "profile", "plot"],
     ["run_folder"],
-    ["optim", "step", "assemble", "session", "trained", "reading", "evaluate", "export"],
+    [
+        "eval_sets",
+        "optim",
+        "step",
+        "assemble",
+        "rollouts",
+        "scorer",
+        "session",
+        "on_policy",
+        "trained",
+        "reading",
+        "evaluate",
+        "export",
+        "publishing",
+    ],
     ["preprocess", "dry_run", "generate", "merge", "train"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 
-WITHOUT_JAX = ["config", "errors", "batch", "metrics", "manifest", "data", "envs", "rollout.types"]
+WITHOUT_JAX = [
+    "config",
+    "errors",
+    "batch",
+    "metrics",
+    "manifest",
+    "data",
+    "envs",
+    "rewards",
+    "rollout.types",
+    "rollout.mismatch",
+    "rollout.publish_lora",
+    "rollout.publish_weights",
+    "rollout.vllm",
+]
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900
 

@@ -2,11 +2,17 @@
 
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.config.env import EnvConfig
+from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.rewards import RewardConfig
+from jaxtrain.config.rl import RLTask
+from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.root import Config
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
 from jaxtrain.config.task import EvalConfig, SamplingConfig, SFTTask, TreeTask
+from jaxtrain.config.vllm import VllmConfig
 
 __all__ = [
     "AdapterConfig",
@@ -14,15 +20,21 @@ __all__ = [
     "Config",
     "DataConfig",
     "DatasetConfig",
+    "EnvConfig",
     "EvalConfig",
+    "EvalSetConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "RLTask",
+    "RewardConfig",
+    "RolloutConfig",
     "RunConfig",
     "SFTTask",
     "SamplingConfig",
     "TreeTask",
+    "VllmConfig",
     "load_config",
     "validate_config",
 ]

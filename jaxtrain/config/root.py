@@ -7,7 +7,12 @@ from pydantic import Field, model_validator
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
+from jaxtrain.config.env import EnvConfig, find_env_conflicts
+from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
+from jaxtrain.config.rl import RLTask, find_rl_conflicts, find_unused_rl_sections
+from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
 from jaxtrain.config.task import (
     EvalConfig,
@@ -25,11 +30,14 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
-    task: SFTTask | TreeTask = Field(SFTTask(), discriminator="kind")
+    task: SFTTask | TreeTask | RLTask = Field(SFTTask(), discriminator="kind")
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    env: EnvConfig = EnvConfig()
+    rewards: list[RewardConfig] = []
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -83,11 +91,22 @@ def find_conflicts(config: Config):
         )
     if list(config.parallel.model_dump().values()).count(-1) > 1:
         yield "parallel: only one size may be -1 (all remaining devices)"
-    if config.checkpoint.best_metric and not data.eval_datasets and not config.eval.problems:
+    evaluates = data.eval_datasets or config.eval.problems or config.eval.sets
+    if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
-    if config.eval.every and not data.eval_datasets and not config.eval.problems:
-        yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or eval.problems"
+    if config.eval.every and not evaluates:
+        yield (
+            "eval.every has nothing to evaluate; add [[data.eval_datasets]], [[eval.sets]] or"
+            " eval.problems"
+        )
     yield from find_adapter_conflicts(config.adapter)
+    yield from find_env_conflicts(config.env)
+    yield from find_reward_conflicts(config.rewards)
+    yield from find_eval_set_conflicts(config.eval.sets, config.sampling)
+    if isinstance(config.task, RLTask):
+        yield from find_rl_conflicts(config)
+    else:
+        yield from find_unused_rl_sections(config)
     if isinstance(config.task, TreeTask):
         yield from find_tree_conflicts(config.task, data)
     elif any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets):

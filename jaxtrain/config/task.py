@@ -7,6 +7,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
+from jaxtrain.config.evals import EvalSetConfig
 
 
 class SFTTask(Section):
@@ -129,5 +130,9 @@ class EvalConfig(Section):
     problems: int = Field(0, ge=0)
     """Let the model solve this many held-out calculator problems, tools included, and report the
     share of right answers, before and after training."""
+    sets: list[EvalSetConfig] = []
+    """Sets of problems that the model answers k times each, through section env, judged by the
+    rewards: avg@k, pass@k."""
     show: int = Field(3, ge=0)
-    """How many of those conversations to print."""
+    """How many of those conversations to print; of each set, so many of the best and the worst
+    answers."""

@@ -179,23 +179,23 @@ def solve_problems(
     with its first wrong answer: what the user asks next would be about another number.
     """
     rows = list(rows)
-    episodes = [_open(tokenizer, row) for row in rows]
+    episodes = [open_episode(tokenizer, row) for row in rows]
     ends, joint = end_of_turn_ids(tokenizer), Joint(tokenizer)
     while running := [index for index, episode in enumerate(episodes) if episode.stop is None]:
         turns = generate([list(episodes[index].tokens) for index in running])
         for index, turn in zip(running, turns, strict=True):
             episode = episodes[index]
-            _extend(episode, turn, generated=True)
+            extend(episode, turn, generated=True)
             episode.num_turns += 1
-            reply = _respond(episode, turn, tokenizer, ends, max_turns)
+            reply = respond(episode, turn, tokenizer, ends, max_turns)
             if reply is not None:
-                _extend(episode, joint(reply, rows[index]["tools"]), generated=False)
+                extend(episode, joint(reply, rows[index]["tools"]), generated=False)
     for episode in episodes:
         episode.transcript = tokenizer.decode(episode.tokens)
     return episodes
 
 
-def _open(tokenizer: Any, row: Mapping[str, Any]) -> Episode:
+def open_episode(tokenizer: Any, row: Mapping[str, Any]) -> Episode:
     questions = [message for message in row["messages"] if message["role"] == "user"]
     system = [message for message in row["messages"] if message["role"] == "system"]
     text = tokenizer.apply_chat_template(
@@ -205,12 +205,12 @@ def _open(tokenizer: Any, row: Mapping[str, Any]) -> Episode:
     return Episode(list(row["answers"]), tokens, [False] * len(tokens), questions[1:])
 
 
-def _extend(episode: Episode, tokens: list[int], generated: bool) -> None:
+def extend(episode: Episode, tokens: list[int], generated: bool) -> None:
     episode.tokens.extend(int(token) for token in tokens)
     episode.generated.extend([generated] * len(tokens))
 
 
-def _respond(
+def respond(
     episode: Episode, turn: list[int], tokenizer: Any, ends: frozenset[int], max_turns: int
 ) -> dict[str, Any] | None:
     """The message that the world answers a turn with; None when the episode is over."""

@@ -32,6 +32,13 @@ class Sight(NamedTuple):
     key_positions: jax.Array
     """int32 [B, S]."""
 
+    def real(self) -> jax.Array:
+        """bool [B, T] of a row that attends to itself: False in padding, which sees itself alone
+        at position 0 (and so for a document of one token, which nothing can train on)."""
+        alone = self.until == jnp.arange(1, self.until.shape[1] + 1, dtype=jnp.int32)
+        same = self.until.shape == self.positions.shape
+        return (self.positions > 0) | ~alone if same else jnp.ones(self.positions.shape, bool)
+
 
 class LayerCache(NamedTuple):
     """Keys and values of all layers, and where this layer's T new ones go."""

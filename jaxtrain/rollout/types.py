@@ -1,30 +1,173 @@
-"""What goes into a sampler and what comes out; no jax here."""
+"""What goes into a sampler and what comes out, from one answer to a group; no jax here.
+
+row ──Env.run──> Episode ─┐  (Engine.generate, as often as the episode has turns)
+row ──Env.run──> Episode ─┼─ rewards ─> Group ─ advantages ─> tree ─> Batch
+row ──Env.run──> Episode ─┘
+"""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jaxtrain.config import SamplingConfig
 
 Sampling = SamplingConfig
 """How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
 
+FinishReason = Literal["stop", "length"]
+
 
 class Completion(NamedTuple):
-    """One answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop")
-    for a prompt that the model continued by tokens 52 and 7 and the end-of-turn token 2."""
+    """One answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop",
+    versions=(3, 3, 4)) for a prompt that the model continued by tokens 52 and 7 and the end-of-turn
+    token 2, the last of which it drew after its weights had been replaced."""
 
     tokens: list[int]
     """Without the prompt, with the token that ended it."""
     logprobs: list[float]
     """Of each token under softmax(logits / temperature) over the whole vocabulary: the policy's own
     distribution, before top_k, top_p and min_p cut it. At temperature 0, of softmax(logits)."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     """stop: an end token or a stop text; length: max_new_tokens or the model's longest row."""
+    versions: Sequence[int] = ()
+    """Version of the policy that drew each token; empty where nobody counts versions."""
 
 
 class Sampler(Protocol):
-    """Anything that continues prompts: in process (`local.py`) or a server."""
+    """Anything that continues prompts, all at once: `local.py`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """One completion per prompt, in order."""
         ...
+
+
+class Engine(Protocol):
+    """Anything that continues one prompt at a time for many coroutines."""
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that it samples from now; -1 before the first publish."""
+        ...
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt; raises EpisodeFailed when this one request cannot be answered and
+        RunStopped when none can.
+
+        index: number of the episode. The same (index, prompt, seed, weights) give the same answer
+        where the engine can promise that.
+        """
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Cumulative numbers for the metrics: {"vllm/retries": 3.0}."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections, within the event loop that generated; requests under way end with
+        EpisodeFailed."""
+        ...
+
+
+class Publisher(Protocol):
+    """Brings weights to the engine; called on the loop thread between rounds."""
+
+    def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
+        """Return when the engine samples from `version`; metrics such as {"sync/seconds": 0.4}.
+
+        params and rebuild: parameters by path, and what makes a model of them. Raises RunStopped
+        or UserError when the engine cannot be brought there.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """A round was collected and is about to be trained: an engine on the trainer's own device
+        may give back its memory until the next publish."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EpisodeFailed(Exception):
+    """An episode came to nothing through no fault of the policy; its text is a short reason to
+    count: "server gone", "environment timed out". It is played again, or dropped and counted."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One played episode, single turn or many.
+
+    Episode(tokens=[1, 5, 52, 7, 2], sampled=[False, False, True, True, True],
+            logprobs=[0, 0, -0.1, -1.2, -0.01], versions=[-1, -1, 3, 3, 3], finish_reason="stop",
+            completion="7 it is")
+    """
+
+    tokens: list[int]
+    """All of it, prompt included, exactly as the policy saw and drew it: never re-tokenised."""
+    sampled: list[bool]
+    """Whether the policy drew the token; these are trained."""
+    logprobs: list[float]
+    """The sampler's log-prob of each drawn token; 0.0 elsewhere."""
+    versions: list[int]
+    """Policy version of each drawn token; -1 elsewhere and where it is not known."""
+    finish_reason: str
+    """Of the last turn: "length" means that the answer was cut off."""
+    completion: Any = ""
+    """What reward functions get: text, or a list of messages for conversations."""
+    prompt: Any = ""
+    """What reward functions get as prompt: text, or a list of messages."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Rewards that the environment gives itself, by name."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other numbers to be averaged and logged, such as {"turns": 2}."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(self.sampled)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version of a drawn token; -1 where none is known."""
+        return min((v for v in self.versions if v >= 0), default=-1)
+
+
+class Env(Protocol):
+    """The world: plays one episode of a row with an engine."""
+
+    async def run(
+        self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """Play. Many run side by side in one event loop, so nothing in here may block.
+
+        index: number of the episode, to be handed to engine.generate. Raises EpisodeFailed.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class Group:
+    """The episodes of one prompt with their rewards, ready to be compared."""
+
+    draw: int
+    """Number of the prompt in the order of the run."""
+    row: dict[str, Any]
+    episodes: list[Episode]
+    rewards: list[dict[str, float | None]]
+    """One dict of rewards by name for each episode; None: that reward had nothing to say."""
+    advantages: Any = None
+    """float64 [G]; filled when the round is complete."""
+    totals: Any = None
+    """float64 [G] weighted sum of the rewards."""
+    replayed: bool = False
+    """Whether it was trained before and came out of the replay buffer."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version of a drawn token; -1 where none is known."""
+        return min((e.min_version for e in self.episodes if e.min_version >= 0), default=-1)

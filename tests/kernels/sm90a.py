@@ -104,15 +104,15 @@ def logp_gather_step(**settings):
 def moe_step():
     from jaxtrain_kernels import moe_ffn
 
-    def loss(x, experts, gates, w_in, w_out):
-        return moe_ffn(x, experts, gates, w_in, w_out, impl="mosaic_gpu").astype(jnp.float32).sum()
+    def loss(x, experts, gates, *weights):
+        return moe_ffn(x, experts, gates, *weights, impl="mosaic_gpu").astype(jnp.float32).sum()
 
     T, D, F, E = 8192, 2048, 768, 128
-    x, w_in, w_out = (
-        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), (E, D, 2 * F), (E, F, D))
+    x, *weights = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), (E, D, F), (E, D, F), (E, F, D))
     )
     gates, experts = (jax.ShapeDtypeStruct((T, 8), t) for t in (jnp.float32, jnp.int32))
-    return jax.grad(loss, (0, 2, 3, 4)), x, experts, gates, w_in, w_out
+    return jax.grad(loss, (0, 2, 3, 4, 5)), x, experts, gates, *weights
 
 
 def main():

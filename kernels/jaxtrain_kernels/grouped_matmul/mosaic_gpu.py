@@ -6,21 +6,34 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.grouped_matmul import gpu
+from jaxtrain_kernels.grouped_matmul.ffn import NO_ADAPTERS, Adapters, compose
 from jaxtrain_kernels.mosaic import require_hopper
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
     """See `jaxtrain_kernels.grouped_matmul`; bfloat16 rows, blocks of 128, D and F alike."""
+    check(x.dtype, x.shape[0] // segments.group.shape[0], *w.shape[1:])
+    return run(freeze_w, x, w, segments)
+
+
+def grouped_ffn(x, gates, w_gate, w_up, w_down, segments, *, adapters, **options):
+    """See `jaxtrain_kernels.moe_ffn`; as `grouped_matmul`, without adapters."""
+    check(x.dtype, x.shape[0] // segments.group.shape[0], *w_gate.shape[1:], adapters)
+    arrays = (x, gates, w_gate, w_up, w_down, segments)
+    return compose(grouped_matmul, *arrays, adapters=adapters, **options)
+
+
+def check(dtype, block: int, D: int, F: int, adapters: Adapters = NO_ADAPTERS) -> None:
+    """Raise NotImplementedError with the reason unless the kernels take this."""
     require_hopper()
-    block = x.shape[0] // segments.group.shape[0]
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"takes bfloat16 rows, got {x.dtype}")
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 rows, got {dtype}")
     if block != gpu.BLOCK:
         raise NotImplementedError(f"takes blocks of {gpu.BLOCK} rows, got {block}")
-    D, F = w.shape[1:]
     if gpu.fitting(D) is None or gpu.fitting(F) is None:
         raise NotImplementedError(f"{D} and {F} columns must be multiples of 128")
-    return run(freeze_w, x, w, segments)
+    if any(factors is not None for factors in adapters):
+        raise NotImplementedError("takes no adapters")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

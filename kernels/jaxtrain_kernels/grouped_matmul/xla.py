@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain_kernels.grouped_matmul.ffn import compose
 from jaxtrain_kernels.precision import accumulator
 
 
@@ -64,3 +65,9 @@ def _grouped_bwd(freeze_w, residuals, dy):
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def grouped_ffn(x, gates, w_gate, w_up, w_down, segments, **options):
+    """See `jaxtrain_kernels.moe_ffn`; the rows of `gather_in` and a gate for each of them."""
+    arrays = (x, gates, w_gate, w_up, w_down, segments)
+    return compose(grouped_matmul, *arrays, **options)

@@ -1,0 +1,59 @@
+"""Sections eval.sets: problems that the model answers, judged by the rewards."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.data import DatasetConfig
+
+
+class EvalSetConfig(Section):
+    """One set of problems, answered k times each through section env and judged by rewards."""
+
+    path: str
+    """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
+    name: str | None = None
+    """What metrics call it. Unset: the file's name."""
+    split: str = "test"
+    """Split, with optional slice."""
+    fields: dict[str, str] = {}
+    """Renamed columns, wanted = found."""
+    options: dict[str, Any] = {}
+    """Options of a builtin generator."""
+    max_rows: int | None = Field(None, ge=1)
+    """Only the first rows."""
+    k: int = Field(1, ge=1)
+    """Answers to each problem: for avg@k and pass@k."""
+    threshold: float = 1.0
+    """An answer whose reward is at least this solves its problem."""
+    temperature: float | None = Field(None, ge=0)
+    """Unset: sampling.temperature."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Unset: sampling.max_new_tokens."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or PurePath(self.path.rpartition(":")[2]).stem
+
+    def dataset(self) -> DatasetConfig:
+        """The rows, as a dataset section."""
+        keys = ("path", "split", "fields", "options", "max_rows")
+        return DatasetConfig(**{key: getattr(self, key) for key in keys})
+
+
+def find_eval_set_conflicts(sets: list[EvalSetConfig], sampling: Any) -> Iterator[str]:
+    """One sentence for each impossible combination within the sections."""
+    labels = [one.label for one in sets]
+    for index, one in enumerate(sets):
+        if one.label in labels[:index]:
+            yield f"eval.sets: two are called {one.label!r}; set eval.sets.{index}.name"
+        heat = sampling.temperature if one.temperature is None else one.temperature
+        if one.k > 1 and heat == 0:
+            yield (
+                f"eval.sets.{index}.k is {one.k} but its temperature is 0, so all answers would be"
+                f" the same; set eval.sets.{index}.temperature above 0, or k to 1"
+            )

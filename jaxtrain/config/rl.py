@@ -1,0 +1,220 @@
+"""Section task for reinforcement learning: the objective, as a named preset and its knobs."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.vllm import find_vllm_conflicts
+
+TRUNCATE_OR_MASK = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+
+GRPO = {
+    "ratio": "token",
+    "clip": "ppo",
+    "epsilon": 0.2,
+    "epsilon_high": 0.2,
+    "average": "sequence",
+    "baseline": "group",
+    "scale_rewards": "group",
+    "combine_rewards": "sum_then_normalise",
+    "old_logp": "recomputed",
+    "kl_in": "loss",
+}
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": GRPO,
+    "dr_grpo": {**GRPO, "average": "constant", "scale_rewards": "none"},
+    "bnpo": {**GRPO, "average": "microstep"},
+    "dapo": {**GRPO, "average": "token", "epsilon_high": 0.28},
+    "gdpo": {**GRPO, "average": "token", "combine_rewards": "normalise_then_sum"},
+    "gspo": {**GRPO, "ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "cispo": {**GRPO, "clip": "cispo", "average": "token", "epsilon_high": 5.0},
+    "rloo": {
+        **GRPO,
+        "ratio": "sequence_sum",
+        "baseline": "leave_one_out",
+        "scale_rewards": "none",
+        "kl_in": "reward",
+    },
+    "reinforce": {
+        **GRPO,
+        "clip": "reinforce",
+        "average": "token",
+        "baseline": "none",
+        "scale_rewards": "none",
+    },
+    "reinforce_baseline": {
+        **GRPO,
+        "clip": "reinforce",
+        "average": "token",
+        "baseline": "batch",
+        "scale_rewards": "batch",
+    },
+    "m2po_mask": {**GRPO, "clip": "none", "average": "token", "old_logp": "sampler"},
+    "m2po_clip": {**GRPO, "average": "token", "old_logp": "sampler"},
+}
+"""What each objective sets; a knob given in the config replaces the objective's own."""
+
+
+class RLTask(Section):
+    """Reinforcement learning on groups of answers to one prompt: GRPO and its family."""
+
+    kind: Literal["rl"] = "rl"
+    """The training method."""
+    objective: Literal[
+        "grpo",
+        "dr_grpo",
+        "bnpo",
+        "dapo",
+        "gdpo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce",
+        "reinforce_baseline",
+        "m2po_mask",
+        "m2po_clip",
+    ] = "grpo"
+    """A published objective. It sets the keys from ratio to kl_in, where they are left unset:
+    docs/rl.md has the table."""
+    ratio: Literal["token", "sequence", "sequence_sum"] | None = None
+    """What is weighed against the old policy: each token, the sequence by its mean log-ratio
+    (GSPO), or by its sum (RLOO)."""
+    clip: Literal["ppo", "cispo", "reinforce", "none"] | None = None
+    """ppo: the smaller of ratio and clipped ratio. cispo: log-probs weighed by the capped ratio.
+    reinforce: no ratio at all. none: the bare ratio."""
+    epsilon: float | None = Field(None, ge=0)
+    """Ratios below 1 - epsilon are clipped."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Ratios above 1 + epsilon_high are clipped; with clip cispo the cap of the ratio itself."""
+    average: Literal["sequence", "token", "microstep", "constant"] | None = None
+    """Over what the loss is a mean: sequences, each a mean of its tokens; all tokens of the step;
+    microsteps, each a mean of its tokens (BNPO); sequences x sampling.max_new_tokens (Dr.GRPO)."""
+    baseline: Literal["group", "leave_one_out", "batch", "none"] | None = None
+    """What is subtracted from a reward: its group's mean, the mean of the others in its group, the
+    batch's mean, nothing."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Standard deviation that advantages are divided by."""
+    combine_rewards: Literal["sum_then_normalise", "normalise_then_sum"] | None = None
+    """Several rewards: add them up, or normalise each in its group first (GDPO)."""
+    old_logp: Literal["recomputed", "sampler"] | None = None
+    """What the ratio's denominator is: the trainer's log-probs before the round's first update, or
+    those that the sampler reported."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Where beta's penalty goes."""
+    delta: float | None = Field(None, gt=1)
+    """Upper bound of the ratio for negative advantages, too (dual clip)."""
+    m2_threshold: float = Field(0.04, gt=0)
+    """m2po_mask, m2po_clip: largest mean square of the log-ratios that are left."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the reference policy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence from one token (Schulman's names)."""
+    kl_bias_correction: bool = False
+    """Multiply the KL term by the policy's ratio, which makes its gradient unbiased."""
+    reference: Literal["auto", "adapter_off", "frozen", "mixed"] = "auto"
+    """adapter_off: the model without its adapter. frozen: a copy of the starting weights. mixed: a
+    copy that follows the policy. auto: adapter_off with an adapter, else frozen."""
+    reference_every: int = Field(512, ge=1)
+    """mixed: steps between two mixings."""
+    reference_alpha: float = Field(0.6, ge=0, le=1)
+    """mixed: share of the policy in a mixing."""
+    importance_correction: TRUNCATE_OR_MASK = "token_truncate"
+    """Weigh the loss by trainer / sampler probability, of each token or of the whole sequence:
+    truncate caps the weight, mask drops what is outside the bounds."""
+    importance_max: float = Field(3.0, gt=0)
+    """Upper bound of that weight."""
+    importance_min: float | None = Field(None, ge=0)
+    """Lower bound of that weight."""
+    off_policy_threshold: float | None = Field(None, gt=0)
+    """Leave out sequences with a negative advantage whose mean sampler - policy log-prob is above
+    this (DeepSeek-V3.2); 0.5 is usual."""
+    mask_truncated_completions: bool = False
+    """Do not train answers that hit sampling.max_new_tokens; their rewards still count for the
+    group."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Train only this share of the tokens of a microstep: those with the largest entropy."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer steps that the answers of a round are split into."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over the answers of a round."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once, its answers as branches of a tree; false: flat rows."""
+
+    def knob(self, name: str) -> Any:
+        """A key's value, the objective's own where the config leaves it unset."""
+        given = getattr(self, name)
+        return OBJECTIVES[self.objective][name] if given is None else given
+
+
+def find_rl_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination around task.kind rl."""
+    task, rollout, sampling = config.task, config.rollout, config.sampling
+    if sampling.temperature == 0:
+        yield "task.kind rl draws answers at random; set sampling.temperature above 0, such as 1.0"
+    for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if getattr(sampling, key) != off:
+            yield (
+                f"sampling.{key} cuts the distribution that answers are drawn from, so their"
+                f" log-probs are not the policy's; remove it for task.kind rl"
+            )
+    if rollout.group_size == 1 and task.knob("baseline") in ("group", "leave_one_out"):
+        yield (
+            f"task.baseline {task.knob('baseline')} compares answers to the same prompt; set"
+            " rollout.group_size to 2 or more"
+        )
+    if rollout.prompts_per_step % task.num_minibatches:
+        yield (
+            f"rollout.prompts_per_step {rollout.prompts_per_step} does not divide into"
+            f" task.num_minibatches {task.num_minibatches}"
+        )
+    if task.reference == "adapter_off" and config.adapter.kind == "none":
+        yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
+    if task.reference == "mixed" and config.adapter.kind != "none":
+        yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
+    if task.off_policy_threshold and task.objective == "m2po_mask":
+        yield "task.off_policy_threshold and objective m2po_mask both mask; keep one"
+    if rollout.engine == "local" and rollout.mode != "sync":
+        yield (
+            f"rollout.mode {rollout.mode} needs an engine beside the trainer; the local engine"
+            ' samples on the trainer\'s own devices: set rollout.mode to "sync" or engine to "vllm"'
+        )
+    if rollout.engine == "vllm":
+        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
+    if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
+        yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if config.data.eval_datasets:
+        yield (
+            "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+            " [[eval.sets]] instead"
+        )
+    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
+        yield (
+            "rollout.prompts_per_step sets the size of a step for task.kind rl; remove"
+            " data.global_batch_size and optim.gradient_accumulation_steps"
+        )
+    for dataset in config.data.datasets:
+        if dataset.streaming:
+            yield (
+                "task.kind rl needs all prompts at hand; set streaming of"
+                f" {dataset.path!r} to false"
+            )
+
+
+def find_unused_rl_sections(config: Any) -> Iterator[str]:
+    """Yield a sentence for each section that is set, but that only task.kind rl reads (section env
+    and rewards: also eval.sets)."""
+    for name in ("rollout", "env", "rewards"):
+        section = getattr(config, name)
+        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
+        if not given or (name != "rollout" and config.eval.sets):
+            continue
+        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
+        other = "" if name == "rollout" else " or [[eval.sets]]"
+        yield f'{key} has no effect without task.kind "rl"{other}; remove it'

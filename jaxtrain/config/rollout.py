@@ -1,0 +1,48 @@
+"""Section rollout: who samples, how much, and how far ahead of the trainer."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.vllm import VllmConfig
+
+
+class RolloutConfig(Section):
+    """How answers are drawn for task.kind rl; the draws themselves are section sampling."""
+
+    engine: Literal["local", "vllm"] = "local"
+    """local: the trainer's own weights and devices. vllm: servers over HTTP."""
+    prompts_per_step: int = Field(8, ge=1)
+    """Groups of a round, that is of task.num_minibatches optimizer steps."""
+    group_size: int = Field(8, ge=1)
+    """Answers to each prompt."""
+    mode: Literal["sync", "prefetch", "async"] = "sync"
+    """sync: a round is drawn after the last one was trained. prefetch: while it is trained. async:
+    all the time, up to max_lag rounds ahead."""
+    max_lag: int = Field(1, ge=0)
+    """async: groups with a token from a policy older than this many rounds are dropped."""
+    max_batch: int = Field(64, ge=1)
+    """local: answers that are decoded together."""
+    zero_advantage: Literal["drop", "keep", "refill"] = "drop"
+    """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
+    term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""
+    max_refill: int = Field(4, ge=1)
+    """refill: prompts drawn for a round, as a multiple of prompts_per_step, before it goes on with
+    what there is."""
+    retries: int = Field(2, ge=0)
+    """How often an episode that failed is played again before its group is dropped."""
+    replay_size: int = Field(0, ge=0)
+    """Informative groups that are kept to stand in for those dropped as zero_advantage; 0: none."""
+    replay_max_lag: int = Field(8, ge=1)
+    """Rounds after which a kept group is let go."""
+    reroll_start: float = Field(1.0, ge=0, le=1)
+    """Share of the run after which prompts without any reward are asked again; 1: never."""
+    reroll_max_groups: int = Field(1, ge=1)
+    """Prompts of a round that may be such ones."""
+    samples: int = Field(2, ge=0)
+    """Answers of a round that samples.jsonl keeps: the best and the worst."""
+    reward_workers: int = Field(1, ge=1)
+    """Processes that run the reward functions."""
+    vllm: VllmConfig = VllmConfig()
+    """Servers and weight sync; only with engine vllm."""

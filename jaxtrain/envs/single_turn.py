@@ -1,0 +1,76 @@
+"""The simplest world: a prompt, one answer, and reward functions that judge it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.data.template import encode, end_of_turn, prompt_tokens
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import Engine, Episode, Sampling
+
+
+class SingleTurn:
+    """Plays rows with a prompt: a text, or messages up to where the assistant speaks.
+
+    With a chat template a text is one user message; `raw` continues texts as they are.
+    """
+
+    def __init__(
+        self, tokenizer: Any, column: str = "prompt", system: str | None = None, raw: bool = False
+    ):
+        self.tokenizer = tokenizer
+        self.column = column
+        self.system = system
+        self.raw = raw or not tokenizer.chat_template
+        ends = {tokenizer.eos_token_id, None if self.raw else end_of_turn(tokenizer)} - {None}
+        self.stop_ids = tuple(sorted(ends))
+
+    async def run(
+        self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """One answer; the reward functions get texts for a text and messages for messages."""
+        given, prompt = self.read(row)
+        answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
+        text = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        count, drawn = len(prompt), len(answer.tokens)
+        return Episode(
+            tokens=[*prompt, *answer.tokens],
+            sampled=[False] * count + [True] * drawn,
+            logprobs=[0.0] * count + list(answer.logprobs),
+            versions=[-1] * count + list(answer.versions or [-1] * drawn),
+            finish_reason=answer.finish_reason,
+            completion=(
+                text if isinstance(given, str) else [{"role": "assistant", "content": text}]
+            ),
+            prompt=given,
+        )
+
+    def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
+        """(the prompt as reward functions get it, its tokens); UserError for an unusable row."""
+        given = row.get(self.column, row.get("messages"))
+        if isinstance(given, str) and given:
+            if self.raw:
+                return given, encode(self.tokenizer, given, special=True)
+            return given, self.render([{"role": "user", "content": given}], row)
+        if not isinstance(given, list) or not given:
+            raise UserError(
+                f"env: a row has no prompt; it needs {self.column!r} (a text or messages) or"
+                f" messages, found keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names"
+                " another column"
+            )
+        if self.raw:
+            raise UserError(
+                "env: a row's prompt is a list of messages, which needs a chat template; set"
+                " model.chat_template, and env.raw to false"
+            )
+        messages = list(given)
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()  # a conversation of SFT data: its answers are not the policy's
+        if not messages:
+            raise UserError("env: a row's messages are all the assistant's; nothing to answer")
+        return messages, self.render(messages, row)
+
+    def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
+        """Tokens of a conversation with the header of the turn that is to be written."""
+        if self.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return prompt_tokens(self.tokenizer, messages, row.get("tools"))

@@ -1,0 +1,165 @@
+"""Sets of problems: k answers each by any engine, avg@k and pass@k, and the answers to read.
+
+    rows ─ env.run x k ─> episodes ─ rewards ─> Answered ─> {"eval/gsm8k/pass@4": 0.61, ...}
+
+pass@j is the unbiased estimate from k answers of which c solve the problem (Chen et al. 2021,
+"Evaluating Large Language Models Trained on Code"): 1 - C(k - c, j) / C(k, j).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import Any, TextIO
+
+from jaxtrain.config.evals import EvalSetConfig
+from jaxtrain.rewards import Rewards
+from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Sampling
+
+FIRST_INDEX = 1 << 40
+"""Episode numbers of evaluations start here, so that they draw other noise than training does."""
+
+
+@dataclass
+class Answered:
+    """One problem with its answers."""
+
+    row: Mapping[str, Any]
+    episodes: list[Episode] = field(default_factory=list)
+    scores: list[dict[str, float | None]] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+    """Weighted sum of the rewards of each answer; 0 where every function had nothing to say."""
+    failed: int = 0
+    """Answers that came to nothing: they count as unsolved, with reward 0."""
+
+
+async def answer_set(
+    rows: Sequence[Mapping[str, Any]],
+    env: Env,
+    engine: Engine,
+    rewards: Rewards,
+    sampling: Sampling,
+    k: int,
+    max_running: int = 256,
+) -> list[Answered]:
+    """Let the engine answer every row k times, at most `max_running` episodes at once.
+
+    The same rows, weights and sampling.seed give the same answers, wherever in a run it happens.
+    """
+    gate = asyncio.Semaphore(max_running)
+
+    async def play(row: Mapping[str, Any], index: int) -> Episode | None:
+        async with gate:
+            try:
+                return await env.run(dict(row), engine, sampling, index)
+            except EpisodeFailed:
+                return None
+
+    async def answer(number: int, row: Mapping[str, Any]) -> Answered:
+        first = FIRST_INDEX + number * k
+        played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
+        found = [episode for episode in played if episode is not None]
+        scores = await rewards.score(found, dict(row)) if found else []
+        return Answered(
+            row=row,
+            episodes=found,
+            scores=scores,
+            totals=[rewards.total(score) or 0.0 for score in scores],
+            failed=k - len(found),
+        )
+
+    return list(await asyncio.gather(*(answer(i, row) for i, row in enumerate(rows))))
+
+
+def pass_at(j: int, k: int, solved: int) -> float:
+    """Chance that j of k answers, drawn without replacement, hold one of the `solved`."""
+    assert 1 <= j <= k and 0 <= solved <= k, f"pass@{j} of {solved} in {k}"
+    return 1.0 - comb(k - solved, j) / comb(k, j)
+
+
+def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[str, float]:
+    """Means over problems: reward, avg@k (share of solving answers), pass@j for powers of two up
+    to k, length, share cut off, and each reward function by name."""
+    solved = [sum(total >= threshold for total in one.totals) for one in answered]
+    totals = [total for one in answered for total in [*one.totals, *[0.0] * one.failed]]
+    found = {"reward": mean(totals), f"avg@{k}": mean([count / k for count in solved])}
+    wanted = [1 << power for power in range(k.bit_length()) if 1 << power <= k]
+    for j in sorted({*wanted, k}):
+        found[f"pass@{j}"] = mean([pass_at(j, k, count) for count in solved])
+    episodes = [episode for one in answered for episode in one.episodes]
+    found["mean_length"] = mean([episode.num_sampled for episode in episodes])
+    found["clipped_ratio"] = mean([episode.finish_reason == "length" for episode in episodes])
+    scores = [score for one in answered for score in one.scores]
+    for name in dict.fromkeys(name for score in scores for name in score):
+        there = [score[name] for score in scores if score.get(name) is not None]
+        if there and len(scores[0]) > 1:
+            found[f"rewards/{name}"] = mean(there)
+    failed = sum(one.failed for one in answered)
+    return {**found, "failed": float(failed)} if failed else found
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def write_answers(file: TextIO, step: int, name: str, answered: Sequence[Answered]) -> None:
+    """One JSON line per answer: step, set, reward, prompt and completion."""
+    for one in answered:
+        for episode, score, total in zip(one.episodes, one.scores, one.totals, strict=True):
+            line = {"step": step, "set": name, "reward": total, "rewards": score}
+            line |= {"prompt": episode.prompt, "completion": episode.completion}
+            line |= {"finish_reason": episode.finish_reason, "tokens": episode.num_sampled}
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+
+def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) -> list[str]:
+    """The best and the worst `count` answers, a few lines each; the first of equals."""
+    pairs = [
+        (total, episode)
+        for one in answered
+        for total, episode in zip(one.totals, one.episodes, strict=True)
+    ]
+    order = sorted(range(len(pairs)), key=lambda i: (-pairs[i][0], i))
+    best, worst = order[:count], [i for i in order[::-1] if i not in order[:count]][:count]
+    lines = []
+    for title, chosen in (("best", best), ("worst", worst)):
+        for i in chosen:
+            total, episode = pairs[i]
+            lines += [
+                f"{title}: reward {total:g}, {episode.num_sampled} tokens"
+                f" ({episode.finish_reason})",
+                f"  asked     {shorten(last_text(episode.prompt), width)}",
+                f"  answered  {shorten(said_text(episode.completion), width)}",
+            ]
+    return lines
+
+
+def last_text(prompt: Any) -> str:
+    """The text of a prompt; of messages the last one's."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt[-1].get("content") or "") if prompt else ""
+
+
+def said_text(completion: Any) -> str:
+    """All turns of a completion, with the roles where there are several."""
+    if isinstance(completion, str):
+        return completion
+    if len(completion) == 1:
+        return str(completion[0].get("content") or "")
+    return " | ".join(f"{m.get('role')}: {m.get('content') or ''}" for m in completion)
+
+
+def shorten(text: str, width: int) -> str:
+    """One line; the middle of a long text is left out, for its end says how it came out."""
+    text = " ".join(text.split())
+    half = (width - 5) // 2
+    return text if len(text) <= width else f"{text[:half]} ... {text[-half:]}"
+
+
+def set_sampling(sampling: Sampling, one: EvalSetConfig) -> Sampling:
+    """The run's sampling with what the set changes."""
+    given = {"temperature": one.temperature, "max_new_tokens": one.max_new_tokens}
+    return sampling.model_copy(update={k: v for k, v in given.items() if v is not None})

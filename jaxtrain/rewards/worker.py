@@ -1,0 +1,50 @@
+"""The process that runs reward functions: `python -m jaxtrain.rewards.worker FD`.
+
+It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake that ends the
+run, or ("error", text). It ends when its parent does, also while a function hangs.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from jaxtrain.errors import UserError
+from jaxtrain.rewards.load import call_function, find_function
+
+
+def serve(connection: Connection) -> None:
+    """Answer calls until the other end is closed."""
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        connection.send(answer(name, arguments))
+
+
+def answer(name: str, arguments: dict | None) -> tuple[str, object]:
+    """The reply to one call; without arguments the function is only looked up."""
+    try:
+        function = find_function(name)
+        return "ok", None if arguments is None else call_function(function, arguments)
+    except UserError as error:
+        return "user", str(error)
+    except Exception as error:  # anything that a user's function may raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return "error", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+
+
+def follow(parent: int) -> None:
+    """End this process when its parent has."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
+    serve(Connection(int(sys.argv[1])))

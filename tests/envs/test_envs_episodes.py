@@ -1,0 +1,131 @@
+"""Environments with scripted engines: tokens stay as drawn, what the world says is not trained."""
+
+import asyncio
+
+import pytest
+
+from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.data.calculator import CalculatorRows
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.open import open_env
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import Completion
+
+SAMPLING = SamplingConfig(max_new_tokens=64, temperature=1.0)
+
+
+class Script:
+    """Says the given texts one after the other, whatever it is asked; keeps what it was asked."""
+
+    version = 3
+
+    def __init__(self, tokenizer, texts, finish_reason="stop"):
+        self.tokenizer, self.texts, self.finish_reason = tokenizer, list(texts), finish_reason
+        self.asked = []
+
+    async def generate(self, prompt, sampling, stop_ids=(), index=0):
+        self.asked.append((list(prompt), tuple(stop_ids), index))
+        tokens = self.tokenizer(self.texts.pop(0), add_special_tokens=False)["input_ids"]
+        logprobs = [-0.5 - i for i in range(len(tokens))]
+        return Completion(tokens, logprobs, self.finish_reason, [3] * len(tokens))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+def play(env, row, engine):
+    return asyncio.run(env.run(row, engine, SAMPLING, 11))
+
+
+def call(expression):
+    arguments = f'{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}'
+    return f"<think>so</think> <tool_call>{arguments}</tool_call><|im_end|>"
+
+
+def test_calculator_trains_what_the_policy_drew_and_nothing_else(tokenizer):
+    row = CalculatorRows(1, seed=3, follow_up=0)[0]
+    engine = Script(tokenizer, [call("2 + 2"), f"It is {row['answers'][0]}.<|im_end|>"])
+    episode = play(open_env(EnvConfig(kind="calculator"), tokenizer), row, engine)
+    assert episode.rewards == {"solved": 1.0} and episode.metrics == {"turns": 2.0}
+    assert len(episode.tokens) == len(episode.sampled) == len(episode.logprobs)
+    assert len(episode.versions) == len(episode.tokens)
+    drawn = [t for t, yes in zip(episode.tokens, episode.sampled, strict=True) if yes]
+    said = tokenizer.decode(drawn)
+    assert said == call("2 + 2") + f"It is {row['answers'][0]}.<|im_end|>"
+    for yes, logprob, version in zip(
+        episode.sampled, episode.logprobs, episode.versions, strict=True
+    ):
+        assert (logprob < 0, version) == (yes, 3 if yes else -1)
+    second = engine.asked[1][0]
+    assert episode.tokens[: len(second)] == second, "the second turn continues the very tokens"
+    assert "4" in tokenizer.decode(second[len(engine.asked[0][0]) :]).split("<tool_response>")[1]
+    assert {index for _, _, index in engine.asked} == {11}
+    assert [message["role"] for message in episode.completion] == ["assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "texts, share, turns",
+    [
+        (["It is 123456.<|im_end|>"], 0.0, 1),
+        (["It is"], 0.0, 1),
+        ([call("1 + 1")] * 3, 0.0, 3),
+    ],
+    ids=["wrong", "unfinished", "too many turns"],
+)
+def test_calculator_ends(tokenizer, texts, share, turns):
+    row = CalculatorRows(1, seed=3, follow_up=0)[0]
+    env = open_env(EnvConfig(kind="calculator", max_turns=3), tokenizer)
+    episode = play(env, row, Script(tokenizer, texts))
+    assert (episode.rewards["solved"], episode.metrics["turns"]) == (share, turns)
+
+
+def test_single_turn_renders_texts_and_messages_alike(tokenizer):
+    env = open_env(EnvConfig(system="Be short."), tokenizer)
+    one = play(env, {"prompt": "What is 1?"}, first := Script(tokenizer, ["1<|im_end|>"]))
+    messages = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "?"}]
+    two = play(env, {"messages": messages}, second := Script(tokenizer, ["1<|im_end|>"]))
+    assert first.asked == second.asked
+    assert "Be short." in tokenizer.decode(one.tokens) and one.tokens == two.tokens
+    assert one.completion == "1" and one.prompt == "What is 1?"
+    assert two.completion == [{"role": "assistant", "content": "1"}]
+    assert two.prompt == messages[:1]
+    assert sum(one.sampled) == 2 and one.sampled[-2:] == [True, True]
+
+
+def test_raw_texts_are_continued_as_they_are(tokenizer):
+    env = open_env(EnvConfig(raw=True, prompt_column="text"), tokenizer)
+    engine = Script(tokenizer, ["b"], finish_reason="length")
+    episode = play(env, {"text": "a"}, engine)
+    assert tokenizer.decode(engine.asked[0][0]) == "a" and episode.finish_reason == "length"
+    with pytest.raises(UserError, match="chat template"):
+        play(env, {"text": [{"role": "user", "content": "a"}]}, engine)
+
+
+@pytest.mark.parametrize("row", [{"question": "x"}, {"prompt": ""}, {"prompt": []}, {"prompt": 3}])
+def test_a_row_without_a_prompt_is_named(tokenizer, row):
+    with pytest.raises(UserError, match="env.prompt_column"):
+        play(open_env(EnvConfig(), tokenizer), row, None)
+
+
+def test_an_own_environment_comes_from_a_file(tokenizer, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Mine:\n"
+        "    def __init__(self, tokenizer, greeting):\n        self.greeting = greeting\n"
+        "    async def run(self, row, engine, sampling, index):\n        return self.greeting\n"
+        "class Not:\n    def __init__(self, tokenizer):\n        pass\n"
+    )
+    section = EnvConfig(kind="python", path=f"{path}:Mine", options={"greeting": "hi"})
+    assert play(open_env(section, tokenizer), {}, None) == "hi"
+    for broken, message in [
+        (EnvConfig(kind="python", path=f"{path}:Mine"), "greeting"),
+        (EnvConfig(kind="python", path=f"{path}:Not"), "async def run"),
+        (EnvConfig(kind="python", path=f"{path}:None_"), "no class"),
+        (EnvConfig(kind="python", path="no.such.module:X"), "cannot be imported"),
+        (EnvConfig(kind="python", path="missing.py:X"), "does not exist"),
+        (EnvConfig(kind="python", path="missing"), "must read"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            open_env(broken, tokenizer)
