@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather
+from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather, gpu_tiles
 from timing import jax_ms
 
 from kernels import Report
@@ -49,7 +49,7 @@ class Inputs:
         self.keys = {False: keys, True: arranged}
         self.arrangement = arrangement
         swapped = jax.jit(gpu_gather.gather)(arrangement.order, arrangement.moved, self.k, self.v)
-        self.moved = {False: None, True: gpu_fwd.Moved(*swapped, arrangement.moved)}
+        self.moved = {False: None, True: gpu_tiles.Moved(*swapped, arrangement.moved)}
         self.settings = {"scale": self.H**-0.5, "softcap": case.softcap, "window": None}
         run, arguments = self.forward(gpu_fwd.heuristic(self.H), True)
         self.out, self.lse = jax.jit(run)(*arguments)
@@ -67,12 +67,12 @@ class Inputs:
                 q, k, v, moved, keys, None, tiles, config=config, **self.settings
             )
 
-        tiles = self.lists(gpu_fwd.TILE, config.k_block, arranged)
+        tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
         return run, (self.q, self.k, self.v, self.moved[arranged], self.keys[arranged], tiles)
 
     def backward(self, kernel, config, arranged):
         if kernel == "dq":
-            tiles = self.lists(gpu_fwd.TILE, config.k_block, arranged)
+            tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
         else:
             tiles = self.lists(config.q_block, gpu_bwd.key_tile(self.H), arranged, True)
 
@@ -94,14 +94,14 @@ def around(inputs, case, report):
 
     def metadata(keys):
         arranged, order = blocks.arrange(keys, None, inputs.T, None)
-        meeting = blocks.meet(arranged, None, inputs.T, gpu_fwd.TILE, 128, None)
+        meeting = blocks.meet(arranged, None, inputs.T, gpu_tiles.TILE, 128, None)
         return blocks.lists(*meeting), order
 
     def delta(d_out, out):
         return jnp.einsum("BTNH,BTNH->BNT", d_out, out, preferred_element_type=jnp.float32)
 
     def lists(keys):
-        return blocks.lists(*blocks.meet(keys, None, inputs.T, gpu_fwd.TILE, 128, None))
+        return blocks.lists(*blocks.meet(keys, None, inputs.T, gpu_tiles.TILE, 128, None))
 
     work = {
         "arrange + lists": (metadata, (keys,)),
@@ -122,9 +122,13 @@ def sweep(case, report):
     report.add(case=case.name, moved=str(inputs.arrangement.moved))
     flops = 4 * case.heads * H * case.pairs()
     around(inputs, case, report)
-    work = [("fwd", FORWARD, 1.0), ("dkv", DKV, 2.0), ("dq", DQ, 1.5), ("fused", FUSED, 2.5)]
-    for kernel, changes, units in work:
-        start = gpu_fwd.heuristic(H) if kernel == "fwd" else gpu_bwd.heuristic(H)
+    work = [
+        ("fwd", gpu_fwd.heuristic(H), FORWARD, 1.0),
+        ("dkv", gpu_bwd.dkv_heuristic(H), DKV, 2.0),
+        ("dq", gpu_bwd.dq_heuristic(H), DQ, 1.5),
+        ("fused", gpu_bwd.dkv_heuristic(H), FUSED, 2.5),
+    ]
+    for kernel, start, changes, units in work:
         plain = [({}, False)] if changes[H] else []
         for change, arranged in [*plain, *((change, True) for change in changes[H])]:
 

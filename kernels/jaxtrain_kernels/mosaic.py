@@ -22,7 +22,7 @@ def require_hopper() -> None:
         series = ".".join(map(str, TESTED))
         raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
     mesh = jax.sharding.get_abstract_mesh()
-    kind = _device_kind(mesh)
+    kind = device_kind()
     if not any(target in kind for target in TARGETS):
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
     manual = jax.sharding.AxisType.Manual
@@ -40,7 +40,9 @@ def require_hopper() -> None:
 def num_cores() -> int:
     """Streaming multiprocessors of the device that the program being traced is for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device and device.num_cores) or 132
+    if device is not None:
+        return device.num_cores or 132
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def tanh(x):
@@ -65,8 +67,9 @@ def swizzle(dtype):
     return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
 
 
-def _device_kind(mesh) -> str:
+def device_kind() -> str:
     """Of the device that the program being traced is for: the mesh's, else the default one."""
+    mesh = jax.sharding.get_abstract_mesh()
     if getattr(mesh, "abstract_device", None) is not None:
         return mesh.abstract_device.device_kind
     default = jax.config.jax_default_device

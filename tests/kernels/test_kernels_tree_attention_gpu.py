@@ -16,10 +16,9 @@ from test_kernels_tree_attention import ancestor_mask, compare
 def options(head_dim, window=None, softcap=None, programs=2, fused=False):
     """Few thread blocks, so that each goes through several tiles."""
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
-    backward = gpu_bwd.heuristic(head_dim, window is not None)
-    backward = dataclasses.replace(backward, programs=programs)
-    scale = head_dim**-0.5
-    return mosaic_gpu.Options(window, softcap, scale, forward, backward, fused=fused)
+    dq = dataclasses.replace(gpu_bwd.dq_heuristic(head_dim, window is not None), programs=programs)
+    dkv, scale = gpu_bwd.dkv_heuristic(head_dim), head_dim**-0.5
+    return mosaic_gpu.Options(window, softcap, scale, forward, dkv, dq, fused=fused)
 
 
 def dense_visible(since, until, T, positions=None, key_positions=None, window=None):

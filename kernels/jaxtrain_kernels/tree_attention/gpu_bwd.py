@@ -23,44 +23,48 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
+from jaxtrain_kernels.tree_attention import gpu_tiles
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-from jaxtrain_kernels.tree_attention.gpu_fwd import (
-    LOG2E,
-    ROWS,
-    TILE,
-    WARPGROUPS,
-    Moved,
-    Schedule,
-    copy_block,
-    num_programs,
-)
+from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Moved
 
 FUSED_HEAD_DIM = 128  # of the kernel that adds dQ as well
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Sizes of the two backward kernels."""
+class DkvConfig:
+    """Sizes of the dK, dV kernel."""
 
     q_block: int = 64
-    """Queries per step of the dK, dV kernel."""
+    """Queries per step."""
     q_stages: int = 2
-    k_block: int = 64
-    """Keys per step of the dQ kernel."""
-    k_stages: int = 2
-    v_stages: int = 2
-    tile_stages: int = 2
-    """Tiles of the dQ kernel whose queries are in flight."""
-    programs: int = 0
-    """Thread blocks that share the tiles of the dQ kernel; as in the forward's config."""
     compute_registers: int = 240
     memory_registers: int = 24  # 2 x 240 + 24 fill the register file: with 40 the launch hangs
 
 
-def heuristic(head_dim: int, window: bool = False) -> Config:
+@dataclasses.dataclass(frozen=True)
+class DqConfig:
+    """Sizes of the dQ kernel."""
+
+    k_block: int = 64
+    """Keys per step."""
+    k_stages: int = 2
+    v_stages: int = 2
+    tile_stages: int = 2
+    """Tiles whose queries are in flight."""
+    programs: int = 0
+    """Thread blocks that share the tiles; as in the forward's config."""
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+def dkv_heuristic(head_dim: int) -> DkvConfig:
+    return DkvConfig()
+
+
+def dq_heuristic(head_dim: int, window: bool = False) -> DqConfig:
     if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
-        return Config(k_stages=1 if window else 2, v_stages=1, tile_stages=1)
-    return Config(k_stages=3, v_stages=3) if head_dim == 64 else Config()
+        return DqConfig(k_stages=1 if window else 2, v_stages=1, tile_stages=1, programs=-1)
+    return DqConfig(k_stages=3, v_stages=3) if head_dim == 64 else DqConfig()
 
 
 def key_tile(head_dim: int) -> int:
@@ -83,7 +87,7 @@ def dkv(
     scale: float,
     softcap: float | None,
     window: int | None,
-    config: Config,
+    config: DkvConfig,
     dq_sum: jax.Ref | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """dK and dV [B, S, K, H] in the blocks' order; lse and delta float32 [B, N, T], the rest as the
@@ -106,13 +110,8 @@ def dkv(
     per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
 
     def kernel(*refs):
-        q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
-        k_moved_ref = v_moved_ref = moved_ref = None
-        if moved is not None:
-            k_moved_ref, v_moved_ref, moved_ref, *refs = refs
-        if window is not None:
-            position_ref, key_position_ref, *refs = refs
-        order_ref, counts_ref, codes_ref, *refs = refs
+        q_ref, do_ref, lse_ref, delta_ref, *refs = refs
+        position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
         if dq_sum is not None:
             dq_ref, *refs = refs
         dk_ref, dv_ref, *refs = refs
@@ -139,7 +138,7 @@ def dkv(
 
         def code_of(step):
             step = lax.max(lax.min(step, steps - 1), 0)
-            return codes_ref[tile, lax.rem(step, lax.max(count, 1))]
+            return keys.codes[tile, lax.rem(step, lax.max(count, 1))]
 
         def head_of(step):
             return kv_head * heads + lax.div(lax.max(step, 0), lax.max(count, 1))
@@ -158,19 +157,18 @@ def dkv(
 
             @pl.when(group == 0 if shared else True)
             def _():
-                is_moved = None if moved is None else moved_ref[row]
-                place = (row, mine, kv_head)
-                copy_block(is_moved, k_ref, k_moved_ref, place, k_smem.at[held], ready)
-                copy_block(is_moved, v_ref, v_moved_ref, place, v_smem.at[held], ready)
+                is_moved, place = None if moved is None else keys.moved[row], (row, mine, kv_head)
+                gpu_tiles.copy_block(is_moved, keys.k, keys.k_moved, place, k_smem.at[held], ready)
+                gpu_tiles.copy_block(is_moved, keys.v, keys.v_moved, place, v_smem.at[held], ready)
 
             k_mine, v_mine = k_smem.at[held], v_smem.at[held]
             held_from = 0 if shared else group * ROWS
             columns = pl.ds(group * width, width) if shared else slice(None)
-            since = plgpu.load(since_ref.at[row, mine], layout=per_row, optimized=False)
-            until = plgpu.load(until_ref.at[row, mine], layout=per_row, optimized=False)
+            since = plgpu.load(keys.since.at[row, mine], layout=per_row, optimized=False)
+            until = plgpu.load(keys.until.at[row, mine], layout=per_row, optimized=False)
             if window is not None:
                 key_position = plgpu.load(
-                    key_position_ref.at[row, mine], layout=per_row, optimized=False
+                    keys.positions.at[row, mine], layout=per_row, optimized=False
                 )
             plgpu.barrier_wait(ready)
 
@@ -409,11 +407,9 @@ def dkv(
         kernel_name="tree_attention_dkv" if dq_sum is None else "tree_attention_bwd",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    window_arrays = [] if window is None else [positions, keys.positions]
-    moved_arrays = [] if moved is None else list(moved)
-    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until)
+    arrays = gpu_tiles.key_arrays(k, v, keys, positions, tiles, moved)
     sums = [] if dq_sum is None else [dq_sum]
-    return tuple(run(*arrays, *moved_arrays, *window_arrays, *tiles, *sums))
+    return tuple(run(q, d_out, lse, delta, *arrays, *sums))
 
 
 def dq(
@@ -431,43 +427,30 @@ def dq(
     scale: float,
     softcap: float | None,
     window: int | None,
-    config: Config,
+    config: DqConfig,
 ) -> jax.Array:
     """dQ [B, T, N, H]; `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`."""
     B, T, N, H = q.shape
     K = k.shape[2]
-    bk, k_stages, v_stages = config.k_block, config.k_stages, config.v_stages
-    tile_stages = config.tile_stages
-    late = k_stages > 1  # release a key slot one step late, behind the next step's scores
+    bk, tile_stages = config.k_block, config.tile_stages
+    shape = gpu_tiles.Shape(bk, config.k_stages, config.v_stages)
+    late = config.k_stages > 1  # release a key slot one step late, behind the next step's scores
     num_tiles = T // TILE
-    programs = num_programs(config.programs, B * num_tiles * N)
+    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
     logit_scale = (scale if softcap is None else softcap) * LOG2E
     wgmma = plgpu.Layout.WGMMA
-    per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
+    per_row = wgmma.reduce(1)
 
     def kernel(*refs):
-        q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, since_ref, until_ref, *refs = refs
-        k_moved_ref = v_moved_ref = moved_ref = None
-        if moved is not None:
-            k_moved_ref, v_moved_ref, moved_ref, *refs = refs
-        if window is not None:
-            position_ref, key_position_ref, *refs = refs
-        order_ref, counts_ref, codes_ref, dq_ref, *refs = refs
-        q_smem, do_smem, k_smem, v_smem, since_smem, until_smem, *refs = refs
-        if window is not None:
-            key_position_smem, *refs = refs
-        q_ready, q_free, k_ready, v_ready, k_free, v_free = refs
+        q_ref, do_ref, lse_ref, delta_ref, *refs = refs
+        position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
+        dq_ref, q_smem, do_smem, q_ready, q_free, *refs = refs
+        ring = gpu_tiles.Ring(*refs)
 
         group = lax.axis_index("group")
-        schedule = Schedule(
-            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, codes_ref
+        schedule = gpu_tiles.Schedule(
+            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, keys.codes
         )
-
-        def k_slot(step):
-            return lax.rem(step, jnp.int32(k_stages))
-
-        def v_slot(step):
-            return lax.rem(step, jnp.int32(v_stages))
 
         def buffer_of(turn):
             return lax.rem(turn, jnp.int32(tile_stages)) * WARPGROUPS
@@ -481,6 +464,7 @@ def dq(
                 row, head, rows = now.row, now.head, pl.ds(first, ROWS)
                 lse = plgpu.load(lse_ref.at[row, head, rows], layout=per_row, optimized=False)
                 delta = plgpu.load(delta_ref.at[row, head, rows], layout=per_row, optimized=False)
+                position = None
                 if window is not None:
                     position = plgpu.load(
                         position_ref.at[row, rows], layout=per_row, optimized=False
@@ -489,17 +473,14 @@ def dq(
 
                 def accumulate(dq):
                     def step(i, code):
-                        next_code = codes_ref[now.tile, lax.min(i + 1, now.count - 1)]
-                        ks, vs = k_slot(now.before + i), v_slot(now.before + i)
+                        next_code = keys.codes[now.tile, lax.min(i + 1, now.count - 1)]
+                        ks, vs = shape.k_slot(now.before + i), shape.v_slot(now.before + i)
                         mine = opaque(buffer_of(now.turn) + group)
-                        plgpu.barrier_wait(k_ready.at[ks])
+                        plgpu.barrier_wait(ring.k_ready.at[ks])
 
                         def scores(ref):
-                            plgpu.wgmma(ref, q_smem.at[mine], k_smem.at[ks].transpose((1, 0)))
+                            plgpu.wgmma(ref, q_smem.at[mine], ring.k.at[ks].transpose((1, 0)))
                             return ref[...]
-
-                        def column(x):
-                            return lax.broadcast_in_dim(x, (ROWS, bk), [1])
 
                         def across(x):
                             return lax.broadcast_in_dim(x, (ROWS, bk), [0])
@@ -508,43 +489,32 @@ def dq(
 
                         @pl.when(late & (i > 0))
                         def _():  # dQ of the step before, which ran behind, has read its keys
-                            plgpu.barrier_arrive(k_free.at[k_slot(now.before + i - 1)])
+                            plgpu.barrier_arrive(ring.k_free.at[shape.k_slot(now.before + i - 1)])
 
                         if softcap is not None:
                             score = tanh(score * (scale / softcap))
                         weight = jnp.exp2(score * logit_scale - across(lse))
 
                         def masked():
-                            q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bk), 0, layout=wgmma)
-                            q_index += first
-                            since = plgpu.load(since_smem.at[ks], layout=per_column)
-                            until = plgpu.load(until_smem.at[ks], layout=per_column)
-                            seen = (q_index >= column(since)) & (q_index < column(until))
-                            if window is not None:
-                                key_position = plgpu.load(
-                                    key_position_smem.at[ks], layout=per_column
-                                )
-                                seen &= across(position) - column(key_position) < window
-                            # TMA overwrites what was just read into registers: order the two.
-                            plgpu.commit_smem()
+                            seen = gpu_tiles.seen_in(ring, ks, first, position, bk, window)
                             return jnp.where(seen, weight, 0.0)
 
                         weight = lax.cond((code & 1) == 1, masked, lambda: weight)
-                        plgpu.barrier_wait(v_ready.at[vs])
+                        plgpu.barrier_wait(ring.v_ready.at[vs])
 
                         def d_weights(ref):
-                            plgpu.wgmma(ref, do_smem.at[mine], v_smem.at[vs].transpose((1, 0)))
+                            plgpu.wgmma(ref, do_smem.at[mine], ring.v.at[vs].transpose((1, 0)))
                             return ref[...]
 
                         d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
-                        plgpu.barrier_arrive(v_free.at[vs])
+                        plgpu.barrier_arrive(ring.v_free.at[vs])
                         d_score = weight * (d_weight - across(delta))
                         if softcap is not None:
                             d_score *= 1.0 - score * score
-                        plgpu.wgmma(dq, d_score.astype(q.dtype), k_smem.at[ks])
+                        plgpu.wgmma(dq, d_score.astype(q.dtype), ring.k.at[ks])
                         if not late:
                             plgpu.wgmma_wait(0)
-                            plgpu.barrier_arrive(k_free.at[ks])
+                            plgpu.barrier_arrive(ring.k_free.at[ks])
                         return next_code
 
                     lax.fori_loop(0, now.count, step, now.code)
@@ -552,7 +522,8 @@ def dq(
 
                     @pl.when(late & (now.count > 0))
                     def _():
-                        plgpu.barrier_arrive(k_free.at[k_slot(now.before + now.count - 1)])
+                        last = shape.k_slot(now.before + now.count - 1)
+                        plgpu.barrier_arrive(ring.k_free.at[last])
 
                     return result
 
@@ -571,8 +542,7 @@ def dq(
             plgpu.set_max_registers(config.memory_registers, action="decrease")
 
             def work(now):
-                row, head, kv_head = now.row, now.head, lax.div(now.head, jnp.int32(N // K))
-                is_moved = None if moved is None else moved_ref[row]
+                row, head = now.row, now.head
                 for number in range(WARPGROUPS):
                     mine = buffer_of(now.turn) + number
                     rows = pl.ds(now.first + number * ROWS, ROWS)
@@ -585,65 +555,22 @@ def dq(
                     plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[mine], ready)
                     plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do_smem.at[mine], ready)
 
-                def step(i, code):
-                    next_code = codes_ref[now.tile, lax.min(i + 1, now.count - 1)]
-                    ks, vs = k_slot(now.before + i), v_slot(now.before + i)
-                    block = lax.shift_right_logical(code, 1)
-                    part = pl.ds(pl.multiple_of(block * bk, bk), bk)
+                gpu_tiles.feed(now, keys, ring, shape, lax.div(head, jnp.int32(N // K)))
 
-                    @pl.when(now.before + i >= k_stages)
-                    def _():
-                        plgpu.barrier_wait(k_free.at[ks])
-
-                    ready, place = k_ready.at[ks], (row, part, kv_head)
-                    copy_block(is_moved, k_ref, k_moved_ref, place, k_smem.at[ks], ready)
-                    plgpu.copy_gmem_to_smem(since_ref.at[row, part], since_smem.at[ks], ready)
-                    plgpu.copy_gmem_to_smem(until_ref.at[row, part], until_smem.at[ks], ready)
-                    if window is not None:
-                        plgpu.copy_gmem_to_smem(
-                            key_position_ref.at[row, part], key_position_smem.at[ks], ready
-                        )
-
-                    @pl.when(now.before + i >= v_stages)
-                    def _():
-                        plgpu.barrier_wait(v_free.at[vs])
-
-                    copy_block(is_moved, v_ref, v_moved_ref, place, v_smem.at[vs], v_ready.at[vs])
-                    return next_code
-
-                lax.fori_loop(0, now.count, step, now.code)
-
-            steps = schedule.go_through(work)
-
-            @pl.loop(lax.max(steps - k_stages, 0), steps)
-            def _(i):  # leave no barrier phase unobserved
-                plgpu.barrier_wait(k_free.at[k_slot(i)])
-
-            @pl.loop(lax.max(steps - v_stages, 0), steps)
-            def _(i):
-                plgpu.barrier_wait(v_free.at[v_slot(i)])
+            gpu_tiles.drain(schedule.go_through(work), ring, shape)
 
             @pl.loop(lax.max(schedule.rounds() - tile_stages, 0), schedule.rounds())
             def _(i):
                 for number in range(WARPGROUPS):
                     plgpu.barrier_wait(q_free.at[buffer_of(i) + number])
 
-    per_key = plgpu.SMEM((k_stages, bk), jnp.int32)
     buffers = tile_stages * WARPGROUPS
     scratch = [
         swizzled((buffers, ROWS, H), q.dtype),
         swizzled((buffers, ROWS, H), q.dtype),
-        swizzled((k_stages, bk, H), q.dtype),
-        swizzled((v_stages, bk, H), q.dtype),
-        per_key,
-        per_key,
-        *([] if window is None else [per_key]),
         plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         plgpu.Barrier(num_barriers=buffers),
-        plgpu.Barrier(num_barriers=k_stages, num_arrivals=3 if window is None else 4),
-        plgpu.Barrier(num_barriers=v_stages),
-        plgpu.Barrier(num_barriers=k_stages, num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_barriers=v_stages, num_arrivals=WARPGROUPS),
+        *shape.scratch(H, q.dtype, window is not None),
     ]
     run = plgpu.kernel(
         kernel,
@@ -656,7 +583,5 @@ def dq(
         kernel_name="tree_attention_dq",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    window_arrays = [] if window is None else [positions, keys.positions]
-    moved_arrays = [] if moved is None else list(moved)
-    arrays = (q, k, v, d_out, lse, delta, keys.since, keys.until)
-    return run(*arrays, *moved_arrays, *window_arrays, *tiles)
+    arrays = gpu_tiles.key_arrays(k, v, keys, positions, tiles, moved)
+    return run(q, d_out, lse, delta, *arrays)
