@@ -17,9 +17,10 @@ from kernels import Report
 ONE_TILE = {"programs": -1}  # thread blocks of one tile each, instead of one per multiprocessor
 MORE = {"compute_registers": 240, "memory_registers": 24}
 LESS = {"compute_registers": 232, "memory_registers": 40}
+HELD = {"in_registers": True}
 FORWARD = {
-    64: [{}, ONE_TILE, {"stages": 3}, {"k_block": 256}],
-    128: [{}, ONE_TILE, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
+    64: [{}, HELD, ONE_TILE, {"stages": 3}, {"k_block": 256}],
+    128: [{}, HELD, HELD | MORE, ONE_TILE, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
     256: [{}, ONE_TILE, MORE],
 }
 DKV = {
@@ -28,9 +29,12 @@ DKV = {
     256: [{}, LESS],
 }
 DQ = {
-    64: [{}, ONE_TILE, {"k_stages": 2, "v_stages": 2}, {"k_block": 128}],
-    128: [{}, ONE_TILE, {"tile_stages": 1}, {"k_stages": 3, "v_stages": 2}, {"k_block": 128}, LESS],
-    256: [{}, ONE_TILE, {"k_stages": 1}],
+    64: [{}, HELD, ONE_TILE, {"k_stages": 2, "v_stages": 2}, {"k_block": 128}],
+    128: [
+        *({}, HELD, ONE_TILE, {"tile_stages": 1}, {"k_stages": 3, "v_stages": 2}, LESS),
+        *({"k_block": 128}, HELD | {"k_stages": 3, "v_stages": 3, "tile_stages": 1}),
+    ],
+    256: [{}, {"programs": 0}, {"k_stages": 1}],
 }
 FUSED = {64: [], 128: [{}, LESS], 256: []}
 

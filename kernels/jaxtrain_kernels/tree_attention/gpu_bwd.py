@@ -53,6 +53,8 @@ class DqConfig:
     """Tiles whose queries are in flight."""
     programs: int = 0
     """Thread blocks that share the tiles; as in the forward's config."""
+    in_registers: bool = False
+    """Hold a tile's Q and dO in registers: half of the matmuls' traffic with shared memory."""
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -470,6 +472,10 @@ def dq(
                         position_ref.at[row, rows], layout=per_row, optimized=False
                     )
                 plgpu.barrier_wait(q_ready.at[mine])
+                q_held = do_held = None
+                if config.in_registers:
+                    q_held = plgpu.load(q_smem.at[mine], layout=wgmma)
+                    do_held = plgpu.load(do_smem.at[mine], layout=wgmma)
 
                 def accumulate(dq):
                     def step(i, code):
@@ -479,7 +485,8 @@ def dq(
                         plgpu.barrier_wait(ring.k_ready.at[ks])
 
                         def scores(ref):
-                            plgpu.wgmma(ref, q_smem.at[mine], ring.k.at[ks].transpose((1, 0)))
+                            left = q_held if config.in_registers else q_smem.at[mine]
+                            plgpu.wgmma(ref, left, ring.k.at[ks].transpose((1, 0)))
                             return ref[...]
 
                         def across(x):
@@ -503,7 +510,8 @@ def dq(
                         plgpu.barrier_wait(ring.v_ready.at[vs])
 
                         def d_weights(ref):
-                            plgpu.wgmma(ref, do_smem.at[mine], ring.v.at[vs].transpose((1, 0)))
+                            left = do_held if config.in_registers else do_smem.at[mine]
+                            plgpu.wgmma(ref, left, ring.v.at[vs].transpose((1, 0)))
                             return ref[...]
 
                         d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))

@@ -29,6 +29,8 @@ class Config:
     """Tiles whose queries are in flight."""
     programs: int = 0
     """Thread blocks that share the tiles; 0: one per multiprocessor, -1: one per tile."""
+    in_registers: bool = False
+    """Hold a tile's queries in registers: less traffic with shared memory."""
     compute_registers: int = 232
     memory_registers: int = 40
 
@@ -99,6 +101,7 @@ def forward(
                         position_ref.at[row, rows], layout=per_row, optimized=False
                     )
                 plgpu.barrier_wait(q_ready.at[mine])
+                held = plgpu.load(q_smem.at[mine], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
@@ -113,7 +116,8 @@ def forward(
                     next_code = keys.codes[now.tile, lax.min(i + 1, count - 1)]
 
                     def scores(ref):
-                        plgpu.wgmma(ref, q_smem.at[mine], ring.k.at[slot].transpose((1, 0)))
+                        left = held if config.in_registers else q_smem.at[mine]
+                        plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
                         take_turns()
                         return ref[...]
 
