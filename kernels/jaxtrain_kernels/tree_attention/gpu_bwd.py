@@ -446,7 +446,7 @@ def dq(
     def kernel(*refs):
         q_ref, do_ref, lse_ref, delta_ref, *refs = refs
         position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
-        dq_ref, q_smem, do_smem, q_ready, q_free, *refs = refs
+        dq_ref, q_smem, do_smem, q_ready, *refs = refs
         ring = gpu_tiles.Ring(*refs)
 
         group = lax.axis_index("group")
@@ -457,13 +457,22 @@ def dq(
         def buffer_of(turn):
             return lax.rem(turn, jnp.int32(tile_stages)) * WARPGROUPS
 
+        def load_queries(turn, place):
+            rows, mine = pl.ds(place.first + group * ROWS, ROWS), buffer_of(turn) + group
+            for source, target in ((q_ref, q_smem), (do_ref, do_smem)):
+                part = source.at[place.row, rows, place.head]
+                plgpu.copy_gmem_to_smem(part, target.at[mine], q_ready.at[mine])
+
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
 
+            load_queries(jnp.int32(0), schedule.first_place())
+
             def work(now):
-                first, mine = now.first + group * ROWS, buffer_of(now.turn) + group
-                row, head, rows = now.row, now.head, pl.ds(first, ROWS)
+                row, first, head = now.place
+                first, mine = first + group * ROWS, buffer_of(now.turn) + group
+                rows = pl.ds(first, ROWS)
                 lse = plgpu.load(lse_ref.at[row, head, rows], layout=per_row, optimized=False)
                 delta = plgpu.load(delta_ref.at[row, head, rows], layout=per_row, optimized=False)
                 position = None
@@ -536,11 +545,15 @@ def dq(
                     return result
 
                 result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, H), jnp.float32))
+                if tile_stages > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
                 q_smem[mine] = (result * scale).astype(q.dtype)  # the queries are used up
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_smem.at[mine], dq_ref.at[row, rows, head])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[mine])
+                if tile_stages == 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
 
             schedule.go_through(work)
             plgpu.wait_smem_to_gmem(0)
@@ -550,34 +563,16 @@ def dq(
             plgpu.set_max_registers(config.memory_registers, action="decrease")
 
             def work(now):
-                row, head = now.row, now.head
-                for number in range(WARPGROUPS):
-                    mine = buffer_of(now.turn) + number
-                    rows = pl.ds(now.first + number * ROWS, ROWS)
-
-                    @pl.when(now.turn >= tile_stages)
-                    def _(mine=mine):
-                        plgpu.barrier_wait(q_free.at[mine])
-
-                    ready = q_ready.at[mine]
-                    plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[mine], ready)
-                    plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do_smem.at[mine], ready)
-
-                gpu_tiles.feed(now, keys, ring, shape, lax.div(head, jnp.int32(N // K)))
+                kv_head = lax.div(now.place.head, jnp.int32(N // K))
+                gpu_tiles.feed(now, keys, ring, shape, kv_head)
 
             gpu_tiles.drain(schedule.go_through(work), ring, shape)
-
-            @pl.loop(lax.max(schedule.rounds() - tile_stages, 0), schedule.rounds())
-            def _(i):
-                for number in range(WARPGROUPS):
-                    plgpu.barrier_wait(q_free.at[buffer_of(i) + number])
 
     buffers = tile_stages * WARPGROUPS
     scratch = [
         swizzled((buffers, ROWS, H), q.dtype),
         swizzled((buffers, ROWS, H), q.dtype),
         plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
-        plgpu.Barrier(num_barriers=buffers),
         *shape.scratch(H, q.dtype, window is not None),
     ]
     run = plgpu.kernel(

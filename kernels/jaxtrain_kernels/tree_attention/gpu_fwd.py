@@ -71,7 +71,7 @@ def forward(
 
     def kernel(q_ref, *refs):
         position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
-        out_ref, lse_ref, q_smem, lse_smem, q_ready, q_free, turn, *refs = refs
+        out_ref, lse_ref, q_smem, lse_smem, q_ready, turn, *refs = refs
         ring = gpu_tiles.Ring(*refs)
 
         group = lax.axis_index("group")
@@ -82,6 +82,11 @@ def forward(
         def buffer_of(turn):
             return lax.rem(turn, jnp.int32(q_stages)) * WARPGROUPS
 
+        def load_queries(turn, place):
+            mine = buffer_of(turn) + group
+            source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
+            plgpu.copy_gmem_to_smem(source, q_smem.at[mine], q_ready.at[mine])
+
         def take_turns():
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
@@ -89,11 +94,13 @@ def forward(
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
+            load_queries(jnp.int32(0), schedule.first_place())
             pl.when(group == 1)(take_turns)
 
             def work(now):
-                first, mine = now.first + group * ROWS, buffer_of(now.turn) + group
-                row, head, rows = now.row, now.head, pl.ds(first, ROWS)
+                row, first, head = now.place
+                first, mine = first + group * ROWS, buffer_of(now.turn) + group
+                rows = pl.ds(first, ROWS)
                 before, count = now.before, now.count
                 position = None
                 if window is not None:
@@ -167,6 +174,9 @@ def forward(
                     return acc, new_top, total, next_code
 
                 acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, now.code))
+                if q_stages > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
                 inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
                 acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
                 q_smem[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
@@ -174,8 +184,9 @@ def forward(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_smem.at[mine], out_ref.at[row, rows, head])
                 plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse_ref.at[row, head, rows])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[mine])
+                if q_stages == 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
 
             schedule.go_through(work)
             pl.when(group == 0)(take_turns)
@@ -186,33 +197,15 @@ def forward(
             plgpu.set_max_registers(config.memory_registers, action="decrease")
 
             def work(now):
-                row, head = now.row, now.head
-                for number in range(WARPGROUPS):
-                    mine = buffer_of(now.turn) + number
-                    rows = pl.ds(now.first + number * ROWS, ROWS)
-
-                    @pl.when(now.turn >= q_stages)
-                    def _(mine=mine):
-                        plgpu.barrier_wait(q_free.at[mine])
-
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[row, rows, head], q_smem.at[mine], q_ready.at[mine]
-                    )
-
-                gpu_tiles.feed(now, keys, ring, shape, lax.div(head, jnp.int32(N // K)))
+                kv_head = lax.div(now.place.head, jnp.int32(N // K))
+                gpu_tiles.feed(now, keys, ring, shape, kv_head)
 
             gpu_tiles.drain(schedule.go_through(work), ring, shape)
-
-            @pl.loop(lax.max(schedule.rounds() - q_stages, 0), schedule.rounds())
-            def _(i):
-                for number in range(WARPGROUPS):
-                    plgpu.barrier_wait(q_free.at[buffer_of(i) + number])
 
     buffers = q_stages * WARPGROUPS
     scratch = [
         swizzled((buffers, ROWS, H), q.dtype),
         plgpu.SMEM((buffers, ROWS), jnp.float32),
-        plgpu.Barrier(num_barriers=buffers),
         plgpu.Barrier(num_barriers=buffers),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
         *shape.scratch(H, q.dtype, window is not None),

@@ -27,15 +27,23 @@ def num_programs(programs: int, tiles: int) -> int:
     return tiles if programs < 0 else min(programs or num_cores(), tiles)
 
 
+class Place(NamedTuple):
+    """Where a tile's queries are."""
+
+    row: jax.Array
+    first: jax.Array
+    head: jax.Array
+
+
 class Turn(NamedTuple):
     """One tile of a thread block."""
 
     turn: jax.Array
     tile: jax.Array
-    row: jax.Array
-    first: jax.Array
-    """Its first query."""
-    head: jax.Array
+    place: Place
+    following: Place
+    """Of the next turn, where there is `more`."""
+    more: jax.Array
     count: jax.Array
     """Steps: blocks in its list."""
     code: jax.Array
@@ -60,7 +68,7 @@ class Schedule(NamedTuple):
 
     def rounds(self):
         whole, rest = divmod(self.rows * self.tiles * self.heads, self.programs)
-        return whole + (self._place(jnp.int32(whole)) < rest).astype(jnp.int32)
+        return whole + (self._lane(jnp.int32(whole)) < rest).astype(jnp.int32)
 
     def go_through(self, work):
         """work(Turn) for every tile; the number of steps. What follows is read ahead, to hide the
@@ -70,24 +78,31 @@ class Schedule(NamedTuple):
             before, tile, count, code, next_tile = carry
             following = self.counts[next_tile], self.codes[next_tile, 0]
             after = self._tile(turn + 2)
-            row, part = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
-            head = lax.rem(self._item(turn), jnp.int32(self.heads))
-            work(Turn(turn, tile, row, part * TILE, head, count, code, before))
+            place, next_place = self._place(turn, tile), self._place(turn + 1, next_tile)
+            more = turn + 1 < self.rounds()
+            work(Turn(turn, tile, place, next_place, more, count, code, before))
             return before + count, next_tile, *following, after
 
         first = self._tile(jnp.int32(0))
         start = (jnp.int32(0), first, self.counts[first], self.codes[first, 0])
         return lax.fori_loop(0, self.rounds(), body, (*start, self._tile(jnp.int32(1))))[0]
 
+    def first_place(self):
+        return self._place(jnp.int32(0), self._tile(jnp.int32(0)))
+
+    def _place(self, turn, tile):
+        row, part = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
+        return Place(row, part * TILE, lax.rem(self._item(turn), jnp.int32(self.heads)))
+
     def _item(self, turn):
         """In the longest-first order; the last one for turns past the end."""
         last = self.rows * self.tiles * self.heads - 1
-        return lax.min(turn * self.programs + self._place(turn), jnp.int32(last))
+        return lax.min(turn * self.programs + self._lane(turn), jnp.int32(last))
 
     def _tile(self, turn):
         return self.order[lax.div(self._item(turn), jnp.int32(self.heads))]
 
-    def _place(self, turn):
+    def _lane(self, turn):
         back = jnp.int32(self.programs - 1) - self.program
         return lax.select(lax.rem(turn, jnp.int32(2)) == 0, self.program, back)
 
@@ -194,8 +209,12 @@ class Shape(NamedTuple):
 
 
 def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
-    """The memory warpgroup's part of a tile: its key blocks into the ring."""
-    moved = None if keys.moved is None else keys.moved[now.row]
+    """The memory warpgroup's part of a tile: its key blocks into the ring.
+
+    Queries are no part of it: it must wait for nothing but free buffers of the ring, else it could
+    keep from one compute warpgroup what the other waits for that one to do.
+    """
+    moved = None if keys.moved is None else keys.moved[now.place.row]
 
     def step(i, code):
         next_code = keys.codes[now.tile, lax.min(i + 1, now.count - 1)]
@@ -207,7 +226,7 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
         def _():
             plgpu.barrier_wait(ring.k_free.at[k_slot])
 
-        ready, place = ring.k_ready.at[k_slot], (now.row, part, kv_head)
+        ready, place = ring.k_ready.at[k_slot], (now.place.row, part, kv_head)
         copy_block(moved, keys.k, keys.k_moved, place, ring.k.at[k_slot], ready)
         for source, target in (
             (keys.since, ring.since),
@@ -215,7 +234,7 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
             (keys.positions, ring.positions),
         ):
             if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[now.row, part], target.at[k_slot], ready)
+                plgpu.copy_gmem_to_smem(source.at[now.place.row, part], target.at[k_slot], ready)
 
         @pl.when(now.before + i >= shape.v_stages)
         def _():
