@@ -212,7 +212,7 @@ def dkv(
                         return lax.broadcast_in_dim(x, (ROWS, bq), [0])
 
                     def weights(score):
-                        """P of raw scores, and tanh of them for the softcap's derivative."""
+                        """Of raw scores: P in low precision, and dS / (dP - delta)."""
 
                         @pl.when(i > 0)
                         def _():  # dK of the step before, which ran behind, has read its queries
@@ -232,19 +232,18 @@ def dkv(
                                 seen &= column(position) - across(key_position) < window
                             return jnp.where(seen, weight, 0.0)
 
-                        return lax.cond((code & 1) == 1, masked, lambda: weight), score
+                        weight = lax.cond((code & 1) == 1, masked, lambda: weight)
+                        low = weight.astype(q.dtype)
+                        return low, weight if softcap is None else weight * (1.0 - score * score)
 
-                    def d_scores(weight, score, d_weight):
+                    def d_scores(slope, d_weight):
                         delta = plgpu.load(delta_smem.at[slot], layout=per_column)
-                        d_score = weight * (d_weight - column(delta))
-                        if softcap is not None:
-                            d_score *= 1.0 - score * score
-                        return d_score.astype(q.dtype)
+                        return (slope * (d_weight - column(delta))).astype(q.dtype)
 
-                    def queue_values(ref, weight):
+                    def queue_values(ref, low):
                         plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(ref, v_mine, do_smem.at[part].transpose((1, 0)))
-                        plgpu.wgmma(dv, weight.astype(q.dtype), do_smem.at[part, columns])
+                        plgpu.wgmma(dv, low, do_smem.at[part, columns])
 
                     def split():
                         def scores(ref):
@@ -252,27 +251,27 @@ def dkv(
                             return ref[...]
 
                         acc = plgpu.ACC((ROWS, bq), jnp.float32)
-                        weight, score = weights(pl.run_scoped(scores, acc))
+                        low, slope = weights(pl.run_scoped(scores, acc))
 
                         def d_weights(ref):
-                            queue_values(ref, weight)
+                            queue_values(ref, low)
                             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
-                        return d_scores(weight, score, pl.run_scoped(d_weights, acc))
+                        return d_scores(slope, pl.run_scoped(d_weights, acc))
 
                     def fused(s_acc, dq_acc):
                         plgpu.wgmma(s_acc, k_mine, q_smem.at[part].transpose((1, 0)))
                         q_gradient(dq_acc, i - 1)
                         score = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         add_q_gradient(plgpu.wgmma_accumulator_load(dq_acc), i - 1, last_code)
-                        weight, score = weights(score)
+                        low, slope = weights(score)
 
                         def d_weights(ref):
-                            queue_values(ref, weight)
+                            queue_values(ref, low)
                             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
                         d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bq), jnp.float32))
-                        ds = d_scores(weight, score, d_weight)
+                        ds = d_scores(slope, d_weight)
                         share(ds, i)
                         return ds
 
@@ -516,6 +515,7 @@ def dq(
                             return jnp.where(seen, weight, 0.0)
 
                         weight = lax.cond((code & 1) == 1, masked, lambda: weight)
+                        slope = weight if softcap is None else weight * (1.0 - score * score)
                         plgpu.barrier_wait(ring.v_ready.at[vs])
 
                         def d_weights(ref):
@@ -525,9 +525,7 @@ def dq(
 
                         d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, bk), jnp.float32))
                         plgpu.barrier_arrive(ring.v_free.at[vs])
-                        d_score = weight * (d_weight - across(delta))
-                        if softcap is not None:
-                            d_score *= 1.0 - score * score
+                        d_score = slope * (d_weight - across(delta))
                         plgpu.wgmma(dq, d_score.astype(q.dtype), ring.k.at[ks])
                         if not late:
                             plgpu.wgmma_wait(0)

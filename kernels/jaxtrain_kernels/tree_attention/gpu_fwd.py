@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
+from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention import gpu_tiles
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
 from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Moved
@@ -123,7 +123,8 @@ def forward(
                     next_code = keys.codes[now.tile, lax.min(i + 1, count - 1)]
 
                     def scores(ref):
-                        left = held if config.in_registers else q_smem.at[mine]
+                        queries = q_smem.at[opaque(mine) if H == 256 else mine]
+                        left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
                         take_turns()
                         return ref[...]
