@@ -19,10 +19,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import vocabulary
 from jaxtrain_kernels import attention, logp_gather, moe_ffn
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
+from jaxtrain_kernels.logp_of_logits import cases as logits_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
+from jaxtrain_kernels.tree_attention import cudnn
 from timing import jax_ms, torch_ms
 
 PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
@@ -50,21 +53,25 @@ class Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
 
-    def timed(self, flops: float, measure, **row):
-        """Add what `measure()` finds, or why it could not."""
+    def timed(self, work: float, measure, unit: str = "tflops", **row):
+        """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
         try:
             found = measure()
         except DECLINED as reason:
             self.add(**row, failed=" ".join(str(reason).split())[:200])
             return
-        tflops = flops / found["ms"] / 1e9
-        self.add(**row, **found, tflops=tflops, share=tflops / PEAK_TFLOPS)
+        rate = work / found["ms"] / 1e9
+        share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
+        self.add(**row, **found, **{unit: rate}, **share)
 
 
 def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
     if case.window is not None:
         options["positions"] = arrays["positions"]
+    if impl == "cudnn":  # which would rather know how many documents there are
+        options |= {"documents": len(case.forest()) * case.rows, "scale": case.head_dim**-0.5}
+        return lambda q, k, v: cudnn.attention(q, k, v, arrays["until"], **options)
     return lambda q, k, v: attention(q, k, v, arrays["until"], impl=impl, **options)
 
 
@@ -254,7 +261,10 @@ def moe_errors(case, impls, report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--op", choices=["attention", "logp_gather", "moe"], nargs="+", required=True
+        "--op",
+        choices=["attention", "logp_gather", "weighted_logp", "logp_of_logits", "moe"],
+        nargs="+",
+        required=True,
     )
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
@@ -265,6 +275,14 @@ def main():
     runners = {
         "attention": (attention_cases, attention_errors if options.errors else run_attention),
         "logp_gather": (logp_cases, logp_gather_errors if options.errors else run_logp_gather),
+        "weighted_logp": (
+            logp_cases,
+            vocabulary.weighted_logp_errors if options.errors else vocabulary.run_weighted_logp,
+        ),
+        "logp_of_logits": (
+            logits_cases,
+            vocabulary.logp_of_logits_errors if options.errors else vocabulary.run_logp_of_logits,
+        ),
         "moe": (moe_cases, moe_errors if options.errors else run_moe),
     }
     for op in options.op:

@@ -53,7 +53,7 @@ def assemble(config: Config) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(**config.parallel.model_dump()),
+        mesh=make_mesh(**config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),

@@ -56,7 +56,6 @@ class Reader:
         if not output.finite:
             raise RunStopped(self.explain(pending, output))
         tokens, pairs = count_work(pending.batch, self.windows)
-        tokens, pairs = tokens * jax.process_count(), pairs * jax.process_count()
         flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
         rates = self.throughput.read(now, tokens, flops)
         values = {

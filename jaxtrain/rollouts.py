@@ -14,10 +14,11 @@ from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.calculator import end_of_turn_ids
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.feed import row_group, row_shards
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine, LocalPublisher
+from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -94,7 +95,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             threaded=rollout.engine != "local",
             choose_again=second_tries,
         )
-        rows = data.micro_batch_size * row_shards(parts.mesh) // row_group(parts.mesh)[1]
+        rows = data.micro_batch_size * row_shards(parts.mesh)
         source = RoundSource(
             producer,
             read_labels(config, rows),
@@ -107,7 +108,8 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
         )
         second_tries.source = source
         stack.callback(source.close)
-        prepare = Preparation(task, source)
+        comparison = RoundComparison(config.sampling.temperature, say)
+        prepare = Preparation(task, source, comparison)
         return Rollouts(source, publisher, prepare, int(total_steps), stack.pop_all())
 
 

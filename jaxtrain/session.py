@@ -14,7 +14,7 @@ from jaxtrain.config import Config, RLTask
 from jaxtrain.data.pipeline import Source, count_steps, open_source
 from jaxtrain.errors import UserError
 from jaxtrain.optim import build_optimizer, build_schedule
-from jaxtrain.parallel.feed import row_group, row_shards
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.rollouts import Rollouts, open_rollouts
 from jaxtrain.scorer import Scorer
@@ -136,13 +136,10 @@ def open_data(
     config: Config, parts: Parts, microsteps: int, say: Callable[[str], None]
 ) -> tuple[Source, int]:
     """The training source and the number of optimizer steps of the run."""
-    index, count = row_group(parts.mesh)
     shape = {
         "seed": config.run.seed,
-        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh) // count,
+        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
         "microsteps": microsteps,
-        "process_index": index,
-        "process_count": count,
         "task": config.task,
     }
     epochs, total_steps = config.run.num_epochs, config.run.max_steps

@@ -76,7 +76,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> State
     """The state before the first step."""
     shapes = abstract_state(params, optimizer)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
-    step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
     return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
 
 

@@ -25,6 +25,7 @@ from jaxtrain.export import export_params
 from jaxtrain.on_policy import OnPolicy
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.processes import peers
 from jaxtrain.plot import plot_runs
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
@@ -54,7 +55,11 @@ def train(config: Config, command: list[str]) -> int:
         watchdog = stack.enter_context(
             Watchdog(folder.path, config.log.watchdog_seconds, sinks.say, primary=primary)
         )
-        signals = stack.enter_context(Signals(sinks.say))
+        others = peers()
+        if others is not None:
+            others.say = sinks.say
+        tell = None if others is None else others.ask_to_stop
+        signals = stack.enter_context(Signals(sinks.say, tell))
         stack.enter_context(jax.set_mesh(parts.mesh))
         for line in [*folder.describe(), *formats]:
             sinks.say(line)
@@ -124,7 +129,7 @@ class Loop:
         session = self.session
         if self.config.eval.at_start and self.step == 0:
             self.evaluate()
-        while self.step < session.total_steps and not self.signals.stop:
+        while self.step < session.total_steps and not self.stopping():
             before = self.step
             try:
                 batches, found = self.next_round()
@@ -163,6 +168,14 @@ class Loop:
             self.settle()
         self.step += 1
         self.pending = Pending(self.step, output, batch, session.source.counters(), found)
+
+    def stopping(self) -> bool:
+        """Whether a signal, here or on another process, forbids the next step on all of them."""
+        others = peers()
+        if others is not None:
+            self.signals.stop = others.stops_before(self.step + 1)
+            self.signals.name = others.stop_name
+        return self.signals.stop
 
     def announce(self, batch: Batch) -> bool:
         """Say so when a batch has a shape that this process has not compiled yet."""

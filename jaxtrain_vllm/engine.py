@@ -13,11 +13,8 @@ so fused, sharded and quantised layers come out as from a file.
 """
 
 import dataclasses
-import json
 import socket
-import struct
 import threading
-from pathlib import Path
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -33,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from jaxtrain_vllm import wire
+from jaxtrain_vllm.names import describe, read_shapes
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 logger = init_logger("vllm.jaxtrain")
@@ -131,30 +129,10 @@ def to_torch(tensor: wire.Tensor) -> torch.Tensor:
 
 
 def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] | None]:
-    """{Hugging Face name: shape, or None where it is not known} of everything that is served.
-
-    Names come from the model itself, taken apart where vLLM fuses; shapes from the headers of the
-    folder that it was started from, as layers on CPU and shards of one tell no whole shapes.
-    """
-    fused = getattr(model, "packed_modules_mapping", None) or {}
-    shapes = read_shapes(Path(model_config.model))
-    found: dict[str, list[int] | None] = {}
-    for name, _ in model.named_parameters():
-        name = name.replace(".base_layer.", ".")
-        module, _, leaf = name.rpartition(".")
-        parent, _, last = module.rpartition(".")
-        for part in fused.get(last, [last]):
-            whole = ".".join(filter(None, (parent, part, leaf)))
-            found[whole] = shapes.get(whole)
-    return found
-
-
-def read_shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a folder's safetensors files; empty for a Hub id."""
-    shapes = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        shapes |= {name: item["shape"] for name, item in header.items() if name != "__metadata__"}
-    return shapes
+    """{Hugging Face name: shape, or None where it is not known} of everything that is served."""
+    return describe(
+        [name for name, _ in model.named_parameters()],
+        getattr(model, "packed_modules_mapping", None) or {},
+        read_shapes(model_config.model),
+        bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
+    )

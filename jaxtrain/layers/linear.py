@@ -36,6 +36,12 @@ class Linear(nnx.Module):
         self.adapter = nnx.data(None)
         self.dtype = jnp.dtype(dtype)
 
+    @property
+    def rounds_kernel(self) -> bool:
+        """Whether the kernel may be rounded to `dtype` ahead of the call: nothing else reads it."""
+        plain = isinstance(self.kernel, nnx.Param)
+        return plain and not getattr(self.adapter, "reads_kernel", False)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
             kernel = self.kernel[...]

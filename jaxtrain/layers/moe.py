@@ -80,7 +80,7 @@ class MoE(nnx.Module):
         )
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(x_BTD)
-        y_BTD = constrain(y_BTD, "rows", "length", "features")
+        y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         return y_BTD, note_balance(choice, real_BT)
 
 

@@ -14,19 +14,22 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
+    "elementwise": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION),
+    "dots": SAVE_DOTS,
+    "save_attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_attention": jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    ),
 }
-"""What the backward pass finds in memory: everything; the input of each block; also the results of
-matmuls with weights; or also what attention put out, so that it is not run again."""
+"""What the backward pass finds in memory: everything; the input of each block with the results of
+its matmuls and what attention put out; without the latter; without the former; or the input alone.
+Everything else is computed again. Attention's backends name their results as the policies do."""
 
 
 class Stack(nnx.Module):
@@ -77,7 +80,9 @@ class Stack(nnx.Module):
         bounds = self._bounds(capture)
         graphdefs, runs = {}, {}
         for kind in set(self.kinds):
-            graphdefs[kind], state = nnx.split(getattr(self, kind))
+            block = getattr(self, kind)
+            graphdefs[kind], state = nnx.split(block)
+            state = _round_kernels(block, state)
             sizes = [stop - start for start, stop in bounds if self.kinds[start] == kind]
             runs[kind] = iter(_split(state, sizes))
         kv = None if cache is None else (cache.k, cache.v)
@@ -91,6 +96,8 @@ class Stack(nnx.Module):
                 (x_BTD, kv), noted = jax.lax.scan(step, (x_BTD, kv), (run, layers))
                 _append(notes, noted)
             else:
+                # Traced, differentiated and lowered once; kernels are compiled once.
+                step = jax.jit(step)
                 for layer, one in enumerate(_split(run, [1] * (stop - start)), start):
                     one = jax.tree.map(lambda leaf: leaf[0], one)
                     (x_BTD, kv), noted = step((x_BTD, kv), (one, layer))
@@ -116,7 +123,7 @@ class Stack(nnx.Module):
         def step(carry, layer_input):
             (x_BTD, kv), (state, layer) = carry, layer_input
             here = None if kv is None else LayerCache(*kv, layer=layer, start=cache.start)
-            x_BTD = constrain(x_BTD, "rows", "length", "features")
+            x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, state)
             x_BTD, here, noted = block(x_BTD, angles, sight, window=window, cache=here)
             return (x_BTD, None if here is None else (here.k, here.v)), noted
@@ -141,6 +148,20 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Mod
 def _append(notes: dict[str, list[jax.Array]], noted: dict[str, jax.Array]) -> None:
     for name, value in noted.items():
         notes.setdefault(name, []).append(value)
+
+
+def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
+    """`state` with the kernels in the dtype that their Linear computes in.
+
+    All layers at once: a kernel is read in float32 once a pass, and its gradient leaves the loop
+    over layers in the dtype in which the matmul computed it.
+    """
+    flat = dict(nnx.to_flat_state(state))
+    for path, node in nnx.iter_graph(block):
+        if isinstance(node, Linear) and node.rounds_kernel:
+            kernel = flat[*path, "kernel"]
+            flat[*path, "kernel"] = kernel.replace(kernel.get_value().astype(node.dtype))
+    return nnx.from_flat_state(flat)
 
 
 def _split(state: nnx.State, sizes: Sequence[int]) -> list[nnx.State]:

@@ -53,6 +53,8 @@ def call(
         if isinstance(error.reason, TimeoutError):
             raise ServerGone(f"{path} was not answered within {timeout:g} s") from None
         raise ServerGone(str(getattr(error.reason, "strerror", None) or error.reason)) from None
+    except ConnectionError as error:
+        raise ServerGone(error.strerror or "hung up") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ServerGone(f"{path}: {error!r}") from None
     try:

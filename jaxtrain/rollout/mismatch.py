@@ -5,12 +5,15 @@ symmetric noise is arithmetic; anything else is a mistake that importance weight
 the run goes astray, so it is given a name. d = trainer - sampler everywhere.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 MOST_CUT = 2.0
 """-log of the mass that truncation may leave: beyond, it is not what explains a difference."""
+LASTING = 2
+"""Rounds in a row with the same finding before it is said: one may be chance."""
 MIN_TOKENS = 64
 """Fewer say nothing about a system."""
 EXACT, COARSE = 1e-3, 0.15
@@ -25,6 +28,30 @@ class Mismatch(NamedTuple):
     """temperature, truncation, precision or weights; None: nothing systematic."""
     sentence: str | None
     """The cause in words, with what to do."""
+
+
+class RoundComparison:
+    """Compares each round, and says once what has been wrong for LASTING rounds."""
+
+    def __init__(self, temperature: float, say: Callable[[str], None]):
+        self.temperature, self.say = temperature, say
+        self._said: set[str] = set()
+        self._last: tuple[str | None, int] = (None, 0)
+
+    def __call__(
+        self, sampler_logp: np.ndarray, trainer_logp: np.ndarray, fresh: bool
+    ) -> dict[str, float]:
+        """Metrics of a round's trained tokens; fresh: the trainer's present weights drew it."""
+        mask = np.full(np.shape(sampler_logp), fresh)
+        found = compare(sampler_logp, trainer_logp, self.temperature, mask)
+        if fresh:
+            cause, rounds = self._last
+            self._last = (found.cause, rounds + 1 if found.cause == cause else 1)
+        lasting = fresh and found.cause is not None and self._last[1] >= LASTING
+        if lasting and found.cause not in self._said:
+            self._said.add(found.cause)
+            self.say(f"sampler and trainer disagree ({found.cause}): {found.sentence}")
+        return {name: x for name, x in found.metrics.items() if name.startswith("mismatch/")}
 
 
 def compare(

@@ -65,7 +65,7 @@ class RoundSource:
         numbers of rewards and engines that go into the metrics."""
         self.producer, self.labels, self.estimator = producer, labels, estimator
         self.prompts_per_round, self.max_lag = prompts_per_round, max_lag
-        self.replay = replay or ReplayBuffer(0, 1)
+        self.replay = ReplayBuffer(0, 1) if replay is None else replay
         self.num_samples, self.more_counters = num_samples, counters
         self.lengths = labels.shape.lengths
         self.version = 0

@@ -38,7 +38,11 @@ LOOK_SECONDS = 0.25
 
 
 class Lost(Exception):
-    """No answer to this request, but another try may bring one."""
+    """No answer to this request, but another try may bring one. kind: few words, to be counted."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
 
 
 class Line(NamedTuple):
@@ -57,6 +61,7 @@ class VllmEngine:
     def __init__(self, servers: Servers, *, adapters: bool, first_pause: float = 0.5):
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
+        self._told: set[str] = set()
 
     @property
     def version(self) -> int:
@@ -64,7 +69,7 @@ class VllmEngine:
         return self.servers.version
 
     def counters(self) -> dict[str, float]:
-        """Requests, retries, requests redone and servers lost since the start."""
+        """Requests, retries, servers lost and the like since the start."""
         return {f"vllm/{name}": float(n) for name, n in sorted(self.servers.counters.items())}
 
     async def close(self) -> None:
@@ -102,7 +107,8 @@ class VllmEngine:
                     # A server that died is no fault of the request.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
-                        raise EpisodeFailed(f"vllm: {lost}") from None
+                        self._tell(lost)
+                        raise EpisodeFailed(f"vllm: {lost.kind}") from None
                     await asyncio.sleep(pause * (1 + random.random()))
                     pause = min(2 * pause, 30.0)
                     continue
@@ -117,6 +123,13 @@ class VllmEngine:
                 reason = "stop" if answer.finish_reason == "stop" else "length"
                 return Completion(tokens, logprobs, reason, versions)
         raise EpisodeFailed("vllm: asked too often")
+
+    def _tell(self, lost: Lost) -> None:
+        """Why a request was given up, once a kind; the others are counted by the caller."""
+        if lost.kind not in self._told:
+            self._told.add(lost.kind)
+            times = self.servers.config.retries + 1
+            self.servers.say(f"a request failed {times} times, the last time: {lost}")
 
     async def _take(self) -> Server:
         """A server to ask, waited for; RunStopped when none comes."""
@@ -153,11 +166,11 @@ class VllmEngine:
         self.servers.count("requests")
         status, raw = await self._post(line, server, body)
         if status >= 500 or status in (408, 425, 429):
-            raise Lost(f"HTTP {status} from {server.url}: {explain(raw, 120)}")
+            raise Lost(f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}")
         if status == 404 and self.adapters:
             # It was restarted, or someone took our adapter away: bring it again.
             self.servers.drop(server, f"does not serve {model} any more")
-            raise Lost(f"{server.url} does not serve {model}")
+            raise Lost("adapter gone", f"{server.url} does not serve {model}")
         if status != 200:
             raise UserError(
                 f"{server.url} refuses a prompt of {len(prompt)} tokens with max_new_tokens"
@@ -181,7 +194,7 @@ class VllmEngine:
             # Requests are cut when weights change, so a whole answer is of one version; one that
             # raced with the change could be of either.
             if server.version != began and answer.finish_reason != "abort":
-                raise Lost("the weights changed while it was answered")
+                raise Lost("weights changed", "the weights changed while it was answered")
             return [began] * count
         versions = [self.servers.read_label(label) for label in answer.labels]
         if None in versions:
@@ -190,7 +203,7 @@ class VllmEngine:
             self.servers.drop(
                 server, f"it samples from weights {label!r}, which this run never sent"
             )
-            raise Lost(f"{server.url} sampled from unknown weights")
+            raise Lost("unknown weights", f"{server.url} sampled from unknown weights")
         return versions
 
     async def _post(self, line: Line, server: Server, body: dict) -> tuple[int, bytes]:
@@ -201,12 +214,12 @@ class VllmEngine:
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 if server.epoch != epoch:
-                    raise Lost(f"{server.url} is gone")
+                    raise Lost("server gone", f"{server.url} is gone")
             return task.result()
         except TimeoutError:
-            raise Lost(f"no answer from {server.url} within {limit:g} s") from None
+            raise Lost("time-out", f"no answer from {server.url} within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Lost(f"{server.url}: {error or type(error).__name__}") from None
+            raise Lost("connection lost", f"{server.url}: {error or error!r}") from None
         finally:
             task.cancel()
 
@@ -222,7 +235,8 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         if loop not in self._lines:
             room = self.servers.config.concurrency
-            connector = aiohttp.TCPConnector(limit=room + 16, force_close=False)
+            # Shorter than the server's 5 s, or a request meets the end of its connection half way.
+            connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
             session = aiohttp.ClientSession(connector=connector, headers=headers())
             self._lines[loop] = Line(session, asyncio.Semaphore(room))
         return self._lines[loop]

@@ -182,16 +182,14 @@ class Servers:
                 return
             server.state, server.why, server.version = "down", why, -1
             server.epoch += 1
-            lost = server.in_flight
             left = sum(other.state == "up" for other in self.all)
             self.counters["servers_lost"] += 1
-            self.counters["redone"] += lost
         there = (
             f"{left} left"
             if left
             else f"none left: waiting up to {self.config.wait_seconds:g} s for one to come back"
         )
-        self.say(f"vllm {server.url} dropped ({why}); {lost} requests are asked again; {there}")
+        self.say(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
 
     def suspect(self, server: Server) -> None:
         """A request to it failed: look at its health now."""

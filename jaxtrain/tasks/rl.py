@@ -11,6 +11,7 @@ from jaxtrain.config import Config, RLTask
 from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.rollout.labels import EPISODE, Labels
+from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.rounds import RoundSource, Table
 
 Who = Literal["policy", "reference"]
@@ -104,8 +105,10 @@ def read_labels(config: Config, rows: int) -> Labels:
 class Preparation:
     """Everything about a round that needs the current weights, before its first update."""
 
-    def __init__(self, task: RLTask, source: RoundSource):
-        self.task, self.source = task, source
+    def __init__(
+        self, task: RLTask, source: RoundSource, comparison: RoundComparison | None = None
+    ):
+        self.task, self.source, self.comparison = task, source, comparison
         self.metrics: dict[str, float] = {}
 
     def __call__(self, batches: list[Batch], scorer: Scorer) -> list[Batch]:
@@ -122,6 +125,8 @@ class Preparation:
             old = "sampler_logp" if from_sampler else "policy_logp"
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
+        if self.comparison is not None and scores_policy(task):
+            self.metrics |= self.compare(filled)
         if task.beta > 0 and task.knob("kl_in") == "reward":
             filled = self.penalise(filled)
         if task.objective == "m2po_mask":
@@ -133,6 +138,15 @@ class Preparation:
             wanted.append("ref_logp")
         slim = [b._replace(streams={name: b.streams[name] for name in wanted}) for b in filled]
         return slim * task.num_iterations
+
+    def compare(self, batches: list[Batch]) -> dict[str, float]:
+        """The sampler's log-probs of the round's trained tokens beside the trainer's."""
+        masks = [batch.weights["pg"] != 0 for batch in batches]
+        sampler, trainer = (
+            np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
+            for name in ("sampler_logp", "policy_logp")
+        )
+        return self.comparison(sampler, trainer, self.source.metrics.get("lag/max") == 0)
 
     def penalise(self, batches: list[Batch]) -> list[Batch]:
         """Advantages anew with -beta sum_t (old - reference) among each episode's rewards."""

@@ -21,10 +21,15 @@ def require_hopper() -> None:
     if plgpu is None or jax.__version_info__[:2] != TESTED:
         series = ".".join(map(str, TESTED))
         raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
-    mesh = jax.sharding.get_abstract_mesh()
     kind = device_kind()
     if not any(target in kind for target in TARGETS):
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
+    require_local()
+
+
+def require_local() -> None:
+    """Raise NotImplementedError if arrays here may be spread over devices of a mesh axis."""
+    mesh = jax.sharding.get_abstract_mesh()
     manual = jax.sharding.AxisType.Manual
     shared = [
         name

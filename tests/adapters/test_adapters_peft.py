@@ -29,7 +29,7 @@ CASES = {
     "attention with two ranks": dict(target=["attention"], ranks={"q_proj": 2}),
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
 }
-EXPERTS = [("lora", "qwen3_moe"), ("rslora", "mixtral")]
+EXPERTS = [("lora", "qwen3_moe"), ("lora", "mixtral")]
 
 
 def make_base(folder, name="qwen3"):

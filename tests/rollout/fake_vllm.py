@@ -9,6 +9,7 @@ bytes to answer.
 import asyncio
 import json
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class FakeVllm:
         self.length, self.token_seconds = 4, 0.0
         self.log: list[tuple[str, object]] = []
         self.asked: list[dict] = []
-        self.answered = 0
+        self.answered = self.drawn = 0
         self.healthy = True
         self.max_rank = 64
         self.refuse_stage = False
@@ -57,6 +58,18 @@ class FakeVllm:
             link.close()
         self.loop.call_soon_threadsafe(self._stop.set)
         self.thread.join(10)
+
+    def after(self, tokens: int, act, *args) -> threading.Thread:
+        """Call `act` in a thread as soon as so many tokens were drawn."""
+
+        def run():
+            while self.drawn < tokens:
+                time.sleep(0.005)
+            act(*args)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
 
     @property
     def url(self) -> str:
@@ -161,6 +174,7 @@ class FakeVllm:
             await self._resumed.wait()
             tokens.append(STOP if place == self.length - 1 else 100 + place)
             labels.append(self.label)
+            self.drawn += 1
             if tokens[-1] == STOP:
                 self.answered += 1
                 return tokens, labels, "stop"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxtrain.rollout.mismatch import compare, measure
+from jaxtrain.rollout.mismatch import RoundComparison, compare, measure
 
 T, V = 1000, 80
 
@@ -107,3 +107,19 @@ def test_the_numbers_are_those_of_their_formulas():
     largest = np.abs(trainer - sampler).max()
     assert found["sampling/sampling_logp_difference/max"] == pytest.approx(largest)
     assert measure(np.zeros(0), np.zeros(0)) == {}
+
+
+def test_a_lasting_cause_is_said_once_and_old_tokens_say_nothing():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(T, V))
+    warm, raw = log_softmax(logits / 1.5), log_softmax(logits)
+    tokens = draw(rng, warm)
+    sampler, trainer = pick(raw, tokens), pick(warm, tokens)
+    said = []
+    comparison = RoundComparison(1.5, said.append)
+    assert set(comparison(sampler, trainer, fresh=False)) >= {"mismatch/kl", "mismatch/ratio_p50"}
+    comparison(sampler, trainer, fresh=True)
+    assert said == []
+    for _ in range(3):
+        comparison(sampler, trainer, fresh=True)
+    assert len(said) == 1 and "disagree (temperature)" in said[0]

@@ -14,11 +14,14 @@ from test_rollout_vllm import DRAW, ask
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.hf.ops import Piece, whole
+from jaxtrain.hf.safetensors import write_folder
 from jaxtrain.rollout.publish_lora import LoraPublisher, reserve
 from jaxtrain.rollout.publish_weights import WeightPublisher, collect
 from jaxtrain.rollout.vllm import VllmEngine
 from jaxtrain.rollout.vllm_servers import Servers
 from jaxtrain_vllm import wire
+from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.shelf import WeightShelf
 
 SHAPES = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
 HELD = {name: list(shape) for name, shape in SHAPES.items()}
@@ -195,16 +198,15 @@ def test_a_tied_head_may_be_listed_and_shapes_may_be_unknown():
 def test_answers_are_cut_and_continued_where_the_server_tells_no_versions():
     """/v1/completions: the tokens before the change keep their version."""
     fake = FakeVllm(tensors=HELD, scale_out=False)
-    fake.token_seconds = 0.2
+    fake.token_seconds = 0.5
     with open_weights([fake]) as (engine, publisher, _):
         publisher.publish(0, draw_params())
-        import threading
-
-        threading.Timer(0.3, publisher.publish, (1, draw_params(1))).start()
+        late = fake.after(2, publisher.publish, 1, draw_params(1))
         [answer] = ask(engine)
+        late.join()
     assert answer.tokens == [100, 101, 102, STOP]
     assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
-    assert len(fake.asked) == 2 and fake.asked[1]["prompt"] == [1, 2, 100, 101]
+    assert len(fake.asked) == 2 and fake.asked[1]["prompt"][:3] == [1, 2, 100]
 
 
 def test_one_gpu_for_both_sleeps_while_training_and_wakes_in_parts():
@@ -228,8 +230,6 @@ def test_rounding_is_that_of_the_trainer():
 
 
 def test_a_flipped_bit_on_the_way_is_noticed_and_rolled_back():
-    from jaxtrain_vllm.shelf import WeightShelf
-
     shelf = WeightShelf()
     first = collect(pieces(draw_params(0)), SHAPES, "bfloat16")
     described, payload = wire.pack_full(first)
@@ -270,6 +270,30 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_worker():
             assert stranger.recv(1) == b""
         publisher.publish(0, draw_params())
         assert_holds(fake, draw_params())
+
+
+def test_a_served_model_is_taken_apart_into_hugging_face_tensors():
+    layer = "model.layers.0"
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    experts = [f"{layer}.mlp.experts.{i}.{part}_proj.weight" for i in (0, 1) for part in "ud"]
+    attention = [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
+    stored = {name: [4, 4] for name in (*experts, *attention, "model.embed_tokens.weight")}
+    served = ["model.embed_tokens.weight", f"{layer}.self_attn.qkv_proj.base_layer.weight"]
+    served += [f"{layer}.mlp.experts.w13_weight", f"{layer}.mlp.experts.w2_weight"]
+    assert describe([*served, "lm_head.weight"], fused, stored, tied=True) == stored
+    assert describe([*served, "lm_head.weight"], fused, stored, tied=False) == {
+        **stored,
+        "lm_head.weight": None,
+    }
+    assert set(describe(served[:2], fused, {}, tied=True)) == {served[0], *attention}
+
+
+def test_shapes_are_read_from_the_files(tmp_path):
+    assert read_shapes(str(tmp_path)) == {} and read_shapes("no/such-model") == {}
+    write_folder(
+        tmp_path, {n: (s, np.dtype("float32")) for n, s in SHAPES.items()}, pieces(draw_params())
+    )
+    assert read_shapes(str(tmp_path)) == HELD
 
 
 # -- adapters

@@ -119,9 +119,10 @@ def test_errors_that_pass_are_asked_again():
 def test_an_error_that_stays_fails_the_episode_not_the_run():
     fake = FakeVllm()
     fake.script.extend([500] * 3)
-    with opened([fake], retries=2) as (engine, *_):
-        with pytest.raises(EpisodeFailed, match="HTTP 500.*EngineCore"):
+    with opened([fake], retries=2) as (engine, _, said):
+        with pytest.raises(EpisodeFailed, match="vllm: HTTP 500$"):
             ask(engine)
+        assert "EngineCore" in said[-1] and "failed 3 times" in said[-1]
         assert ask(engine)[0].tokens == ANSWER
 
 
@@ -174,15 +175,14 @@ def test_a_server_killed_on_the_way_is_dropped_and_its_work_redone():
     for fake in fakes:
         fake.token_seconds = 0.1
     with opened(fakes) as (engine, servers, said):
-        killer = threading.Timer(0.15, fakes[0].kill)
-        killer.start()
+        killer = fakes[0].after(1, fakes[0].kill)
         answers = ask(engine, 10)
         killer.join()
         assert [answer.tokens for answer in answers] == [ANSWER] * 10
         assert fakes[0].answered == 0 and fakes[1].answered == 10
         assert servers.counters["servers_lost"] == 1
     dropped = [line for line in said if "dropped" in line]
-    assert len(dropped) == 1 and "5 requests are asked again; 1 left" in dropped[0]
+    assert len(dropped) == 1 and "its requests are asked again; 1 left" in dropped[0]
 
 
 def test_the_only_server_is_waited_for_and_given_the_weights_again():
@@ -248,8 +248,9 @@ def test_an_answer_that_spans_a_change_of_weights_says_so():
             fake.label = servers.label(1)
             servers.settle(servers.all[0], 1)
 
-        threading.Timer(0.15, change).start()
+        late = fake.after(2, change)
         [answer] = ask(engine)
+        late.join()
     assert answer.tokens == ANSWER
     assert list(answer.versions) == sorted(answer.versions) and set(answer.versions) == {0, 1}
 

@@ -1,4 +1,4 @@
-"""A gated feed-forward layer of every expert on its own rows: the op, and its definition."""
+"""The gated feed-forward layer of every expert on the tokens that chose it: its definition."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
 from jaxtrain_kernels.precision import accumulator
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -32,13 +33,14 @@ NO_ADAPTERS = Adapters()
 
 
 def compose(
-    matmul, x, gates, w_gate, w_up, w_down, segments, *, adapters, activation, freeze_experts
+    matmul, x, gates, w_gate, w_up, w_down, routing, *, adapters, activation, freeze_experts
 ):
-    """(gate_p * act(x W_gate) * (x W_up)) W_down of every row p, on any grouped matmul.
+    """`moe_ffn` with the routing of its choices, on any grouped matmul.
 
     The definition, and what backends without a fused kernel run. The hidden state is rounded to
-    x's dtype once, after the gate.
+    x's dtype once, after the gate; padding rows have gate 0, so that they add nothing anywhere.
     """
+    segments = routing.segments
 
     def project(x, w, factors):
         y = matmul(x, w, segments, freeze_w=freeze_experts)
@@ -47,10 +49,11 @@ def compose(
         a, b = factors
         return y + matmul(matmul(x, a, segments), b, segments)
 
-    gate_PF = project(x, w_gate, adapters.gate)
-    up_PF = project(x, w_up, adapters.up)
-    hidden_PF = gated(gate_PF, up_PF, gates, activation)
-    return project(hidden_PF, w_down, adapters.down)
+    rows_PD = gather_in(x, routing)
+    gate_PF = project(rows_PD, w_gate, adapters.gate)
+    up_PF = project(rows_PD, w_up, adapters.up)
+    hidden_PF = gated(gate_PF, up_PF, gather_gates(gates, routing), activation)
+    return combine(project(hidden_PF, w_down, adapters.down), routing)
 
 
 # The backward keeps the inputs only, and none of the float32 values in between.

@@ -5,18 +5,12 @@ import jax
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from jaxtrain_kernels.grouped_matmul.ffn import ACTIVATIONS, NO_ADAPTERS, Adapters
-from jaxtrain_kernels.grouped_matmul.routing import (
-    BLOCK,
-    combine,
-    gather_gates,
-    gather_in,
-    route,
-)
+from jaxtrain_kernels.grouped_matmul.routing import BLOCK, route
 
 BACKENDS = {
-    "mosaic_gpu": mosaic_gpu.grouped_ffn,
-    "xla": xla.grouped_ffn,
-    "reference": reference.grouped_ffn,
+    "mosaic_gpu": mosaic_gpu.moe_ffn,
+    "xla": xla.moe_ffn,
+    "reference": reference.moe_ffn,
 }
 
 
@@ -58,30 +52,28 @@ def moe_ffn(
     if freeze_experts:
         w_gate, w_up, w_down = (jax.lax.stop_gradient(w) for w in (w_gate, w_up, w_down))
     if block is None:
-        block = choose_block(x, experts.size, w_gate, adapters, impl)
-    routing = route(experts, E, block)
-    rows_PD = dispatch(
+        block = choose_block(x, experts.size, w_gate, impl)
+    return dispatch(
         "moe_ffn",
         impl,
         BACKENDS,
-        gather_in(x, routing),
-        gather_gates(gates, routing),
+        x,
+        gates,
         w_gate,
         w_up,
         w_down,
-        routing.segments,
+        route(experts, E, block),
         adapters=adapters,
         activation=activation,
         freeze_experts=freeze_experts,
     )
-    return combine(rows_PD, routing)
 
 
-def choose_block(x, choices: int, w_gate, adapters: Adapters, impl: str) -> int:
+def choose_block(x, choices: int, w_gate, impl: str) -> int:
     """128 where the Hopper kernels will take the call; else about the mean rows of an expert."""
     if impl in ("auto", "mosaic_gpu"):
         try:
-            mosaic_gpu.check(x.dtype, BLOCK, *w_gate.shape[1:], adapters)
+            mosaic_gpu.check(x.dtype, BLOCK, *w_gate.shape[1:])
             return BLOCK
         except NotImplementedError:
             pass

@@ -17,7 +17,6 @@ def grouped_matmul(x, w, segments, *, freeze_w=False):
     return jnp.where(mine_PE[:, :, None], every_PEF, 0.0).sum(1).astype(x.dtype)
 
 
-def grouped_ffn(x, gates, w_gate, w_up, w_down, segments, **options):
-    """See `jaxtrain_kernels.moe_ffn`; the rows of `gather_in` and a gate for each of them."""
-    arrays = (x, gates, w_gate, w_up, w_down, segments)
-    return compose(grouped_matmul, *arrays, **options)
+def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
+    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

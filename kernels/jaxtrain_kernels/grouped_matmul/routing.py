@@ -5,6 +5,8 @@ no masks, and the number of blocks is known ahead (at most one per expert is par
 in and combine are both gathers in both directions: deterministic, no scatter-add.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -69,38 +71,52 @@ def route(experts: jax.Array, num_experts: int, block: int = BLOCK) -> Routing:
     return Routing(segments, row_token, slot.reshape(T, k))
 
 
-@jax.custom_vjp
-def gather_in(x: jax.Array, routing: Routing) -> jax.Array:
-    """[P, D] rows of tokens x [T, D]; padding rows are 0."""
-    return jnp.take(x, routing.row_token, axis=0, mode="fill", fill_value=0)
+def take_rows(x: jax.Array, index: jax.Array, active: jax.Array) -> jax.Array:
+    """x[index] for indices in range; all that matter are in the first `active` blocks."""
+    del active
+    return x.at[index].get(mode="promise_in_bounds")
 
 
-def _gather_in_fwd(x, routing):
-    return gather_in(x, routing), routing
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gather_in(x: jax.Array, routing: Routing, take: Callable = take_rows) -> jax.Array:
+    """[P, D] rows of tokens x [T, D]; padding rows repeat some token. `take`: see `take_rows`."""
+    return _spread(x, routing, take)
 
 
-def _gather_in_bwd(routing, g):
+def _gather_in_fwd(x, routing, take):
+    return gather_in(x, routing, take), routing
+
+
+def _gather_in_bwd(take, routing, g):
     return _sum_back(g, routing), None
 
 
 gather_in.defvjp(_gather_in_fwd, _gather_in_bwd)
 
 
-@jax.custom_vjp
-def combine(rows: jax.Array, routing: Routing) -> jax.Array:
-    """sum over k of rows[slot[t, k]]; [T, D] in the dtype of rows [P, D]."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine(rows: jax.Array, routing: Routing, take: Callable = take_rows) -> jax.Array:
+    """sum over k of rows[slot[t, k]]; [T, D] in the dtype of rows [P, D].
+
+    Its gradient at padding rows is that of some token: whoever made them must not count it.
+    """
     return _sum_back(rows, routing)
 
 
-def _combine_fwd(rows, routing):
-    return combine(rows, routing), routing
+def _combine_fwd(rows, routing, take):
+    return combine(rows, routing, take), routing
 
 
-def _combine_bwd(routing, g):
-    return gather_in(g, routing), None
+def _combine_bwd(take, routing, g):
+    return _spread(g, routing, take), None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _spread(x, routing, take):
+    index = jnp.minimum(routing.row_token, x.shape[0] - 1)
+    return take(x, index, routing.segments.active)
 
 
 @jax.custom_vjp

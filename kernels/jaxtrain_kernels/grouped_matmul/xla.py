@@ -67,7 +67,6 @@ def _grouped_bwd(freeze_w, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def grouped_ffn(x, gates, w_gate, w_up, w_down, segments, **options):
-    """See `jaxtrain_kernels.moe_ffn`; the rows of `gather_in` and a gate for each of them."""
-    arrays = (x, gates, w_gate, w_up, w_down, segments)
-    return compose(grouped_matmul, *arrays, **options)
+def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
+    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

@@ -24,11 +24,16 @@ def logp_of_logits(logits, targets, *, temperature=None):
         raise NotImplementedError(
             f"the vocabulary, {V}, must be a multiple of {gpu.WIDTH} and at least {config.columns}"
         )
+    return logp_of_logits_with(config, logits, targets, temperature)
+
+
+def logp_of_logits_with(config: gpu.Config, logits, targets, temperature):
+    """`logp_of_logits` behind its checks."""
     return with_gradient(functools.partial(run, config), logits, targets, temperature)
 
 
 def run(config, logits, targets, temperature):
-    """The kernel and the merge of its parts."""
+    """The values: the kernel and the merge of its parts."""
     T = logits.shape[0]
     inverse = jnp.ones((T,), jnp.float32) if temperature is None else 1.0 / temperature
     lse, entropy = merge(*gpu.statistics(logits, inverse * gpu.LOG2E, config=config))

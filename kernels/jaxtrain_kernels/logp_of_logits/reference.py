@@ -15,5 +15,6 @@ def logp_of_logits(logits, targets, *, temperature=None):
     lse_T = jax.nn.logsumexp(z_TV, axis=-1)
     logp_TV = z_TV - lse_T[:, None]
     logp_T = jnp.take_along_axis(logp_TV, targets[:, None], axis=-1)[:, 0]
-    entropy_T = -jnp.sum(jnp.where(logp_TV == -jnp.inf, 0.0, jnp.exp(logp_TV) * logp_TV), axis=-1)
+    surprise_TV = jnp.where(logp_TV == -jnp.inf, 0.0, logp_TV)  # 0 log 0 is 0
+    entropy_T = -jnp.sum(jnp.exp(logp_TV) * surprise_TV, axis=-1)
     return LogProbs(logp_T, entropy_T, lse_T)

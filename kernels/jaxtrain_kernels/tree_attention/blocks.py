@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys meet: lists for the GPU kernels, built on the device.
+"""Which blocks of queries and keys meet: lists for the kernels, built on the device.
 
 From O(T) numbers per row (each block's smallest and largest `since`, `until` and position) follow,
 for every pair of a query block and a key block, whether any query can see any key (else the kernel

@@ -51,7 +51,7 @@ class DqConfig:
     v_stages: int = 2
     tile_stages: int = 2
     """Tiles whose queries are in flight."""
-    programs: int = 0
+    programs: int = -1
     """Thread blocks that share the tiles; as in the forward's config."""
     in_registers: bool = False
     """Hold a tile's Q and dO in registers: half of the matmuls' traffic with shared memory."""
@@ -65,7 +65,7 @@ def dkv_heuristic(head_dim: int) -> DkvConfig:
 
 def dq_heuristic(head_dim: int, window: bool = False) -> DqConfig:
     if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
-        return DqConfig(k_stages=1 if window else 2, v_stages=1, tile_stages=1, programs=-1)
+        return DqConfig(k_stages=1 if window else 2, v_stages=1, tile_stages=1)
     return DqConfig(k_stages=3, v_stages=3) if head_dim == 64 else DqConfig()
 
 

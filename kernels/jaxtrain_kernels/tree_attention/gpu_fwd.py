@@ -27,8 +27,8 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     """Tiles whose queries are in flight."""
-    programs: int = 0
-    """Thread blocks that share the tiles; 0: one per multiprocessor, -1: one per tile."""
+    programs: int = -1
+    """Thread blocks that share the tiles; -1: one per tile, 0: one per multiprocessor."""
     in_registers: bool = False
     """Hold a tile's queries in registers: less traffic with shared memory."""
     compute_registers: int = 232

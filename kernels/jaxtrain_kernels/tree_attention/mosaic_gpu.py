@@ -130,6 +130,8 @@ def _attention_fwd(options, q, k, v, keys, positions):
     tiles = blocks.lists(*meeting)
     settings = options.settings() | {"config": config}
     out, lse = gpu_fwd.forward(q, k, v, moved, keys, positions, tiles, **settings)
+    # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
+    out, lse = lax.optimization_barrier((out, lse))
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, keys, positions, arrangement, out, lse)
@@ -149,7 +151,8 @@ def _attention_bwd(options, residuals, d_out):
     arrangement, d_out = lax.optimization_barrier((arrangement, d_out))
     moved = _moved(arrangement, k, v)
     T, H = q.shape[1], q.shape[-1]
-    delta = jnp.einsum("BTNH,BTNH->BNT", d_out, out, preferred_element_type=jnp.float32)
+    # Not an einsum: XLA would transpose d_out and out for it.
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     settings, q_block = options.settings(), options.dkv.q_block
     some, every = blocks.meet(keys, positions, T, q_block, gpu_bwd.key_tile(H), options.window)
     tiles = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))

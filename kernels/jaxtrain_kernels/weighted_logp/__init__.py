@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.logp_gather.slices import Axis
 from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.weighted_logp import mosaic_gpu, reference, xla
 
@@ -29,7 +30,7 @@ def weighted_logp(
     temperature: jax.Array | float | None = None,
     softcap: float | None = None,
     freeze_head: bool = False,
-    axis: str | tuple[str, ...] | None = None,
+    axis: Axis = None,
     impl: str = "auto",
 ) -> tuple[jax.Array, LogProbs]:
     """(sum of weights x log p, LogProbs) with logits as in `logp_gather`; float32.

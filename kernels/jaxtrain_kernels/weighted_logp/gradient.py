@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.logp_gather.slices import Axis
 
 
 class Backend(Protocol):
     """A hashable pair of forward passes."""
 
-    axis: str | tuple[str, ...] | None
+    axis: Axis
     freeze_head: bool
 
     def values(self, hidden, head, targets, temperature) -> LogProbs: ...
@@ -50,16 +51,3 @@ def _bwd(backend, residuals, cotangents):
 
 
 weighted.defvjp(_fwd, _bwd)
-
-
-def local_targets(targets, size: int, axis):
-    """(targets counted in this device's slice, bool: is it here?)."""
-    if axis is None:
-        return targets, jnp.ones(targets.shape, bool)
-    mine = targets - lax.axis_index(axis) * size
-    return mine, (mine >= 0) & (mine < size)
-
-
-def across(reduce, x, axis):
-    """`reduce` over the mesh axes that split the vocabulary, if any do."""
-    return x if axis is None else reduce(x, axis)

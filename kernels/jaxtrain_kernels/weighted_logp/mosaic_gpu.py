@@ -1,11 +1,11 @@
 """The Hopper backend of weighted_logp: rows in chunks, three matmuls each, one pass over logits.
 
 A fused kernel computes a chunk's logits and writes w = 2^(z - base) in bfloat16, with the rows'
-sums. `base` is a guess: the largest of the target's logit and a sample of the vocabulary, plus
-HEADROOM; the exponents of float32 and bfloat16 forgive 2^150 in it, and rounding is relative, so a
-guess costs no accuracy. Softmax is then a number per row, p = w / sum w, and the gradient's two
-matmuls read w as it is: that number multiplies the hidden states of the one and the result of the
-other. No pass over [T, V] is made beside the three matmuls.
+sums. `base` is a guess, the largest of the target's logit and a sample of the vocabulary's: the
+exponents of float32 and bfloat16 forgive an error of 2^120 and rounding is relative, so a guess
+costs no accuracy; where it fails the chunk is done again. Softmax is then a number per row,
+p = w / sum w, and the gradient's two matmuls read w as it is: that number multiplies the hidden
+states of the one and the result of the other. No pass over [T, V] is made beside three matmuls.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from jax import lax
 from jaxtrain_kernels.logp_gather import gpu
 from jaxtrain_kernels.logp_gather import mosaic_gpu as gather
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.logp_gather.slices import Axis, across, join, local_targets
 from jaxtrain_kernels.mosaic import require_hopper
-from jaxtrain_kernels.weighted_logp.gradient import across, local_targets, weighted
+from jaxtrain_kernels.weighted_logp.gradient import weighted
 
-HEADROOM = 32.0  # octaves above the guess that are left for logits outside the sample: 2 more + 120
 SAMPLE = 512  # vocabulary rows that the guess looks at
 CHUNK = 2**28  # numbers of [T, V] alive at once (512 MiB in bfloat16), or as many as the head has
 
@@ -30,7 +30,7 @@ class Backend(NamedTuple):
 
     softcap: float | None
     freeze_head: bool
-    axis: str | tuple[str, ...] | None
+    axis: Axis
     rows: int
     splits: int
     config: gpu.Config
@@ -38,7 +38,9 @@ class Backend(NamedTuple):
     def values(self, hidden, head, targets, temperature):
         """Without gradients: no logits in memory at all."""
         options = gather.Options(self.softcap, True, 0, self.config)
-        return gather.run(options, hidden, head, targets, temperature)
+        mine, here = local_targets(targets, head.shape[0], self.axis)
+        part = gather.run(options, hidden, head, jnp.where(here, mine, 0), temperature)
+        return part if self.axis is None else join(part, here, self.axis)
 
     def values_and_gradients(self, hidden, head, targets, weights, temperature):
         """See `gradient.Backend`."""
@@ -61,8 +63,6 @@ def weighted_logp(
     (T, D), V = hidden.shape, head.shape[0]
     config = gpu.Config()
     gather.require_shapes(hidden, V, config)
-    if axis is not None:
-        raise NotImplementedError("takes a whole vocabulary")
     rows, splits = choose_rows(T, D, V), choose_splits(T, D, V)
     backend = Backend(softcap, freeze_head, axis, rows, splits, config)
     return weighted(backend, hidden, head, targets, weights, temperature)
@@ -129,7 +129,7 @@ def _chunk(backend, low, d_head, head_dtype, new, hidden, targets, weights, fact
     if backend.softcap is not None:
         highest = backend.softcap * jnp.tanh(highest / backend.softcap)
     highest = across(lax.pmax, highest, backend.axis)
-    base = jnp.maximum(z_target, highest) * factor + HEADROOM
+    base = jnp.maximum(z_target, highest) * factor
     kernel = {"softcap": backend.softcap, "config": backend.config}
     w_TV, sums = gpu.exponentials(hidden, low, factor, base, **kernel)
     total, moment = across(lax.psum, sums.sum(1), backend.axis)

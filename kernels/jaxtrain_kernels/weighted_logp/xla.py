@@ -11,8 +11,9 @@ from jax import lax
 
 from jaxtrain_kernels.logp_gather import xla as gather
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.logp_gather.slices import Axis, across, join, local_targets
 from jaxtrain_kernels.precision import accumulator
-from jaxtrain_kernels.weighted_logp.gradient import across, local_targets, weighted
+from jaxtrain_kernels.weighted_logp.gradient import weighted
 
 
 class Backend(NamedTuple):
@@ -20,7 +21,7 @@ class Backend(NamedTuple):
 
     softcap: float | None
     freeze_head: bool
-    axis: str | tuple[str, ...] | None
+    axis: Axis
 
     def values(self, hidden, head, targets, temperature):
         return _softmax(self, hidden, head, targets, temperature)[0]
@@ -53,7 +54,17 @@ def weighted_logp(
 ):
     """See `jaxtrain_kernels.weighted_logp`."""
     if hidden.shape[0] * head.shape[0] > gather.MAX_LOGITS:
-        raise NotImplementedError("too many logits at once")
+        mine, here = local_targets(targets, head.shape[0], axis)
+        scores = gather.logp_gather(
+            hidden,
+            head,
+            jnp.where(here, mine, 0),
+            temperature=temperature,
+            softcap=softcap,
+            freeze_head=freeze_head,
+        )
+        scores = scores if axis is None else join(scores, here, axis)
+        return (weights * scores.logp).sum(), scores
     backend = Backend(softcap, freeze_head, axis)
     return weighted(backend, hidden, head, targets, weights, temperature)
 
