@@ -2,7 +2,7 @@
 
 A kernel's config is what its caller passes, else the table's entry, else the op's heuristic.
 Nothing is timed while a model trains or is traced, so numerics do not depend on the day:
-benchmarks/sweep.py times the variants, and writes the winners here when it is asked to.
+benchmarks/sweep.py times the variants, and `save` puts the winners here.
 
     tuned/nvidia_h200/tree_attention_fwd.json
     {"source": "...", "entries": [{"key": {"head_dim": 128}, "near": {"tokens": 8192},

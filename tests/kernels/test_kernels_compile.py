@@ -16,15 +16,9 @@ PTXAS = Path("/usr/local/cuda/bin/ptxas")
 ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are not named: none
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
-    ("attention d128", "tree_attention_dkv"): 96,
-    ("attention d128 softcap", "tree_attention_dkv"): 256,
-    ("attention d128 window", "tree_attention_dkv"): 96,
-    ("attention d256", "tree_attention_dkv"): 288,
-    ("attention d256", "tree_attention_dq"): 416,
-    ("attention d256 softcap", "tree_attention_dkv"): 448,
-    ("attention d256 softcap", "tree_attention_dq"): 544,
-    ("attention d256 window", "tree_attention_dkv"): 288,
-    ("attention d256 window", "tree_attention_dq"): 448,
+    ("attention d128", "tree_attention_bwd"): 16,
+    ("attention d128 softcap", "tree_attention_bwd"): 16,
+    ("attention d256 softcap", "tree_attention_dq"): 16,
 }
 
 
