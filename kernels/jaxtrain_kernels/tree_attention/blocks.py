@@ -99,7 +99,8 @@ def arrange(keys: Keys, positions, T: int, window: int | None) -> tuple[Keys, Ar
         return Keys(*(x if x is None else jnp.take_along_axis(x, order, 1) for x in keys))
 
     def visits(keys):
-        return meet(keys, positions, T, ARRANGED, ARRANGED, window)[0].sum((1, 2))
+        some, _ = meet(keys, positions, T, ARRANGED, ARRANGED, window)
+        return some.sum((1, 2)).astype(jnp.float32)
 
     moved = visits(sorted_by(order)) < WORTH * visits(keys)
     order = jnp.where(moved[:, None], order, own)
