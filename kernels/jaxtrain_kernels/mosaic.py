@@ -5,6 +5,7 @@ The Mosaic GPU interface changes between jax releases, so kernels take its names
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 try:
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -44,12 +45,20 @@ def require_local() -> None:
 def num_cores() -> int:
     """Streaming multiprocessors of the device that the program being traced is for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device and device.num_cores) or 132
+    if device is not None:
+        return device.num_cores or 132
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def tanh(x):
     """In float32 to 1e-6: the hardware's own instruction has only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * 2.885390081777927))  # 2 / ln 2
+
+
+def opaque(number):
+    """The same int32, but the compiler does not know: what follows from it is computed where it is
+    used, instead of ahead of a loop into registers that then spill."""
+    return lax.optimization_barrier(number)
 
 
 def swizzled(shape, dtype):

@@ -74,11 +74,11 @@ def report(case, function, *shapes):
         print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
 
 
-def attention_step(head_dim, **settings):
+def attention_step(head_dim, impl="mosaic_gpu", **settings):
     from jaxtrain_kernels import attention
 
     def loss(q, k, v, until, positions):
-        out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
+        out = attention(q, k, v, until, positions=positions, impl=impl, **settings)
         return out.astype(jnp.float32).sum()
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
@@ -158,6 +158,9 @@ def main():
             "window": {"window": 64},
         }.items():
             report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
+    for name, settings in {"": {}, "softcap": {"softcap": 30.0}}.items():
+        step = attention_step(128, impl="mosaic_gpu_fused", **settings)
+        report(f"attention d128 {name}".strip(), *step)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,9 @@ ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
     ("weighted_logp softcap", "logp_exponentials"): 72,
-    ("attention d128", "tree_attention_dkv"): 96,
-    ("attention d128 softcap", "tree_attention_dkv"): 256,
-    ("attention d128 window", "tree_attention_dkv"): 96,
-    ("attention d256", "tree_attention_dkv"): 288,
-    ("attention d256", "tree_attention_dq"): 416,
-    ("attention d256 softcap", "tree_attention_dkv"): 448,
-    ("attention d256 softcap", "tree_attention_dq"): 544,
-    ("attention d256 window", "tree_attention_dkv"): 288,
-    ("attention d256 window", "tree_attention_dq"): 448,
+    ("attention d128", "tree_attention_bwd"): 16,
+    ("attention d128 softcap", "tree_attention_bwd"): 16,
+    ("attention d256 softcap", "tree_attention_dq"): 16,
 }
 
 
@@ -60,9 +54,11 @@ def test_kernels_compile_for_hopper():
         "logp_exponentials",
         "logp_of_logits",
         "logp_statistics",
+        "tree_attention_bwd",
         "tree_attention_dkv",
         "tree_attention_dq",
         "tree_attention_fwd",
+        "tree_attention_gather",
     }
     spilled = {(row["case"], row["kernel"]): row["spills"] for row in rows}
     too_many = {what: n for what, n in spilled.items() if n > ALLOWED.get(what, 0)}

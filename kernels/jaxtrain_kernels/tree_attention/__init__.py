@@ -10,6 +10,7 @@ BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
     "tpu": tpu.attention,
     "xla": xla.attention,
+    "mosaic_gpu_fused": mosaic_gpu.attention_fused,
     "cudnn": cudnn.attention,
     "reference": reference.attention,
 }
