@@ -71,9 +71,27 @@ def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     if not plain or (not mesh.empty and mesh.size > 1):
         return [linear(x) for linear in linears]
     kernels = [linear.kernel[...].astype(linear.dtype) for linear in linears]
-    product = x @ jnp.concatenate(kernels, axis=1)
+    product = _whole(x @ jnp.concatenate(kernels, axis=1))
     pieces = jax.lax.split(product, [kernel.shape[1] for kernel in kernels], axis=x.ndim - 1)
     return [linear.correct(x, y) for linear, y in zip(linears, pieces, strict=True)]
+
+
+@jax.custom_vjp
+def _whole(product: jax.Array) -> jax.Array:
+    """The product itself; its gradient is put together from pieces once, where XLA would do it for
+    each of the two matmuls that read it."""
+    return product
+
+
+def _whole_fwd(product):
+    return product, None
+
+
+def _whole_bwd(_, d_product):
+    return (jax.lax.optimization_barrier(d_product),)
+
+
+_whole.defvjp(_whole_fwd, _whole_bwd)
 
 
 class ExpertLinear(Linear):
