@@ -3,12 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: quickstart test test-slow test-kernels lint docs clean
+.PHONY: quickstart rl test test-slow test-kernels lint style types docs clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
 
-test: $(VENV)/installed-test lint
+# Reinforcement learning with the sampler in the process: a short warm-up, then GRPO.
+rl: $(VENV)/installed
+	$(RUN) -m jaxtrain.main --config configs/rl_calculator_warmup.toml run.overwrite=true
+	$(RUN) -m jaxtrain.main --config configs/rl_calculator.toml run.overwrite=true
+
+test: $(VENV)/installed-test style
 	$(RUN) -m pytest -n 2
 
 test-slow: $(VENV)/installed-test
@@ -20,9 +25,17 @@ test-kernels: $(VENV)/installed-test
 	$(RUN) -m pip install --quiet --disable-pip-version-check jax==0.11.2 flax==0.12.10
 	$(RUN) -m pytest -n 2 tests/kernels
 
-lint: $(VENV)/installed-test
+lint: style types
+
+style: $(VENV)/installed-test
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+
+# pyright, as one wheel with all that it needs (75 MB)
+types: $(VENV)/installed-test
+	if $(RUN) -m pip install --quiet --disable-pip-version-check basedpyright; \
+	then $(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python; \
+	else echo "types were not checked: basedpyright could not be installed"; fi
 
 docs: $(VENV)/installed
 	$(RUN) -m jaxtrain.main docs > docs/config.md

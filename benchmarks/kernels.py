@@ -19,10 +19,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain_kernels import attention, logp_gather, moe_ffn
+import vocabulary
+from jaxtrain_kernels import Adapters, attention, logp_gather, moe_ffn
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
+from jaxtrain_kernels.logp_of_logits import cases as logits_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
+from jaxtrain_kernels.tree_attention import cudnn
 from timing import jax_ms, torch_ms
 
 PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
@@ -37,7 +40,8 @@ class Report:
         self.path = path
         self.rows = []
         self.header = {
-            "command": "python benchmarks/" + " ".join(sys.argv).split(" --out")[0],
+            "command": f"python benchmarks/{Path(sys.argv[0]).name} "
+            + " ".join(sys.argv[1:]).split(" --out")[0],
             "hardware": f"{jax.device_count()} {device.device_kind}",
             "jax": jax.__version__,
         }
@@ -50,21 +54,25 @@ class Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
 
-    def timed(self, flops: float, measure, **row):
-        """Add what `measure()` finds, or why it could not."""
+    def timed(self, work: float, measure, unit: str = "tflops", **row):
+        """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
         try:
             found = measure()
         except DECLINED as reason:
             self.add(**row, failed=" ".join(str(reason).split())[:200])
             return
-        tflops = flops / found["ms"] / 1e9
-        self.add(**row, **found, tflops=tflops, share=tflops / PEAK_TFLOPS)
+        rate = work / found["ms"] / 1e9
+        share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
+        self.add(**row, **found, **{unit: rate}, **share)
 
 
 def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
     if case.window is not None:
         options["positions"] = arrays["positions"]
+    if impl == "cudnn":  # which would rather know how many documents there are
+        options |= {"documents": len(case.forest()) * case.rows, "scale": case.head_dim**-0.5}
+        return lambda q, k, v: cudnn.attention(q, k, v, arrays["until"], **options)
     return lambda q, k, v: attention(q, k, v, arrays["until"], impl=impl, **options)
 
 
@@ -186,14 +194,49 @@ def moe_arrays(case, dtype):
     return experts, {n: jnp.asarray(x, dtype) for n, x in inputs.items()}
 
 
+MOE_GIVEN = ("x", "gates", "w_gate", "w_up", "w_down")
+
+
+def moe_layer(experts, impl, x, *rest):
+    return moe_ffn(x, experts, *rest, impl=impl)
+
+
 def moe_step(experts, impl):
     """Output and all gradients of the layer."""
 
-    def step(x, gates, w_in, w_out, g):
-        out, pull = jax.vjp(
-            lambda *arrays: moe_ffn(arrays[0], experts, *arrays[1:], impl=impl),
-            *(x, gates, w_in, w_out),
-        )
+    def step(*arrays):
+        *given, g = arrays
+        layer = functools.partial(moe_layer, experts, impl)
+        out, pull = jax.vjp(layer, *given)
+        return out, *pull(g)
+
+    return step
+
+
+def expert_adapters(case, rank: int = 16):
+    """a and b in float32 for gate, up and down of every expert."""
+    rng = np.random.default_rng(1)
+    D, F = case.width, case.hidden
+    sizes = [(i, o) for i, o in ((D, F), (D, F), (F, D))]
+    shapes = [
+        shape for i, o in sizes for shape in ((case.experts, i, rank), (case.experts, rank, o))
+    ]
+    return [jnp.asarray(0.02 * rng.standard_normal(s), jnp.float32) for s in shapes]
+
+
+def moe_frozen_step(experts, impl, num_factors):
+    """Output and the gradients of x, gates and adapters, with frozen experts."""
+
+    def step(x, gates, *rest):
+        weights, g, factors = rest[:3], rest[3], rest[4:]
+        assert len(factors) == num_factors
+
+        def layer(x, gates, *factors):
+            adapters = Adapters(*zip(factors[::2], factors[1::2], strict=True))
+            options = {"adapters": adapters, "freeze_experts": True, "impl": impl}
+            return moe_ffn(x, experts, gates, *weights, **options)
+
+        out, pull = jax.vjp(layer, x, gates, *factors)
         return out, *pull(g)
 
     return step
@@ -201,18 +244,18 @@ def moe_step(experts, impl):
 
 def run_moe(case, impls, report):
     experts, arrays = moe_arrays(case, jnp.bfloat16)
-    given = [arrays[n] for n in ("x", "gates", "w_in", "w_out")]
+    given = [arrays[n] for n in MOE_GIVEN]
     flops = case.flops()
     for impl in (impl for impl in impls if impl != "torch"):
         labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
-
-        def forward(x, gates, w_in, w_out, impl=impl):
-            return moe_ffn(x, experts, gates, w_in, w_out, impl=impl)
-
-        timing = functools.partial(jax_ms, forward, *given)
+        timing = functools.partial(jax_ms, functools.partial(moe_layer, experts, impl), *given)
         report.timed(flops, timing, **labels, step="forward")
         timing = functools.partial(jax_ms, moe_step(experts, impl), *given, arrays["g"])
         report.timed(3 * flops, timing, **labels, step="both")
+        for name, adapters in (("frozen", ()), ("lora", expert_adapters(case))):
+            step = moe_frozen_step(experts, impl, len(adapters))
+            timing = functools.partial(jax_ms, step, *given, arrays["g"], *adapters)
+            report.timed(2 * flops, timing, **labels, step=name)
     if "torch" in impls:
         import torch_peers
 
@@ -226,7 +269,7 @@ def moe_errors(case, impls, report):
     """Largest errors of the layer with the first 2,048 tokens; the plain maths runs in bfloat16."""
     case = dataclasses.replace(case, tokens=min(case.tokens, 2048))
     experts, arrays = moe_arrays(case, jnp.bfloat16)
-    low = [arrays[n] for n in ("x", "gates", "w_in", "w_out", "g")]
+    low = [arrays[n] for n in (*MOE_GIVEN, "g")]
 
     def results(impl, dtype):
         found = jax.jit(moe_step(experts, impl))(*(x.astype(dtype) for x in low))
@@ -236,7 +279,7 @@ def moe_errors(case, impls, report):
         exact = results("xla", jnp.float32)
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        names = ("out", "dx", "d_gates", "d_w_in", "d_w_out")
+        names = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
         for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
             report.add(
                 op="moe_ffn",
@@ -252,7 +295,10 @@ def moe_errors(case, impls, report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--op", choices=["attention", "logp_gather", "moe"], nargs="+", required=True
+        "--op",
+        choices=["attention", "logp_gather", "weighted_logp", "logp_of_logits", "moe"],
+        nargs="+",
+        required=True,
     )
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
@@ -263,6 +309,14 @@ def main():
     runners = {
         "attention": (attention_cases, attention_errors if options.errors else run_attention),
         "logp_gather": (logp_cases, logp_gather_errors if options.errors else run_logp_gather),
+        "weighted_logp": (
+            logp_cases,
+            vocabulary.weighted_logp_errors if options.errors else vocabulary.run_weighted_logp,
+        ),
+        "logp_of_logits": (
+            logits_cases,
+            vocabulary.logp_of_logits_errors if options.errors else vocabulary.run_logp_of_logits,
+        ),
         "moe": (moe_cases, moe_errors if options.errors else run_moe),
     }
     for op in options.op:

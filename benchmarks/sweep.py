@@ -1,4 +1,4 @@
-"""Time the kernels' block sizes on one GPU: what `heuristic` chooses comes from this.
+"""Time variants of the attention kernels on one GPU: what the tuned tables hold comes from this.
 
 python benchmarks/sweep.py --case tree8k tree32k_h16_8_d64 --out benchmarks/results/sweep.json
 """
@@ -9,80 +9,143 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd
+from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather, gpu_tiles
 from timing import jax_ms
 
 from kernels import Report
 
+SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per multiprocessor
+MORE = {"compute_registers": 240, "memory_registers": 24}
+LESS = {"compute_registers": 232, "memory_registers": 40}
+HELD = {"in_registers": True}
 FORWARD = {
-    64: [{}, {"stages": 3}, {"k_block": 256}],
-    128: [{}, {"k_block": 64, "stages": 4}, {"compute_registers": 240, "memory_registers": 24}],
-    256: [{}, {"compute_registers": 240, "memory_registers": 24}],
+    64: [{}, HELD, SHARED, {"stages": 3}, {"k_block": 256}],
+    128: [{}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
+    256: [{}, SHARED, MORE],
 }
 DKV = {
-    64: [{}, {"q_stages": 3}, {"q_stages": 4}],
-    128: [{}, {"q_stages": 3}, {"compute_registers": 232, "memory_registers": 40}],
-    256: [{}, {"compute_registers": 232, "memory_registers": 40}],
+    64: [{}, {"q_stages": 4}, LESS],
+    128: [{}, {"q_stages": 3}, LESS],
+    256: [{}, LESS],
 }
 DQ = {
-    64: [{}, {"k_block": 128}, {"k_stages": 3, "v_stages": 3}],
-    128: [{}, {"k_block": 128}, {"k_stages": 3, "v_stages": 2}, {"k_stages": 3, "v_stages": 3}],
-    256: [{}, {"k_stages": 1}],
+    64: [{}, HELD, SHARED, {"k_stages": 2, "v_stages": 2}, {"k_block": 128}],
+    128: [
+        *({}, HELD, SHARED, {"tile_stages": 1}, {"k_stages": 3, "v_stages": 2}, LESS),
+        *({"k_block": 128}, HELD | {"k_stages": 3, "v_stages": 3, "tile_stages": 1}),
+    ],
+    256: [{}, SHARED, {"k_stages": 1}],
 }
+FUSED = {64: [], 128: [{}, LESS], 256: []}
+
+
+class Inputs:
+    """A case's arrays, its keys in both orders, and what the backward needs of the forward."""
+
+    def __init__(self, case):
+        arrays = {n: jnp.asarray(x) for n, x in case.inputs().items()}
+        self.q, self.k, self.v, self.d_out = (
+            arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out")
+        )
+        self.case, self.T, self.H = case, case.tokens, case.head_dim
+        keys = blocks.Keys(*blocks.normalise(None, arrays["until"]))
+        arranged, arrangement = jax.jit(lambda k: blocks.arrange(k, None, self.T, None))(keys)
+        self.keys = {False: keys, True: arranged}
+        self.arrangement = arrangement
+        swapped = jax.jit(gpu_gather.gather)(arrangement.order, arrangement.moved, self.k, self.v)
+        self.moved = {False: None, True: gpu_tiles.Moved(*swapped, arrangement.moved)}
+        self.settings = {"scale": self.H**-0.5, "softcap": case.softcap, "window": None}
+        run, arguments = self.forward(gpu_fwd.heuristic(self.H), True)
+        self.out, self.lse = jax.jit(run)(*arguments)
+        self.delta = jnp.einsum(
+            "BTNH,BTNH->BNT", self.d_out, self.out, preferred_element_type=jnp.float32
+        )
+
+    def lists(self, q_block, k_block, arranged, transpose=False):
+        pair = blocks.meet(self.keys[arranged], None, self.T, q_block, k_block, None)
+        return blocks.lists(*(x.swapaxes(1, 2) if transpose else x for x in pair))
+
+    def forward(self, config, arranged):
+        def run(q, k, v, moved, keys, tiles):
+            return gpu_fwd.forward(
+                q, k, v, moved, keys, None, tiles, config=config, **self.settings
+            )
+
+        tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
+        return run, (self.q, self.k, self.v, self.moved[arranged], self.keys[arranged], tiles)
+
+    def backward(self, kernel, config, arranged):
+        if kernel == "dq":
+            tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
+        else:
+            tiles = self.lists(config.q_block, gpu_bwd.key_tile(self.H), arranged, True)
+
+        def run(q, k, v, moved, d_out, lse, delta, keys, tiles):
+            arrays = (q, k, v, moved, d_out, lse, delta, keys, None, tiles)
+            if kernel != "fused":
+                return getattr(gpu_bwd, kernel)(*arrays, config=config, **self.settings)
+            total = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+            dk, dv = gpu_bwd.dkv(*arrays, config=config, **self.settings, dq_sum=total)
+            return (jax.freeze(total) * self.settings["scale"]).astype(q.dtype), dk, dv
+
+        arrays = (self.q, self.k, self.v, self.moved[arranged], self.d_out, self.lse, self.delta)
+        return run, (*arrays, self.keys[arranged], tiles)
+
+
+def around(inputs, case, report):
+    """What stands around the kernels: the order of the keys, lists, copies, delta."""
+    keys, order = inputs.keys[False], inputs.arrangement
+
+    def metadata(keys):
+        arranged, order = blocks.arrange(keys, None, inputs.T, None)
+        meeting = blocks.meet(arranged, None, inputs.T, gpu_tiles.TILE, 128, None)
+        return blocks.lists(*meeting), order
+
+    def delta(d_out, out):
+        return (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+
+    def lists(keys):
+        return blocks.lists(*blocks.meet(keys, None, inputs.T, gpu_tiles.TILE, 128, None))
+
+    work = {
+        "arrange + lists": (metadata, (keys,)),
+        "lists": (lists, (keys,)),
+        "gather": (gpu_gather.gather, (order.order, order.moved, inputs.k, inputs.v)),
+        "gather back": (
+            lambda back, k, v: gpu_gather.gather(back, None, k, v),
+            (order.back, inputs.k, inputs.v),
+        ),
+        "delta": (delta, (inputs.d_out, inputs.out)),
+    }
+    for name, (function, arguments) in work.items():
+        report.timed(0, lambda f=function, a=arguments: jax_ms(f, *a), kernel=name, case=case.name)
 
 
 def sweep(case, report):
-    arrays = {n: jnp.asarray(x) for n, x in case.inputs().items()}
-    q, k, v, d_out = (arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out"))
-    H, T = case.head_dim, case.tokens
-    keys = blocks.Keys(*blocks.normalise(None, arrays["until"]))
-    settings = {"scale": H**-0.5, "softcap": case.softcap, "window": None}
+    inputs, H = Inputs(case), case.head_dim
+    report.add(case=case.name, moved=str(inputs.arrangement.moved))
     flops = 4 * case.heads * H * case.pairs()
-
-    def tiles(q_block, k_block, transpose=False):
-        pair = blocks.meet(keys, None, T, q_block, k_block, None)
-        return blocks.lists(*(x.swapaxes(1, 2) if transpose else x for x in pair))
-
-    def forward(config):
-        listed = jax.jit(lambda: tiles(gpu_fwd.TILE, config.k_block))()
-
-        def run(q, k, v, keys, tiles):
-            return gpu_fwd.forward(q, k, v, keys, None, tiles, config=config, **settings)
-
-        return run, (q, k, v, keys, listed)
-
-    run, arguments = forward(gpu_fwd.heuristic(H))
-    out, lse = jax.jit(run)(*arguments)
-    delta = jnp.einsum("BTNH,BTNH->BNT", d_out, out, preferred_element_type=jnp.float32)
-
-    def backward(kernel):
-        def made(config):
-            if kernel is gpu_bwd.dkv:
-                listed = tiles(config.q_block, gpu_bwd.key_tile(H), True)
-            else:
-                listed = tiles(gpu_fwd.TILE, config.k_block)
-
-            def run(q, k, v, d_out, lse, delta, keys, tiles):
-                arrays = (q, k, v, d_out, lse, delta, keys, None, tiles)
-                return kernel(*arrays, config=config, **settings)
-
-            return run, (q, k, v, d_out, lse, delta, keys, listed)
-
-        return made
-
+    around(inputs, case, report)
     work = [
-        ("forward", FORWARD, 1.0, gpu_fwd.heuristic(H), forward),
-        ("dkv", DKV, 2.0, gpu_bwd.heuristic(H), backward(gpu_bwd.dkv)),
-        ("dq", DQ, 1.5, gpu_bwd.heuristic(H), backward(gpu_bwd.dq)),
+        ("fwd", gpu_fwd.heuristic(H), FORWARD, 1.0),
+        ("dkv", gpu_bwd.dkv_heuristic(H), DKV, 2.0),
+        ("dq", gpu_bwd.dq_heuristic(H), DQ, 1.5),
+        ("fused", gpu_bwd.dkv_heuristic(H), FUSED, 2.5),
     ]
-    for name, changes, units, start, made in work:
-        for change in changes[H]:
+    for kernel, start, changes, units in work:
+        plain = [({}, False)] if changes[H] else []
+        for change, arranged in [*plain, *((change, True) for change in changes[H])]:
 
-            def measure(start=start, change=change, made=made):
-                run, arguments = made(dataclasses.replace(start, **change))
-                return jax_ms(run, *arguments)
+            def measure(kernel=kernel, start=start, change=change, arranged=arranged):
+                config = dataclasses.replace(start, **change)
+                if kernel == "fwd":
+                    run, arguments = inputs.forward(config, arranged)
+                else:
+                    run, arguments = inputs.backward(kernel, config, arranged)
+                return jax_ms(run, *arguments, budget_s=0.12)
 
-            report.timed(units * flops, measure, kernel=name, case=case.name, change=str(change))
+            labels = {"kernel": kernel, "case": case.name, "change": str(change)}
+            report.timed(units * flops, measure, **labels, arranged=arranged)
 
 
 def main():

@@ -104,8 +104,9 @@ def compiled_logp(inputs, chunks: int = 1):
 
 def grouped_layer(inputs):
     """(forward, forward + backward) of a compiled mixture-of-experts layer on grouped_mm."""
+    inputs = inputs | {"w_in": np.concatenate([inputs["w_gate"], inputs["w_up"]], -1)}
     x, gates, w_in, w_out = (
-        on_gpu(inputs[n]).requires_grad_() for n in ("x", "gates", "w_in", "w_out")
+        on_gpu(inputs[n]).requires_grad_() for n in ("x", "gates", "w_in", "w_down")
     )
     experts, g = on_gpu(inputs["experts"]), on_gpu(inputs["g"])
     T, top = experts.shape

@@ -53,7 +53,7 @@ def assemble(config: Config) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(**config.parallel.model_dump()),
+        mesh=make_mesh(**config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),
@@ -136,14 +136,17 @@ def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
 
 def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
-    if parts.folder is None:
-        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
-        found = iter(split_model(model)[0].items())
-    else:
+    quantize = "none" if parts.adapter is None else parts.adapter.quantize
+    if parts.folder is not None:
         found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
-    if parts.adapter is None or parts.adapter.quantize == "none":
+    elif quantize == "none":
+        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        return split_model(model)[0]
+    else:
+        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+    if quantize == "none":
         return dict(found)
-    return quantise_params(found, abstract_params(parts)[0], parts.adapter.quantize)
+    return quantise_params(found, abstract_params(parts)[0], quantize)
 
 
 def open_params(parts: Parts, seed: int) -> Params:
@@ -205,6 +208,11 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
         raise UserError(
             f"model.tokenizer has {size} tokens but the model's vocab_size is"
             f" {architecture.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if config.model.router_aux_loss_coef and architecture.experts_per_token is None:
+        raise UserError(
+            f"model.router_aux_loss_coef {config.model.router_aux_loss_coef} balances experts, but"
+            f" {architecture.architecture} has none; remove it"
         )
     limit = architecture.max_position_embeddings
     if config.data.sequence_len > limit:

@@ -66,9 +66,10 @@ class Checkpoints:
     ):
         self.folder = Path(folder).absolute()
         self.keep, self.keep_every = keep, keep_every
-        self.best_metric, self.best_mode = best_metric, best_mode
+        self.best_metric = best_metric
+        self.best_mode: Literal["min", "max"] = best_mode
         self.background, self.say = background, say
-        self._orbax: ocp.CheckpointManager | None = None
+        self._orbax: Any = None  # an ocp.CheckpointManager, once something is saved or restored
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="seal-checkpoint")
         self._sealing: Future | None = None
         self._missed = False

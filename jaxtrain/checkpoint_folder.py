@@ -77,8 +77,8 @@ def choose_kept(
     wanted = set(sorted(metrics)[-keep:])
     if keep_every:
         wanted |= {step for step in metrics if step % keep_every == 0}
-    scores = {step: values.get(best_metric) for step, values in metrics.items()}
-    scores = {s: v for s, v in scores.items() if v is not None and not math.isnan(v)}
+    found = {step: values.get(best_metric or "") for step, values in metrics.items()}
+    scores = {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
     if scores:
         pick = min if best_mode == "min" else max
         wanted.add(pick(sorted(scores), key=scores.__getitem__))

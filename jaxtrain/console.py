@@ -14,8 +14,21 @@ from typing import IO, Literal
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
-HIDDEN = {"tokens", "trained_tokens", "step_seconds", "time", "entropy"}
-"""In metrics.jsonl, but not on the step's line."""
+HIDDEN = {
+    *("tokens", "trained_tokens", "step_seconds", "time", "entropy", "num_tokens", "groups"),
+    *("num_sampled_tokens", "policy_version", "trained_share", "prompt_tokens_saved"),
+}
+"""In metrics.jsonl, but not on the step's line; neither are names with a slash."""
+
+SHOWN = {
+    "completions/mean_length": "length",
+    "sampling/mismatch_kl": "mismatch",
+    "clip_ratio/region_mean": "clipped",
+    "lag/max": "lag",
+    "rollout/seconds": "rollout s",
+    "sync/seconds": "sync s",
+}
+"""But these are, under a shorter name."""
 
 
 class Console:
@@ -139,8 +152,9 @@ def format_step(
     }
     parts = [f"step {step:>{len(str(total))}}/{total}", format_time(elapsed)]
     parts += [known[name](values[name]) for name in known if name in values]
-    others = [name for name in values if name not in known and name not in HIDDEN]
-    parts += [f"{name} {format_number(values[name])}" for name in others]
+    shown = {name: SHOWN.get(name, name) for name in values if name not in HIDDEN}
+    others = [name for name in shown if name not in known and "/" not in shown[name]]
+    parts += [f"{shown[name]} {format_number(values[name])}" for name in others]
     return "  ".join([*parts, f"ETA {format_time(left)}"])
 
 

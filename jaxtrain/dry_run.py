@@ -11,15 +11,17 @@ from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import Parts, abstract_params, assemble
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config
+from jaxtrain.config import Config, RLTask
 from jaxtrain.data.pipeline import probe_dataset, row_tokens
 from jaxtrain.data.preview import show_sample
 from jaxtrain.data.sample import Sample
+from jaxtrain.data.sources import open_rows
 from jaxtrain.data.tree import Tree
 from jaxtrain.data.workload import describe_tree
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.preprocess import show_packing
+from jaxtrain.rollout.labels import STREAMS
 from jaxtrain.session import count_microsteps
 from jaxtrain.step import abstract_state, make_step
 from jaxtrain.tasks import build_task
@@ -31,6 +33,13 @@ def dry_run(config: Config) -> None:
     """Check data, model and shapes; print parameters, memory per device, packing and a sample."""
     console = Console()
     parts = assemble(config)
+    if isinstance(config.task, RLTask):
+        for dataset in config.data.datasets:
+            console.print(f"{dataset.path}: {len(open_rows(dataset)):,} prompts", markup=False)
+        with jax.set_mesh(parts.mesh):
+            show_memory(config, parts, console)
+        console.print("dry run: nothing was allocated, compiled, sampled or written")
+        return
     first = None
     for dataset in [*config.data.datasets, *config.data.eval_datasets]:
         found = probe_dataset(dataset, config.data, parts.tokenizer, config.task)
@@ -91,8 +100,12 @@ def abstract_batch(config: Config, parts: Parts, microsteps: int, components):
     rows = config.data.micro_batch_size * row_shards(parts.mesh)
     shape = (microsteps, rows, row_tokens(config.data, config.task))
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
-    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in components}
-    return Batch(tokens=ints, positions=ints, prev=ints, until=ints, weights=weights)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32)
+    weights = {name: floats for name in components}
+    batch = Batch(tokens=ints, positions=ints, prev=ints, until=ints, weights=weights)
+    if isinstance(config.task, RLTask):
+        batch = batch._replace(owner=ints, streams={name: floats for name in STREAMS})
+    return batch
 
 
 def bytes_per_device(tree) -> int:

@@ -22,7 +22,7 @@ from jaxtrain.envs.calculator import (
 )
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
-from jaxtrain.parallel.feed import feed, row_group, row_shards
+from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params
 from jaxtrain.rollout.local import LocalSampler
@@ -45,7 +45,8 @@ class Evaluation:
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
         found: dict[str, float] = {}
-        for index, dataset in enumerate(self.config.data.eval_datasets):
+        datasets = self.config.data.eval_datasets if self.config.task.kind != "rl" else []
+        for index, dataset in enumerate(datasets):
             means = held_out_loss(
                 session.evaluate,
                 session.params,
@@ -113,8 +114,7 @@ def describe_episode(episode: Episode) -> str:
 
 def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:
     """Batches [1, B, T] of one held-out dataset, at most eval.max_batches of them."""
-    _, count = row_group(parts.mesh)
-    rows = config.data.micro_batch_size * row_shards(parts.mesh) // count
+    rows = config.data.micro_batch_size * row_shards(parts.mesh)
     batches = eval_batches(dataset, config.data, parts.tokenizer, rows, config.task)
     for index, batch in enumerate(batches):
         if config.eval.max_batches is not None and index >= config.eval.max_batches:

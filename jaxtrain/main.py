@@ -73,18 +73,41 @@ def run_train(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="build all shapes, allocate nothing")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config")
     args = parser.parse_args(argv)
-    config = read_config(args)
+    if args.dry_run or args.print_config:
+        config = read_config(args)
+    else:
+        return train_together(args, ["jaxtrain", *argv])
     if args.print_config:
         print(config.model_dump_json(indent=2))
         return 0
-    if args.dry_run:
-        from jaxtrain.dry_run import dry_run
+    from jaxtrain.dry_run import dry_run
 
-        dry_run(config)
-        return 0
-    from jaxtrain.train import train
+    dry_run(config)
+    return 0
 
-    return train(config, command=["jaxtrain", *argv])
+
+def train_together(args: argparse.Namespace, command: list[str]) -> int:
+    """Train with whatever other processes there are; what ends one of them is told once."""
+    from jaxtrain.parallel.processes import finish, join_by_config, report
+
+    try:
+        try:
+            config = read_config(args)
+        except UserError:
+            join_by_config(None)  # so that this, too, is told once
+            raise
+        join_by_config(config.parallel)
+        from jaxtrain.train import train
+
+        code = train(config, command)
+        finish()
+        return code
+    except (UserError, RunStopped, KeyboardInterrupt) as error:
+        report(error, {UserError: 2, RunStopped: 1}.get(type(error), 130))
+        raise
+    except Exception as error:
+        report(error, 0)  # another process's end shows here as a collective that failed
+        raise
 
 
 def run_preprocess(argv: list[str]) -> None:

@@ -45,14 +45,11 @@ def average(pairs: dict[str, Pair]) -> dict[str, float]:
 
 def add_pairs(left: dict[str, Pair], right: dict[str, Pair]) -> dict[str, Pair]:
     """Sum two sets of (sum, weight) pairs by name."""
-    names = [*left, *(name for name in right if name not in left)]
-    nothing = (0.0, 0.0)
-    return {
-        name: tuple(
-            a + b for a, b in zip(left.get(name, nothing), right.get(name, nothing), strict=True)
-        )
-        for name in names
-    }
+    summed = dict(left)
+    for name, (total, weight) in right.items():
+        before = summed.get(name, (0.0, 0.0))
+        summed[name] = (before[0] + total, before[1] + weight)
+    return summed
 
 
 @dataclass

@@ -22,6 +22,11 @@ STREAM_ROWS = 1000
 
 def preprocess(config: Config, num_samples: int) -> None:
     """Tokenise every row, count what was dropped and why, show samples and how rows fill up."""
+    if config.task.kind == "rl":
+        raise UserError(
+            'preprocess shows training examples, which task.kind "rl" draws while it runs; use'
+            " --dry-run, and look at samples.jsonl of a short run"
+        )
     console = Console()
     tokenizer = find_tokenizer(config.model)
     for dataset in [*config.data.datasets, *config.data.eval_datasets]:

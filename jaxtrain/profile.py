@@ -15,6 +15,8 @@ class ProfileWindow:
 
     def before(self, step: int, state: Any) -> None:
         """Call before step `step` (counted from 1) is dispatched, with the state it starts from."""
+        if self.start is None:
+            return
         if self.tracing and step >= self.start + self.steps:
             self._finish(state)
         elif self.start == step:

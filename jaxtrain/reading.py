@@ -29,6 +29,8 @@ class Pending(NamedTuple):
     """The host batch that it trained on."""
     counters: dict[str, Any]
     """The source's counters when it had just given that batch."""
+    round: dict[str, float] = {}
+    """Numbers about the round that begins with that batch."""
 
 
 class Reader:
@@ -41,7 +43,9 @@ class Reader:
         self.schedule = session.schedule
         self.windows = architecture.windows()
         self.heads_width = architecture.num_attention_heads * architecture.head_size
-        self.matmul_params = count_matmul_params(session.state.params, session.frozen)
+        self.matmul_params = count_matmul_params(
+            session.state.params, session.frozen, architecture.experts_per_token
+        )
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.parts.mesh.size, peak, time.monotonic())
 
@@ -52,7 +56,6 @@ class Reader:
         if not output.finite:
             raise RunStopped(self.explain(pending, output))
         tokens, pairs = count_work(pending.batch, self.windows)
-        tokens, pairs = tokens * jax.process_count(), pairs * jax.process_count()
         flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
         rates = self.throughput.read(now, tokens, flops)
         values = {
@@ -86,16 +89,20 @@ class Reader:
         )
 
 
-def count_matmul_params(trained: Params, frozen: Params) -> float:
+def count_matmul_params(
+    trained: Params, frozen: Params, experts_per_token: tuple[int, int] | None = None
+) -> float:
     """Weights that multiply a token: all matrices but an embedding table beside an own head.
 
-    A frozen one counts 2/3: forward and the input's gradient, but not its own.
+    A frozen one counts 2/3: forward and the input's gradient, but not its own. Of experts those
+    that a token goes to: (k, E) of `experts_per_token`.
     """
+    chosen, experts = experts_per_token or (1, 1)
     untied = any(path.split(".")[0] == "lm_head" for path in [*trained, *frozen])
 
-    def count(params: Params) -> int:
+    def count(params: Params) -> float:
         return sum(
-            count_weights(path, value)
+            count_weights(path, value) * (chosen / experts if ".experts." in path else 1)
             for path, value in params.items()
             if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
         )

@@ -1,22 +1,27 @@
 """What a training run works with: data, model, optimizer, compiled functions, in one place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.assemble import Parts, abstract_params, open_frozen, open_params
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import Config
+from jaxtrain.config import Config, RLTask
 from jaxtrain.data.pipeline import Source, count_steps, open_source
 from jaxtrain.errors import UserError
 from jaxtrain.optim import build_optimizer, build_schedule
-from jaxtrain.parallel.feed import row_group, row_shards
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parameters import Params, Rebuild
+from jaxtrain.rollouts import Rollouts, open_rollouts
+from jaxtrain.scorer import Scorer
 from jaxtrain.step import State, abstract_state, init_state, make_eval, make_step
 from jaxtrain.tasks import build_task
+from jaxtrain.tasks.balance import add_balance
+from jaxtrain.tasks.rl import scores_reference
 
 
 @dataclass
@@ -25,7 +30,8 @@ class Session:
 
     config: Config
     parts: Parts
-    source: Source
+    source: Any
+    """Iterator of rounds: data.pipeline.Source or rollout.rounds.RoundSource."""
     total_steps: int
     rebuild: Rebuild
     optimizer: Any
@@ -38,6 +44,10 @@ class Session:
     """What adapters leave as it is; shapes until then, too. Empty where everything is trained."""
     start: int = 0
     """Steps that were done before this process."""
+    rollouts: Rollouts | None = None
+    """Engine, publisher and preparation of reinforcement learning."""
+    reference: Params = field(default_factory=dict)
+    """Starting weights that a reference policy keeps; empty where none does."""
 
     @property
     def params(self) -> Params:
@@ -47,13 +57,19 @@ class Session:
 
 def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Session:
     """Data, optimizer and step functions of a run; its weights are still shapes."""
-    microsteps = count_microsteps(config, parts.mesh)
-    source, total_steps = open_data(config, parts, microsteps, say)
+    rollouts = None
+    if isinstance(config.task, RLTask):
+        rollouts = open_rollouts(config, parts, say)
+        source, total_steps = rollouts.source, rollouts.total_steps
+    else:
+        microsteps = count_microsteps(config, parts.mesh)
+        source, total_steps = open_data(config, parts, microsteps, say)
     shapes, rebuild = abstract_params(parts)
     schedule = build_schedule(config.optim, total_steps)
     trained, frozen = split_trained(shapes, parts.adapter)
     optimizer = build_optimizer(config.optim, schedule, trained)
     task = build_task(config)
+    train_task = add_balance(task, config.model.router_aux_loss_coef)
     return Session(
         config=config,
         parts=parts,
@@ -62,10 +78,45 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
         rebuild=rebuild,
         optimizer=optimizer,
         schedule=schedule,
-        step=make_step(rebuild, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
+        step=make_step(
+            rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
+        ),
         evaluate=make_eval(rebuild, task.loss),
-        state=abstract_state(trained, optimizer),
+        state=abstract_state(trained, optimizer, keep_reference=keeps_reference(config) == "mixed"),
         frozen=frozen,
+        rollouts=rollouts,
+    )
+
+
+def keeps_reference(config: Config) -> str | None:
+    """What kind of reference policy a run needs: adapter_off, frozen or mixed; None needs none."""
+    task = config.task
+    if not isinstance(task, RLTask) or not scores_reference(task):
+        return None
+    if task.reference != "auto":
+        return task.reference
+    # Tables that are trained in full stay trained when adapters are off.
+    adapter = config.adapter
+    tables = adapter.train_embeddings or adapter.train_head
+    return "frozen" if adapter.kind == "none" or tables else "adapter_off"
+
+
+def open_scorer(session: Session) -> Scorer:
+    """Log-probs of the session's policy and reference, as they are when asked."""
+    config = session.config
+    kind = keeps_reference(config)
+    held = {"frozen": lambda: session.reference, "mixed": lambda: session.state.reference}
+    reference = None
+    if kind in held:
+        reference = lambda: {**session.frozen, **held[kind]()}  # noqa: E731
+    heat = config.sampling.temperature
+    return Scorer(
+        session.rebuild,
+        session.parts.mesh,
+        lambda: session.params,
+        reference,
+        impl=config.model.logp,
+        temperature=None if heat == 1.0 else heat,
     )
 
 
@@ -88,13 +139,10 @@ def open_data(
     config: Config, parts: Parts, microsteps: int, say: Callable[[str], None]
 ) -> tuple[Source, int]:
     """The training source and the number of optimizer steps of the run."""
-    index, count = row_group(parts.mesh)
     shape = {
         "seed": config.run.seed,
-        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh) // count,
+        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
         "microsteps": microsteps,
-        "process_index": index,
-        "process_count": count,
         "task": config.task,
     }
     epochs, total_steps = config.run.num_epochs, config.run.max_steps
@@ -111,12 +159,21 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     Weights that are trained are not even read when there is a checkpoint, so that resuming needs
     no more memory than training.
     """
+    kind = keeps_reference(session.config)
     restored = checkpoints.restore(session.state)
     if restored is None:
         params = open_params(session.parts, session.config.run.seed)
         trained, session.frozen = split_trained(params, session.parts.adapter)
+        # Copies: the step donates what it trains.
+        copy = jax.tree.map(jnp.copy, trained) if kind in ("frozen", "mixed") else {}
+        session.reference = copy if kind == "frozen" else {}
         session.state = init_state(trained, session.optimizer)
+        if kind == "mixed":
+            session.state = session.state._replace(reference=copy)
         return
+    if kind == "frozen":
+        params = open_params(session.parts, session.config.run.seed)
+        session.reference, _ = split_trained(params, session.parts.adapter)
     session.frozen = open_frozen(session.parts, session.config.run.seed)
     session.state, session.start = restored.arrays, restored.step
     session.source.restore(restored.cursor)

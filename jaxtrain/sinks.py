@@ -86,11 +86,13 @@ class Sinks:
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, *traceback: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
+    ) -> None:
         if error is not None:
             self._summary = None  # it promised what the error has just undone
             if self.console is not None:
-                self.console.record(f"{kind.__name__}: {error}")
+                self.console.record(f"{type(error).__name__}: {error}")
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:
@@ -145,7 +147,7 @@ class TensorBoard:
     def __init__(self, folder: Path):
         self.folder = folder
         self._module = _import("tensorboardX", "log.tensorboard", "tensorboard")
-        self._writer = None
+        self._writer: Any = None
 
     def start(self, total_steps: int, start_step: int) -> None:
         # Steps after the restored checkpoint are trained again: hide what was written for them.
@@ -173,7 +175,7 @@ class WandB:
         self._module = _import("wandb", "log.wandb_project", "wandb")
         self._settings = {"project": project, "name": name, "dir": str(folder)}
         self._config, self._id_file = config.model_dump(mode="json"), folder / "wandb_id"
-        self._run = None
+        self._run: Any = None
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._has_key():
             raise UserError(
                 "log.wandb_project is set but Weights & Biases knows no API key: run `wandb login`,"

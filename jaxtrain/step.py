@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
+from jaxtrain.losses.balance import count_real
 from jaxtrain.parameters import Params
 
 
@@ -26,6 +27,8 @@ class State(NamedTuple):
     """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
+    reference: Params = {}
+    """A reference policy that follows the trained parameters; the step leaves it as it is."""
 
 
 class StepOutput(NamedTuple):
@@ -41,7 +44,9 @@ class StepOutput(NamedTuple):
     """False: loss or gradients were not finite and the state was left as it was."""
 
 
-def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+def abstract_state(
+    params: Params, optimizer: optax.GradientTransformation, keep_reference: bool = False
+) -> State:
     """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
 
     An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
@@ -58,10 +63,12 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> S
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)
+    shapes = {path: shape_of(value) for path, value in params.items()}
     return State(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
-        {path: shape_of(value) for path, value in params.items()},
+        shapes,
         jax.tree_util.tree_map_with_path(place, slots),
+        dict(shapes) if keep_reference else {},
     )
 
 
@@ -69,8 +76,17 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> State
     """The state before the first step."""
     shapes = abstract_state(params, optimizer)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
-    step = jax.device_put(jnp.zeros((), jnp.int32), shapes.step.sharding)
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
     return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+
+
+def mix_reference(state: State, share: float) -> State:
+    """The state with `share` of its parameters mixed into its reference (arXiv 2404.09656)."""
+    mixed = {
+        path: ((1.0 - share) * value + share * state.params[path]).astype(value.dtype)
+        for path, value in state.reference.items()
+    }
+    return state._replace(reference=mixed)
 
 
 def shape_of(array) -> jax.ShapeDtypeStruct:
@@ -103,7 +119,8 @@ def make_step(
 
         def add_micro(summed, micro):
             (total, metrics), grads = grad(state.params, frozen, micro, denoms)
-            return jax.tree.map(jnp.add, summed, (grads, metrics)), total
+            grads = jax.tree.map(jnp.add, summed[0], grads)
+            return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -113,10 +130,9 @@ def make_step(
             first = jax.tree.map(lambda leaf: leaf[0], batch)
             shapes = jax.eval_shape(grad, state.params, frozen, first, denoms)
             (_, metric_shapes), grad_shapes = shapes
-            zeros = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grad_shapes, metric_shapes)
-            )
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, zeros, batch)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
+            start = (zeros, empty_metrics(metric_shapes))
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, batch)
 
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
@@ -125,7 +141,7 @@ def make_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = State(state.step + 1, params, opt_state)
+        new = State(state.step + 1, params, opt_state, state.reference)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         weight = jnp.ones((), micro_losses.dtype)
@@ -135,11 +151,42 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
+EXTREMES = {"max": (jnp.maximum, -jnp.inf), "min": (jnp.minimum, jnp.inf)}
+"""How metrics named ".../max" and ".../min" are joined over microsteps; all others add up."""
+
+
+def join_metrics(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """(sum, weight) pairs of two microsteps as one; an extreme has weight 1, or 0 if empty."""
+    joined = {}
+    for name, (value, weight) in right.items():
+        join, _ = EXTREMES.get(name.rpartition("/")[2], (jnp.add, 0.0))
+        weigh = jnp.add if join is jnp.add else jnp.maximum
+        joined[name] = (join(left[name][0], value), weigh(left[name][1], weight))
+    return joined
+
+
+def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
+    """What join_metrics leaves as it is; shapes: a ShapeDtypeStruct for each number."""
+    return {
+        name: (
+            jnp.full(
+                value.shape, EXTREMES.get(name.rpartition("/")[2], (None, 0.0))[1], value.dtype
+            ),
+            jnp.zeros(weight.shape, weight.dtype),
+        )
+        for name, (value, weight) in shapes.items()
+    }
+
+
 def denominator(batch: Batch, component: str) -> jax.Array:
-    """What a component's sum is divided by: its constant, or the step's total weight."""
+    """What a component's sum is divided by: its constant, or the step's total weight.
+
+    One without weights of its own, such as the balance of experts, is a mean over real tokens.
+    """
     if component in batch.denoms:
         return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
-    total = jnp.sum(batch.weights[component])
+    weighted = component in batch.weights
+    total = jnp.sum(batch.weights[component]) if weighted else count_real(batch)
     return jnp.where(total > 0, total, 1.0)
 
 

@@ -18,15 +18,18 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.assemble import assemble
 from jaxtrain.batch import Batch
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import Config
+from jaxtrain.config import Config, RLTask
 from jaxtrain.data.pipeline import probe_dataset
 from jaxtrain.evaluate import Evaluation
 from jaxtrain.export import export_params
+from jaxtrain.on_policy import OnPolicy
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.processes import peers
 from jaxtrain.plot import plot_runs
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
+from jaxtrain.rollout.producer import Interrupted
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.session import Session, open_session, start_state
 from jaxtrain.sinks import Sinks
@@ -40,17 +43,23 @@ def train(config: Config, command: list[str]) -> int:
     """
     parts = assemble(config)
     primary = is_main_process()
-    formats = [
-        str(probe_dataset(dataset, config.data, parts.tokenizer, config.task))
-        for dataset in [*config.data.datasets, *config.data.eval_datasets]
-    ]
+    formats = []
+    if not isinstance(config.task, RLTask):
+        formats = [
+            str(probe_dataset(dataset, config.data, parts.tokenizer, config.task))
+            for dataset in [*config.data.datasets, *config.data.eval_datasets]
+        ]
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config, command))
         sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))
         watchdog = stack.enter_context(
             Watchdog(folder.path, config.log.watchdog_seconds, sinks.say, primary=primary)
         )
-        signals = stack.enter_context(Signals(sinks.say))
+        others = peers()
+        if others is not None:
+            others.say = sinks.say
+        tell = None if others is None else others.ask_to_stop
+        signals = stack.enter_context(Signals(sinks.say, tell))
         stack.enter_context(jax.set_mesh(parts.mesh))
         for line in [*folder.describe(), *formats]:
             sinks.say(line)
@@ -58,7 +67,7 @@ def train(config: Config, command: list[str]) -> int:
         stack.callback(checkpoints.close)
         with watchdog.phase("opening the data"):
             session = open_session(config, parts, sinks.say)
-            stack.callback(session.source.close)
+            stack.callback(session.rollouts.close if session.rollouts else session.source.close)
         with watchdog.phase("reading the weights"):
             start_state(session, checkpoints)
         folder.rewind(session.start)
@@ -111,29 +120,62 @@ class Loop:
         self.pending: Pending | None = None
         self.shapes: set[tuple[int, ...]] = set()
         self.latest: dict[str, float] = {}
+        self.on_policy: OnPolicy | None = None
+        if session.rollouts is not None:
+            self.on_policy = OnPolicy(session, folder, watchdog, lambda: bool(signals.stop))
 
     def go(self, profile: ProfileWindow) -> None:
         """Train until the last step or a signal; the state is saved at the end of either."""
         session = self.session
         if self.config.eval.at_start and self.step == 0:
             self.evaluate()
-        while self.step < session.total_steps and not self.signals.stop:
-            with self.watchdog.phase("waiting for data"):
-                (batch,) = next(session.source)
-            profile.before(self.step + 1, session.state)
-            compiles = self.announce(batch)
-            with self.watchdog.phase("running a step (a new shape compiles first)"):
-                placed = feed(batch, session.parts.mesh)
-                session.state, output = session.step(session.state, placed, session.frozen)
-                if compiles:
-                    self.reader.restart()
-                self.settle()
-            self.step += 1
-            self.pending = Pending(self.step, output, batch, session.source.counters())
-            self.act()
+        while self.step < session.total_steps and not self.stopping():
+            before = self.step
+            try:
+                batches, found = self.next_round()
+            except Interrupted:
+                break
+            for batch in batches[: session.total_steps - self.step]:
+                self.train(batch, found, profile)
+                found = {}
+            if self.on_policy is not None:
+                self.on_policy.finish(before, self.step)
+            self.act(before)
         profile.close(session.state)
         if self.step > session.start:
             self.save()
+
+    def next_round(self) -> tuple[list[Batch], dict[str, float]]:
+        """Batches that are trained under one policy version, and numbers about them."""
+        if self.on_policy is None:
+            with self.watchdog.phase("waiting for data"):
+                return next(self.session.source), {}
+        self.settle()
+        round_and_metrics = self.on_policy.next(self.step)
+        self.reader.restart()
+        return round_and_metrics
+
+    def train(self, batch: Batch, found: dict[str, float], profile: ProfileWindow) -> None:
+        """One optimizer step; `found` goes into its line of metrics."""
+        session = self.session
+        profile.before(self.step + 1, session.state)
+        compiles = self.announce(batch)
+        with self.watchdog.phase("running a step (a new shape compiles first)"):
+            placed = feed(batch, session.parts.mesh)
+            session.state, output = session.step(session.state, placed, session.frozen)
+            if compiles:
+                self.reader.restart()
+            self.settle()
+        self.step += 1
+        self.pending = Pending(self.step, output, batch, session.source.counters(), found)
+
+    def stopping(self) -> bool:
+        """Whether a signal, here or on another process, forbids the next step on all of them."""
+        others = peers()
+        if others is not None:
+            self.signals.stop = others.stops_before(self.step + 1)
+            self.signals.name = others.stop_name
+        return self.signals.stop
 
     def announce(self, batch: Batch) -> bool:
         """Say so when a batch has a shape that this process has not compiled yet."""
@@ -148,17 +190,17 @@ class Loop:
         )
         return True
 
-    def act(self) -> None:
-        """Whatever is due after this step."""
+    def act(self, before: int) -> None:
+        """Whatever is due after the steps `before` + 1 to the current one."""
         last = self.step == self.session.total_steps
-        if last or self.due(self.config.eval.every):
+        if last or self.due(self.config.eval.every, before):
             self.settle()
             self.evaluate()
-        if self.due(self.config.checkpoint.every) and not last:
+        if self.due(self.config.checkpoint.every, before) and not last:
             self.save()
 
-    def due(self, every: int | None) -> bool:
-        return bool(every) and self.step % every == 0
+    def due(self, every: int | None, before: int) -> bool:
+        return bool(every) and self.step // every > before // every
 
     def settle(self) -> None:
         """Read and report the step that is still pending; raises RunStopped if not finite."""
@@ -169,7 +211,8 @@ class Loop:
         self.watchdog.beat(pending.step)
         if pending.step % self.config.log.every == 0 or pending.step == self.session.total_steps:
             efficiency = pending.counters["packing_efficiency"]
-            self.sinks.write(pending.step, {**self.latest, "packing_efficiency": efficiency})
+            values = {**self.latest, **pending.round, "packing_efficiency": efficiency}
+            self.sinks.write(pending.step, values)
 
     def evaluate(self) -> None:
         """Held-out numbers of the current weights."""

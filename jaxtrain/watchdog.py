@@ -102,8 +102,9 @@ class Signals:
 
     WATCHED = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, say: Say):
-        self.say = say
+    def __init__(self, say: Say, tell: Say | None = None):
+        """tell: called with the first signal's name, in the signal thread."""
+        self.say, self.tell = say, tell
         self.stop = False
         self.name = ""
 
@@ -131,6 +132,8 @@ class Signals:
                 os._exit(128 + received[0])
             self.name = signal.Signals(received[0]).name
             self.stop = True
+            if self.tell is not None:
+                self.tell(self.name)
             self.say(f"{self.name}: stopping after this step; once more to exit at once")
         self._reader.close()
 

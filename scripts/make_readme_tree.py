@@ -15,7 +15,7 @@ WIDTH = 46
 def render() -> str:
     """The tree as text: folders with what their __init__ says, files below them."""
     lines = []
-    for top in ("jaxtrain", "kernels/jaxtrain_kernels"):
+    for top in ("jaxtrain", "kernels/jaxtrain_kernels", "jaxtrain_vllm"):
         lines += [*describe_folder(ROOT / top, ""), ""]
     for name in ("scripts", "benchmarks"):
         lines.append(f"{name}/")

@@ -31,11 +31,15 @@ LAYERS = [
         "optim",
         "step",
         "assemble",
+        "rollouts",
+        "scorer",
         "session",
+        "on_policy",
         "trained",
         "reading",
         "evaluate",
         "export",
+        "publishing",
     ],
     ["preprocess", "dry_run", "generate", "merge", "train"],
     ["main"],
@@ -52,6 +56,10 @@ WITHOUT_JAX = [
     "envs",
     "rewards",
     "rollout.types",
+    "rollout.mismatch",
+    "rollout.publish_lora",
+    "rollout.publish_weights",
+    "rollout.vllm",
 ]
 
 MAX_LINES, MAX_KERNEL_LINES = 500, 900

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
 from jaxtrain.adapters.spec import Adapter, Slot
 from jaxtrain.adapters.storage import store_kernels
-from jaxtrain.layers.linear import Linear
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import ExpertLinear, Linear
 from jaxtrain.parameters import Params
 
 Leaf = TypeVar("Leaf")
@@ -32,8 +33,13 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
 
 
 def make_adapter(linear: Linear, slot: Slot, dtype: str) -> LoRA:
-    """Shapes of an adapter for a Linear, which may be a stack of layers."""
+    """Shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
+    if slot.dora and isinstance(linear, ExpertLinear):
+        raise UserError(
+            'adapter.kind "dora" has no form for the matrices of experts; set it to "lora", or'
+            ' leave them out of adapter.target ("attention")'
+        )
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*lead, *sizes), jnp.dtype(dtype))

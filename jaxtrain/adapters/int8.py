@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.parallel.rules import gathered
+
 
 class Int8(nnx.Module):
     """A Linear's kernel [..., in, out] in 8 bits; shapes or arrays as `int8_shapes` names them."""
@@ -18,7 +20,9 @@ class Int8(nnx.Module):
         def product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
             return ((x @ codes.astype(x.dtype)) * scales).astype(x.dtype)
 
-        return jax.checkpoint(product)(x, self.codes[...], self.scales[...])
+        codes = self.codes[...]
+        codes = gathered(codes, *self.codes.get_metadata()["axes"][-codes.ndim :])
+        return jax.checkpoint(product)(x, codes, self.scales[...])
 
 
 def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -30,6 +30,8 @@ class LoRA(nnx.Module):
 class DoRA(LoRA):
     """LoRA with a trained length `magnitude` [..., out] for every column of the weight."""
 
+    reads_kernel = True
+
     def __init__(self, a, b, magnitude, scale: float, axes: tuple[str | None, ...]):
         super().__init__(a, b, scale, axes)
         self.magnitude = nnx.Param(magnitude, axes=(*axes[:-2], axes[-1]))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.parallel.rules import gathered
+
 LEVELS = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -61,7 +63,14 @@ class NF4(nnx.Module):
         def product(x: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
             return x @ dequantise_nf4(parts, x.dtype)
 
-        return jax.checkpoint(product)(x, {name: getattr(self, name)[...] for name in PARTS})
+        parts = {name: getattr(self, name) for name in PARTS}
+        parts = {
+            name: gathered(part[...], *part.get_metadata()["axes"][-part[...].ndim :])
+            if part[...].ndim
+            else part[...]
+            for name, part in parts.items()
+        }
+        return jax.checkpoint(product)(x, parts)
 
 
 PARTS = ("nibbles", "absmax", "scales", "offset")

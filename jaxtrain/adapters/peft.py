@@ -93,7 +93,10 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
     """The content of adapter_config.json."""
     slots = list(adapter.slots.values())
     common = collections.Counter(slots).most_common(1)[0][0]
-    names = {path: short_name(linears, path) for path in adapter.slots}
+    names = {path: shared_name(linears, adapter, path) for path in adapter.slots}
+    targets: list[str] | str = sorted(set(names.values()))
+    if any("\\" in name for name in targets):
+        targets = rf".*\.({'|'.join(targets)})"  # PEFT takes a list of names or one expression
     modules = {"embed.embedding": "embed_tokens", "lm_head.embedding": "lm_head"}
     return {
         "peft_type": "LORA",
@@ -107,7 +110,7 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
         "alpha_pattern": {
             names[p]: _plain(s.alpha) for p, s in adapter.slots.items() if s.alpha != common.alpha
         },
-        "target_modules": sorted(names.values()),
+        "target_modules": targets,
         "modules_to_save": sorted(modules[path] for path in adapter.full) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
@@ -119,15 +122,28 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
     }
 
 
+def shared_name(linears: Linears, adapter: Adapter, path: str) -> str:
+    """ "q_proj" where every Linear of that last name has the same adapter, else `short_name`."""
+    alike = {adapter.slots.get(other) for other in _namesakes(linears, path)}
+    return _tail(linears, path, 1) if len(alike) == 1 else short_name(linears, path)
+
+
 def short_name(linears: Linears, path: str) -> str:
-    """ "q_proj", or with its parent where another Linear has the same last name."""
+    """ "q_proj", or with its parent where another Linear has the same last name; for experts, which
+    have a number there, an expression."""
+    if _namesakes(linears, path) == [path]:
+        return _tail(linears, path, 1)
+    if ".experts." in path:
+        return rf"experts\.\d+\.{_tail(linears, path, 1)}"
+    return _tail(linears, path, 2)
 
-    def tail(module: str, parts: int) -> str:
-        return ".".join(module.split(".")[-parts:])
 
-    leaf = tail(linears[path][0], 1)
-    same = [other for other, modules in linears.items() if tail(modules[0], 1) == leaf]
-    return leaf if same == [path] else tail(linears[path][0], 2)
+def _namesakes(linears: Linears, path: str) -> list[str]:
+    return [other for other in linears if _tail(linears, other, 1) == _tail(linears, path, 1)]
+
+
+def _tail(linears: Linears, path: str, parts: int) -> str:
+    return ".".join(linears[path][0].split(".")[-parts:])
 
 
 @dataclasses.dataclass(frozen=True)

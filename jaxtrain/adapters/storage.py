@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.linear import ExpertLinear, Linear
 from jaxtrain.parameters import Params
 
 
@@ -47,6 +47,11 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
         if not isinstance(node, Linear):
             continue
         shape = node.kernel.get_value().shape
+        if isinstance(node, ExpertLinear):
+            raise UserError(
+                f'adapter.quantize "{kind}" does not reach the matrices of experts'
+                f' ({".".join(map(str, path))}); set adapter.quantize to "none"'
+            )
         if shape[-2] % storage.multiple:
             name = ".".join(map(str, path))
             raise UserError(

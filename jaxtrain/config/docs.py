@@ -2,6 +2,8 @@
 
 from typing import Any, get_args, get_origin
 
+from pydantic import BaseModel
+
 from jaxtrain.config.base import Section
 from jaxtrain.config.load import kind_of, section_type
 from jaxtrain.config.root import Config
@@ -50,15 +52,17 @@ def list_sections() -> list[tuple[str, type[Section]]]:
     return found
 
 
-def section_types(annotation: Any) -> list[type[Section]]:
+def section_types(annotation: Any) -> list[type[BaseModel]]:
     """The section of a field, or all that a union names."""
-    members = [m for m in get_args(annotation) if isinstance(m, type) and issubclass(m, Section)]
+    members: list[type[BaseModel] | None] = [
+        m for m in get_args(annotation) if isinstance(m, type) and issubclass(m, Section)
+    ]
     if isinstance(annotation, type) or not members:
         members = [section_type(annotation)]
     return [member for member in members if member]
 
 
-def list_keys(section: type[Section]) -> list[tuple[str, str, str, str]]:
+def list_keys(section: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     """(key, type, default, meaning) for each field."""
     rows = []
     for key, field in section.model_fields.items():

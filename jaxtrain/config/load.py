@@ -3,6 +3,7 @@
 import difflib
 import json
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -62,7 +63,7 @@ KNOWN_ELSEWHERE = {
 """What users of other systems may call a key."""
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML (or YAML) file, apply `section.key=value` overrides and validate.
 
     Raises UserError with one line per problem.
@@ -176,7 +177,7 @@ def suggest(key: str, allowed: list[str]) -> str:
         (
             f"{name}.{key}"
             for name, field in Config.model_fields.items()
-            if key in section_type(field.annotation).model_fields
+            if key in getattr(section_type(field.annotation), "model_fields", ())
         ),
         None,
     )

@@ -27,15 +27,19 @@ class ModelConfig(Section):
     """Type of the trained weights and the optimizer state (the masters)."""
     compute_dtype: DTYPE = "bfloat16"
     """Type that activations and matrix products use."""
-    remat: Literal["none", "full", "dots", "save_attention"] = "none"
-    """What the backward pass recomputes, to save memory: nothing, whole blocks, everything but
-    matrix products, or everything but attention outputs."""
+    remat: Literal["none", "elementwise", "dots", "save_attention", "full"] = "none"
+    """What the backward pass recomputes, to save memory: nothing; cheap operations (everything but
+    matrix products and attention); everything but matrix products; everything but attention; or
+    whole blocks."""
     scan_layers: bool = True
     """Compile one layer and loop over it, rather than compile every layer."""
     attention: str = "auto"
     """Backend of the attention op: auto, xla, reference or a kernel's name."""
     logp: str = "auto"
     """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Factor of the load-balancing loss of a mixture of experts, taken over each packed row; 0
+    trains without it. (config.json's own value is not used.)"""
 
 
 class OptimConfig(Section):

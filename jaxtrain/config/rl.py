@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+from jaxtrain.config.vllm import find_vllm_conflicts
 
 TRUNCATE_OR_MASK = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -175,6 +176,13 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         )
     if task.reference == "adapter_off" and config.adapter.kind == "none":
         yield 'task.reference adapter_off needs an adapter; set adapter.kind or reference "frozen"'
+    if task.reference == "adapter_off" and (
+        config.adapter.train_embeddings or config.adapter.train_head
+    ):
+        yield (
+            "task.reference adapter_off is not the base where adapter.train_embeddings or"
+            ' train_head trains a table in full; set task.reference to "frozen"'
+        )
     if task.reference == "mixed" and config.adapter.kind != "none":
         yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
     if task.off_policy_threshold and task.objective == "m2po_mask":
@@ -184,8 +192,20 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
             f"rollout.mode {rollout.mode} needs an engine beside the trainer; the local engine"
             ' samples on the trainer\'s own devices: set rollout.mode to "sync" or engine to "vllm"'
         )
+    if rollout.engine == "vllm":
+        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if config.data.eval_datasets:
+        yield (
+            "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+            " [[eval.sets]] instead"
+        )
+    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
+        yield (
+            "rollout.prompts_per_step sets the size of a step for task.kind rl; remove"
+            " data.global_batch_size and optim.gradient_accumulation_steps"
+        )
     for dataset in config.data.datasets:
         if dataset.streaming:
             yield (

@@ -13,7 +13,13 @@ from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
 from jaxtrain.config.rl import RLTask, find_rl_conflicts, find_unused_rl_sections
 from jaxtrain.config.rollout import RolloutConfig
-from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
+from jaxtrain.config.run import (
+    CheckpointConfig,
+    LogConfig,
+    ParallelConfig,
+    RunConfig,
+    find_parallel_conflicts,
+)
 from jaxtrain.config.task import (
     EvalConfig,
     SamplingConfig,
@@ -89,8 +95,7 @@ def find_conflicts(config: Config):
             "data.global_batch_size sets the gradient accumulation by itself; remove"
             " optim.gradient_accumulation_steps"
         )
-    if list(config.parallel.model_dump().values()).count(-1) > 1:
-        yield "parallel: only one size may be -1 (all remaining devices)"
+    yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.problems or config.eval.sets
     if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"

@@ -30,12 +30,74 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The device mesh. At most one size may be -1: all devices that the others leave."""
+    """The device mesh, and the processes around it. At most one size may be -1: all devices that
+    the others leave."""
 
     data: int = Field(1, ge=-1)
     """Devices that hold full copies of the weights and split the rows of a batch."""
     fsdp: int = Field(-1, ge=-1)
     """Devices that split the rows of a batch and the weights, too."""
+    expert: int = Field(1, ge=-1)
+    """Devices that split the experts of a mixture, and the rows of a batch."""
+    context: int = Field(1, ge=-1)
+    """Devices that split the tokens of each row: for rows too long for one device."""
+    tensor: int = Field(1, ge=-1)
+    """Devices that split each layer: heads, the feed-forward width and the vocabulary; between
+    layers they split the tokens. For devices with a fast link."""
+    launcher: Literal["auto", "none", "slurm", "torchrun", "tpu"] = "auto"
+    """How this process learns of the others: SLURM's variables (under srun), torchrun's
+    (MASTER_ADDR, WORLD_SIZE, RANK, LOCAL_RANK), or a TPU pod's own. auto takes the first that is
+    there; coordinator replaces all of them."""
+    coordinator: str | None = None
+    """host:port of process 0, where there is no launcher; goes with num_processes, process_id."""
+    num_processes: int | None = Field(None, ge=1)
+    """Number of processes, with coordinator."""
+    process_id: int | None = Field(None, ge=0)
+    """Which of them this one is, from 0, with coordinator."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds that processes wait for each other at the start."""
+    meet_timeout: float = Field(1800.0, gt=0)
+    """Seconds that processes wait for each other at a later meeting point, such as the end."""
+    peer_timeout: float = Field(60.0, gt=0)
+    """Seconds without a sign of life after which a process counts as lost and the others stop."""
+
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return {name: getattr(self, name) for name in MESH_AXES}
+
+
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+
+def find_parallel_conflicts(parallel: ParallelConfig):
+    """Yield one sentence for each impossible combination within section parallel."""
+    open_axes = [axis for axis, size in parallel.axes().items() if size == -1]
+    if len(open_axes) > 1:
+        yield (
+            f"parallel.{open_axes[0]} and parallel.{open_axes[1]} are both -1; only one size may be"
+            " -1 (all remaining devices)"
+        )
+    for axis, size in parallel.axes().items():
+        if size == 0:
+            yield f"parallel.{axis} is 0; sizes are at least 1, or -1 for all remaining devices"
+    explicit = {name: getattr(parallel, name) for name in ("coordinator", *_WITH_COORDINATOR)}
+    missing = [name for name, value in explicit.items() if value is None]
+    if missing and len(missing) < len(explicit):
+        given = next(name for name, value in explicit.items() if value is not None)
+        yield f"parallel.{given} is set but parallel.{missing[0]} is not; set all of {[*explicit]}"
+    elif not missing:
+        assert parallel.process_id is not None and parallel.num_processes is not None
+        assert parallel.coordinator is not None
+        if parallel.process_id >= parallel.num_processes:
+            yield (
+                f"parallel.process_id {parallel.process_id} must be below parallel.num_processes"
+                f" {parallel.num_processes}"
+            )
+        if not parallel.coordinator.rpartition(":")[2].isdigit():
+            yield f"parallel.coordinator {parallel.coordinator!r} must be host:port"
+
+
+_WITH_COORDINATOR = ("num_processes", "process_id")
 
 
 class CheckpointConfig(Section):

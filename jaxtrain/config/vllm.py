@@ -1,10 +1,94 @@
-"""Section rollout.vllm: servers that sample over HTTP."""
+"""Section rollout.vllm: servers that sample over HTTP, and how they get the weights."""
+
+from collections.abc import Iterator
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from jaxtrain.config.base import Section
 
+LOCAL = ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = ("", "0.0.0.0", "::")
+
 
 class VllmConfig(Section):
-    """vLLM servers; only rollout.engine vllm reads it."""
+    """vLLM servers; only rollout.engine vllm reads it. Start one with python -m
+    jaxtrain_vllm.serve."""
 
     servers: list[str] = []
-    """Base URLs such as "http://127.0.0.1:8000"."""
+    """Base URLs such as "http://127.0.0.1:8000"; several share the work."""
+    sync: Literal["lora", "full", "delta"] = "full"
+    """lora: each version as a PEFT folder that the servers load. full: all weights over TCP.
+    delta: only what changed in weight_dtype since the last version."""
+    weight_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What full and delta send; choose what the servers compute in. In float32 nearly everything
+    changes with every step, so delta saves nothing."""
+    full_every: int = Field(20, ge=1)
+    """delta: every so many versions everything is sent."""
+    listen: str = "127.0.0.1"
+    """full, delta: address of this machine under which the servers reach the trainer."""
+    listen_port: int = Field(0, ge=0, le=65535)
+    """full, delta: port there; 0 takes a free one."""
+    adapter_dir: str | None = None
+    """lora: folder for the adapters, which the servers see under the same path. Unset:
+    OUTPUT_DIR/adapters."""
+    keep_adapters: int = Field(2, ge=2)
+    """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
+    concurrency: int = Field(128, ge=1)
+    """Requests under way at once, on all servers together."""
+    request_seconds: float = Field(600.0, gt=0)
+    """Longest wait for one answer; then it is asked for again, elsewhere if possible."""
+    retries: int = Field(3, ge=0)
+    """How often a request is repeated after a time-out or a server error."""
+    health_seconds: float = Field(5.0, gt=0)
+    """Pause between two looks at a server's health."""
+    wait_seconds: float = Field(600.0, gt=0)
+    """How long to wait for a server: at the start, and when all of them are gone."""
+    sync_seconds: float = Field(600.0, gt=0)
+    """Longest wait for one server to take new weights."""
+    sleep: bool = False
+    """Let the servers give their GPU memory back while the trainer works: one GPU for both. Only
+    with rollout.mode sync."""
+    any_version: bool = False
+    """Go on with a vLLM version that this release was not tested with."""
+
+
+def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Iterator[str]:
+    """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
+    if not vllm.servers:
+        yield (
+            'rollout.engine vllm needs rollout.vllm.servers, such as ["http://127.0.0.1:8000"];'
+            " start one with python -m jaxtrain_vllm.serve"
+        )
+    for url in vllm.servers:
+        if not url.startswith(("http://", "https://")):
+            yield f"rollout.vllm.servers {url!r} is no URL; write http://HOST:PORT"
+    if len({url.rstrip("/") for url in vllm.servers}) < len(vllm.servers):
+        yield "rollout.vllm.servers names a server twice; remove one"
+    if vllm.sync == "lora" and adapter_kind != "lora":
+        yield (
+            f"rollout.vllm.sync lora needs adapter.kind lora, which is {adapter_kind}; set"
+            ' rollout.vllm.sync to "full" or "delta", or train a LoRA'
+        )
+    if vllm.sync != "lora" and adapter_kind != "none":
+        yield (
+            f"rollout.vllm.sync {vllm.sync} sends whole weights, but adapter.kind {adapter_kind}"
+            ' trains an adapter; set rollout.vllm.sync to "lora" or adapter.kind to "none"'
+        )
+    remote = [url for url in vllm.servers if urlsplit(url).hostname not in LOCAL]
+    if vllm.sync != "lora" and vllm.listen in EVERYWHERE:
+        yield (
+            f"rollout.vllm.listen {vllm.listen!r} is where to listen, not where servers can connect"
+            " to; write this machine's address"
+        )
+    if vllm.sync != "lora" and vllm.listen in LOCAL and remote:
+        yield (
+            f"rollout.vllm.listen {vllm.listen!r} cannot be reached from {remote[0]}; write this"
+            " machine's address as that server sees it"
+        )
+    if vllm.sleep and mode != "sync":
+        yield (
+            f"rollout.vllm.sleep stops the servers while training, but rollout.mode {mode} samples"
+            ' then; set rollout.mode to "sync" or rollout.vllm.sleep to false'
+        )

@@ -74,8 +74,8 @@ def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> 
         renamed = fields.get(f"messages.{key}")
         if renamed is not None:
             found[key] = found.get(renamed)
-    message = {key: found[key] for key in KEYS if found.get(key) not in (None, [])}
-    role = message.get("role")
+    message: dict[str, Any] = {key: found[key] for key in KEYS if found.get(key) not in (None, [])}
+    role: Any = message.get("role")
     role = roles.get(role, role if role in ACCEPTED else ROLES.get(role, role))
     message["role"] = role
     content = message.setdefault("content", "")
@@ -97,8 +97,9 @@ def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> 
 
 def _text_parts(parts: list[Any]) -> str:
     """Content given as parts, which must all be text."""
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(found):
         raise Malformed("only text content is supported")
     return "".join(texts)
 

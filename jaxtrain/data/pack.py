@@ -195,7 +195,7 @@ def stack_batches(batches: Sequence[Batch]) -> Batch:
     return Batch(
         *(np.stack(field) for field in zip(*(batch[:4] for batch in batches), strict=True)),
         weights={n: np.stack([batch.weights[n] for batch in batches]) for n in first.weights},
-        owner=np.stack([batch.owner for batch in batches]),
+        owner=np.stack([np.asarray(batch.owner) for batch in batches]),
         streams={n: np.stack([batch.streams[n] for batch in batches]) for n in first.streams},
     )
 

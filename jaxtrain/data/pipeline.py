@@ -182,7 +182,10 @@ def _open_trees(
 
 
 def _open_synthetic(dataset: DatasetConfig, tokenizer: Any) -> SyntheticTurns:
-    options = {"vocab_size": len(tokenizer) if tokenizer is not None else None, **dataset.options}
+    options: dict[str, Any] = {
+        "vocab_size": len(tokenizer) if tokenizer is not None else None,
+        **dataset.options,
+    }
     known = set(SyntheticTurns.__dataclass_fields__)
     if set(options) - known:
         raise UserError(

@@ -18,11 +18,11 @@ from absl import flags
 from jaxtrain.data.order import Order
 from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Tree
+from jaxtrain.data.tree import Group, Tree
 from jaxtrain.errors import UserError
 
-Tokenise = Callable[[dict, str], list[Sample | Tree | Dropped]]
-Items = list[Tree | Dropped]
+Tokenise = Callable[[Any, str], Sequence[Sample | Tree | Group | Dropped]]
+Items = list[Tree | Group | Dropped]
 
 CHUNK = 16
 """Draws that travel between processes together; the queue costs as much as a short row."""
@@ -113,7 +113,7 @@ class IndexedReader:
         self.pass_len = -(-self._order.epoch_len // process_count)
         """Draws after which every row of this process was seen."""
         self._drawn = 0
-        self._chunks: Iterator | None = None
+        self._chunks: grain.DatasetIterator | None = None
         self._pending: Iterator[Items] = iter(())
 
     def __next__(self) -> Items:
@@ -140,8 +140,8 @@ class IndexedReader:
             self._chunks.close()
         self._chunks, self._pending = None, iter(())
 
-    def _open(self) -> Iterator:
-        rows = _Rows(
+    def _open(self) -> grain.DatasetIterator:
+        rows: Any = _Rows(
             self._parts, self._order, self._row_tokens, self._drawn, self._stop, *self._shard
         )
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

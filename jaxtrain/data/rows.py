@@ -1,5 +1,7 @@
 """Tokenised examples as trees: a lone sequence is a tree of one branch."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxtrain.data.sample import Dropped, Sample
@@ -14,7 +16,7 @@ def to_tree(sample: Sample, component: str = "nll") -> Tree:
 
 
 def to_trees(
-    items: list[Sample | Tree | Group | Dropped], row_tokens: int, component: str = "nll"
+    items: Sequence[Sample | Tree | Group | Dropped], row_tokens: int, component: str = "nll"
 ) -> list[Tree | Group | Dropped]:
     """Trees (or groups) of what a tokeniser returned for one row of a dataset.
 
@@ -26,7 +28,7 @@ def to_trees(
         if isinstance(item, Sample):
             item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
         trees = item.trees if isinstance(item, Group) else (item,) if isinstance(item, Tree) else ()
-        if any(tree.num_tokens > row_tokens for tree in trees):
+        if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
         elif trees and not any(map(trains, trees)):
             item = Dropped("no trained token", trees[0].origin)

@@ -65,8 +65,14 @@ class _StepIterator(grain.DatasetIterator):
         super().__init__()
         self._packer, self._shape = packer, shape
         self._failed = False
-        self._totals = {"batches": 0, "rows": 0, "tokens": 0, "slots": 0, "trained_tokens": 0}
-        self._totals["shapes"] = []
+        self._totals: dict[str, Any] = {
+            "batches": 0,
+            "rows": 0,
+            "tokens": 0,
+            "slots": 0,
+            "trained_tokens": 0,
+            "shapes": [],
+        }
 
     def __next__(self) -> Batch | UserError:
         if self._failed:

@@ -109,6 +109,6 @@ def open_saved(folder: str, split: str) -> TableRows:
     table = load_from_disk(folder)
     if isinstance(table, DatasetDict):
         if split not in table:
-            raise UserError(f"{folder} has no split {split!r}, only {', '.join(table)}")
+            raise UserError(f"{folder} has no split {split!r}, only {', '.join(map(str, table))}")
         table = table[split]
     return TableRows(table, Path(folder).name)

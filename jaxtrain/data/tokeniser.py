@@ -112,8 +112,8 @@ class Tokeniser:
         self, messages: list[dict[str, Any]], tools: Any, origin: str, first: int = 0
     ) -> Result:
         """Render a conversation; messages before `first` are context unless all tokens train."""
-        if self.renderer is None:
-            template.require_chat_template(self.tokenizer)
+        template.require_chat_template(self.tokenizer)
+        assert self.renderer is not None
         mode = self.dataset.train_on
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         if mode == "last":

@@ -198,7 +198,9 @@ def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer:
     if begin < 0 or close < 0:
         raise TemplateFailed("chat template: strips the thinking of the answer")
     close += len(THINK_END)
-    parts = [encode(tokenizer, text) for text in (whole[:begin], whole[begin:close], whole[close:])]
-    if not all(parts):
+    context, thought, response = (
+        encode(tokenizer, text) for text in (whole[:begin], whole[begin:close], whole[close:])
+    )
+    if not (context and thought and response):
         raise Malformed("think: the prompt, the thought or the response is empty")
-    return make_turns([tuple(parts)])
+    return make_turns([(context, thought, response)])

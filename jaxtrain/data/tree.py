@@ -157,7 +157,7 @@ def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str =
 
 
 def build_tree(
-    parts: Iterable[tuple[int, Sequence[int], Sequence[float], str]],
+    parts: Iterable[tuple[int, Sequence[int] | np.ndarray, Sequence[float] | np.ndarray, str]],
     *,
     component: str = "nll",
     origin: str = "",

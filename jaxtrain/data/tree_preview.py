@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def describe_part(part: Part, tokenizer: Any, num_samples: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _results(part: Part) -> Iterator[list]:
+def _results(part: Part) -> Iterator[Sequence]:
     rows = part.rows if is_stream(part.rows) else map(part.rows.__getitem__, range(len(part.rows)))
     for index, row in enumerate(rows):
         origin = f"{part.name} row {index}" if is_stream(part.rows) else part.origin(index)

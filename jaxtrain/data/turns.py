@@ -65,7 +65,7 @@ def build_caterpillar(turns: Sequence[Turn], trained: Trained, origin: str = "")
     """
     if not turns:
         raise ValueError("a trajectory needs at least one turn")
-    parts: list[tuple[int, Sequence[int], Sequence[float], str]] = []
+    parts: list[tuple[int, np.ndarray, np.ndarray, str]] = []
     trunk, visible = -1, np.zeros(0, np.int32)
     for turn in turns:
         if not starts_with(turn.prompt, visible):

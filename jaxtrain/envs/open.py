@@ -21,6 +21,7 @@ def open_env(config: EnvConfig, tokenizer: Any) -> Env:
             return SingleTurn(tokenizer, config.prompt_column, config.system, config.raw)
         case "calculator":
             return CalculatorEnv(tokenizer, config.max_turns)
+    assert config.path is not None  # section env checks it
     made = find_class(config.path)
     try:
         env = made(tokenizer, **config.options)
@@ -64,6 +65,7 @@ def import_file(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"env.path: the file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"jaxtrain_env_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # any file that ends in .py has one
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

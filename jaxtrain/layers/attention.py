@@ -1,7 +1,7 @@
 """Attention: grouped-query self-attention over packed forests, with an optional KV cache.
 
 Who sees whom is data, not code: a `Sight` built from the Batch in training, from the cache in
-decoding. This file also owns the shard_map around the kernel, which sees local arrays only.
+decoding. The kernel sees local arrays only: sharded_attention.py.
 """
 
 import functools
@@ -10,27 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
-from jaxtrain_kernels import attention as attention_op
 
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
-from jaxtrain.parallel.rules import constrain, partition_spec
-
-
-class Sight(NamedTuple):
-    """Key s is visible to query t iff since[s] <= t < until[s]; windows compare positions."""
-
-    until: jax.Array
-    """int32 [B, S]."""
-    since: jax.Array | None
-    """int32 [B, S]; None means s itself (causal)."""
-    positions: jax.Array
-    """int32 [B, T] of the queries."""
-    key_positions: jax.Array
-    """int32 [B, S]."""
+from jaxtrain.layers.sharded_attention import Sight, attend
+from jaxtrain.parallel.rules import constrain
 
 
 class LayerCache(NamedTuple):
@@ -92,8 +77,9 @@ class Attention(nnx.Module):
         window: int | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
+        x_BTD = constrain(x_BTD, "rows", "length", "features")
         q_BTNH, k_BSKH, v_BSKH = (
-            self._heads(project(x_BTD)) for project in (self.q, self.k, self.v)
+            self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
         )
         if self.q_norm is not None:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
@@ -104,11 +90,11 @@ class Attention(nnx.Module):
             k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
             # One query a row: the dense mask is [B, 1, S], and the chunked kernels only cost.
             impl = "reference" if q_BTNH.shape[1] == 1 else impl
-        out_BTNH = _attend(
+        out_BTNH = attend(
             q_BTNH, k_BSKH, v_BSKH, sight, window=window, softcap=self.softcap, impl=impl
         )
-        out_BTNH = checkpoint_name(out_BTNH, "attention_out")
-        return self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1)), cache
+        y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
+        return constrain(y_BTD, "rows", "sequence", "features"), cache
 
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
@@ -121,53 +107,3 @@ def _write(cache: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCach
         k=jax.lax.dynamic_update_slice(cache.k, k_BTKH[None].astype(cache.k.dtype), at),
         v=jax.lax.dynamic_update_slice(cache.v, v_BTKH[None].astype(cache.v.dtype), at),
     )
-
-
-def _attend(q_BTNH, k_BSKH, v_BSKH, sight: Sight, *, window, softcap, impl) -> jax.Array:
-    """The kernel, each device on its rows, its heads and its stretch of queries.
-
-    A device holds all keys of its rows: with a context axis XLA gathers them, and since visibility
-    counts queries from the row's start, the intervals shift by the device's first query.
-    """
-    op = functools.partial(attention_op, window=window, softcap=softcap, impl=impl)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return op(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            sight.until,
-            since=sight.since,
-            positions=sight.positions,
-            key_positions=sight.key_positions,
-        )
-    q_spec = partition_spec(("rows", "length", "act_heads", None), q_BTNH.shape, mesh)
-    k_spec = partition_spec(("rows", None, "act_heads", None), k_BSKH.shape, mesh)
-    if q_spec[2] != k_spec[2]:  # fewer kv heads than tensor shards: every device takes all heads
-        q_spec, k_spec = PartitionSpec(*q_spec[:2]), PartitionSpec(*k_spec[:2])
-    rows, length = q_spec[0], q_spec[1]
-    since = sight.since
-    if since is None:
-        since = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), sight.until.shape)
-
-    def local(q_BTNH, k_BSKH, v_BSKH, until, since, positions, key_positions):
-        if length is not None:
-            first = jax.lax.axis_index(length) * q_BTNH.shape[1]
-            until, since = until - first, since - first
-        return op(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            until,
-            since=since,
-            positions=positions,
-            key_positions=key_positions,
-        )
-
-    by_key, by_query = PartitionSpec(rows), PartitionSpec(rows, length)
-    return jax.shard_map(
-        local,
-        in_specs=(q_spec, k_spec, k_spec, by_key, by_key, by_query, by_key),
-        out_specs=q_spec,
-        check_vma=False,
-    )(q_BTNH, k_BSKH, v_BSKH, sight.until, since, sight.positions, sight.key_positions)

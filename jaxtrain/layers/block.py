@@ -1,19 +1,20 @@
-"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what every dense decoder here is."""
+"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what every decoder here is."""
 
 import jax
 from flax import nnx
 
 from jaxtrain.layers.attention import Attention, LayerCache, Sight
 from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles
 
 
 class PreNormBlock(nnx.Module):
-    """[B, T, D] -> [B, T, D]."""
+    """[B, T, D] -> [B, T, D]; `mlp` is dense or a mixture of experts, which notes its balance."""
 
     def __init__(
-        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP
+        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MoE
     ):
         self.attention_norm = attention_norm
         self.attention = attention
@@ -28,9 +29,14 @@ class PreNormBlock(nnx.Module):
         *,
         window: int | None = None,
         cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, LayerCache | None, dict[str, jax.Array]]:
         h_BTD, cache = self.attention(
             self.attention_norm(x_BTD), angles, sight, window=window, cache=cache
         )
         x_BTD = x_BTD + h_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+        h_BTD = self.mlp_norm(x_BTD)
+        if isinstance(self.mlp, MoE):
+            h_BTD, noted = self.mlp(h_BTD, sight.real())
+        else:
+            h_BTD, noted = self.mlp(h_BTD), {}
+        return x_BTD + h_BTD, cache, noted

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxtrain.layers.linear import Dtype
-from jaxtrain.parallel.rules import constrain
+from jaxtrain.parallel.rules import constrain, count_ways, split_axes
 
 
 class Embed(nnx.Module):
@@ -27,5 +28,48 @@ class Embed(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embedding[...][tokens_BT].astype(self.dtype)
-        return constrain(x_BTD, "rows", "length", "features")
+        x_BTD = look_up(self.embedding[...], tokens_BT, self.dtype)
+        return constrain(x_BTD, "rows", "sequence", "features")
+
+
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """table_VD[tokens_BT] in `dtype`, each device with the part of the table that it holds.
+
+    Devices that share rows of tokens exchange ids, look up their features (or their words) of all
+    these rows, and exchange the results: less to send than the table, and its gradient is made
+    where it stays. The partitioner, left alone, replicates the activations of the whole batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return table_VD[tokens_BT].astype(dtype)
+    words, features = split_axes(("vocab", "embed"), table_VD.shape, mesh)
+    rows, length = split_axes(("rows", "length"), tokens_BT.shape, mesh)
+    if not set(features) <= {*rows, *length}:  # fewer tokens than devices: decoding
+        return table_VD[tokens_BT].astype(dtype)
+    dims = {axis: 0 if axis in rows else 1 for axis in features}
+    local_T = tokens_BT.shape[1] // count_ways(length, mesh)
+    scatter = words and local_T % count_ways(words, mesh) == 0
+
+    def local(table_VD, tokens_BT):
+        for axis in features:
+            tokens_BT = jax.lax.all_gather(tokens_BT, axis, axis=dims[axis], tiled=True)
+        if words:
+            first = jax.lax.axis_index(words) * table_VD.shape[0]
+            tokens_BT = tokens_BT - first
+            mine_BT = (tokens_BT >= 0) & (tokens_BT < table_VD.shape[0])
+            x_BTD = jnp.where(mine_BT[:, :, None], table_VD[jnp.where(mine_BT, tokens_BT, 0)], 0)
+        else:
+            x_BTD = table_VD[tokens_BT]
+        x_BTD = x_BTD.astype(dtype)
+        for axis in reversed(features):
+            x_BTD = jax.lax.all_to_all(x_BTD, axis, dims[axis], 2, tiled=True)
+        if scatter:
+            return jax.lax.psum_scatter(x_BTD, words, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(x_BTD, words) if words else x_BTD
+
+    return jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(words or None, features or None), PartitionSpec(rows, length)),
+        out_specs=PartitionSpec(rows, (*length, *words) if scatter else length),
+        check_vma=False,
+    )(table_VD, tokens_BT)

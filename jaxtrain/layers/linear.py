@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.parallel.rules import gathered
+
 Dtype = jnp.dtype | type | str
 
 
@@ -19,28 +21,86 @@ class Linear(nnx.Module):
         num_in: int,
         num_out: int,
         *,
-        axes: tuple[str | None, str | None],
+        axes: tuple[str | None, ...],
+        lead: tuple[int, ...] = (),
         use_bias: bool = False,
         init_std: float = 0.02,
         param_dtype: Dtype = jnp.float32,
         dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = (num_in, num_out)
+        shape = (*lead, num_in, num_out)
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel = nnx.Param(kernel, axes=axes)
         self.bias = (
-            nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[1:]) if use_bias else None
+            nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[-1:]) if use_bias else None
         )
         self.adapter = nnx.data(None)
         self.dtype = jnp.dtype(dtype)
 
+    @property
+    def rounds_kernel(self) -> bool:
+        """Whether the kernel may be rounded to `dtype` ahead of the call: nothing else reads it."""
+        plain = isinstance(self.kernel, nnx.Param)
+        return plain and not getattr(self.adapter, "reads_kernel", False)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
             kernel = self.kernel[...]
-            y = x @ kernel.astype(self.dtype)
-        else:
-            kernel, y = None, self.kernel.multiply(x)
+            axes = self.kernel.get_metadata()["axes"][-kernel.ndim :]
+            return self.correct(x, x @ gathered(kernel.astype(self.dtype), *axes))
+        return self.correct(x, self.kernel.multiply(x))
+
+    def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """y = x @ kernel with what the adapter and the bias add."""
         if self.adapter is not None:
-            y = self.adapter(x, y, kernel)
+            plain = isinstance(self.kernel, nnx.Param)
+            y = self.adapter(x, y, self.kernel[...] if plain else None)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
+    """[linear(x) for linear in linears]; as one matmul where kernels are arrays on one device.
+
+    One long product in each pass instead of several short ones, and their gradients to x need not
+    be added. What the backward pass keeps is the product, not its pieces.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
+    # Pieces of a product that is split over devices would have to be moved.
+    if not plain or (not mesh.empty and mesh.size > 1):
+        return [linear(x) for linear in linears]
+    kernels = [linear.kernel[...].astype(linear.dtype) for linear in linears]
+    product = x @ jnp.concatenate(kernels, axis=1)
+    pieces = jax.lax.split(product, [kernel.shape[1] for kernel in kernels], axis=x.ndim - 1)
+    return [linear.correct(x, y) for linear, y in zip(linears, pieces, strict=True)]
+
+
+class ExpertLinear(Linear):
+    """A matrix for each of E experts, kernel [E, in, out]; `axes` are those of one matrix.
+
+    The grouped matmul multiplies by it, so the module only hands its weights out.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_in: int,
+        num_out: int,
+        *,
+        axes: tuple[str | None, str | None],
+        **options,
+    ):
+        lead, axes = (num_experts,), ("experts", *axes)
+        super().__init__(num_in, num_out, axes=axes, lead=lead, **options)
+
+    def weights(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """(kernel, None or the factors a [E, in, R] and b [E, R, out] of what is added to it); the
+        kernel in the param dtype, as the op casts it itself."""
+        if self.adapter is None:
+            return self.kernel[...], None
+        a, b = self.adapter.a[...], self.adapter.b[...]
+        return self.kernel[...], (a, b * jnp.asarray(self.adapter.scale, b.dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        raise AssertionError("experts are multiplied by the grouped matmul")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -48,8 +48,10 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = gated(self.gate(x_BTD), self.up(x_BTD), self.activation)
-        return self.down(constrain(h_BTF, "rows", "length", "act_mlp"))
+        x_BTD = constrain(x_BTD, "rows", "length", "features")
+        h_BTF = gated(*multiply_together(x_BTD, self.gate, self.up), self.activation)
+        y_BTD = self.down(constrain(h_BTF, "rows", "length", "act_mlp"))
+        return constrain(y_BTD, "rows", "sequence", "features")
 
 
 # As in norm.py: the backward keeps the two inputs and nothing in between.

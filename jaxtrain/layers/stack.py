@@ -1,10 +1,11 @@
 """Stack: L blocks of one shape, stored stacked on a leading axis, run scanned or unrolled.
 
 The storage is the same either way, so a checkpoint does not know how the model was run. Layers
-that differ in a static number (their window) form runs; each run is one scan.
+that differ in a static number (their window) or in kind (dense, experts) form runs; each run is one
+scan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,25 +14,30 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
+    "elementwise": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION),
+    "dots": SAVE_DOTS,
+    "save_attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_attention": jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    ),
 }
-"""What the backward pass finds in memory: everything; the input of each block; also the results of
-matmuls with weights; or also what attention put out, so that it is not run again."""
+"""What the backward pass finds in memory: everything; the input of each block with the results of
+its matmuls and what attention put out; without the latter; without the former; or the input alone.
+Everything else is computed again. Attention's backends name their results as the policies do."""
 
 
 class Stack(nnx.Module):
-    """Blocks (x_BTD, angles, sight, window=, cache=) -> (x_BTD, cache), one after the other.
+    """Blocks (x_BTD, angles, sight, window=, cache=) -> (x_BTD, cache, noted), one after the other.
 
-    `windows` has one entry per layer; `make_block(rngs)` makes one block.
+    `windows` has one entry per layer; `make_block(rngs)` makes one block. Where layers differ in
+    their parameters, `kinds` names the kind of each, "block" or one that `others` makes; the
+    layers of a kind are stored together under its name. `noted` is {name: array}, {} for most.
     """
 
     def __init__(
@@ -39,6 +45,8 @@ class Stack(nnx.Module):
         make_block: Callable[[nnx.Rngs], nnx.Module],
         windows: Sequence[int | None],
         *,
+        others: Mapping[str, Callable[[nnx.Rngs], nnx.Module]] | None = None,
+        kinds: Sequence[str] | None = None,
         remat: str = "none",
         scan: bool = True,
         rngs: nnx.Rngs,
@@ -48,13 +56,13 @@ class Stack(nnx.Module):
         self.windows = tuple(windows)
         self.remat = remat
         self.scan = scan
+        self.kinds = ("block",) * len(self.windows) if kinds is None else tuple(kinds)
+        assert len(self.kinds) == len(self.windows), f"{self.kinds} for {self.windows}"
         keys = jax.random.split(rngs.params(), len(self.windows))
-        graphdef, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(0))))
-        stacked = jax.vmap(lambda key: nnx.state(make_block(nnx.Rngs(params=key))))(keys)
-        self.block = nnx.merge(graphdef, stacked)
-        for _, variable in nnx.iter_graph(self.block):
-            if isinstance(variable, nnx.Variable):
-                variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
+        for kind, make in {"block": make_block, **(others or {})}.items():
+            mine = [layer for layer, name in enumerate(self.kinds) if name == kind]
+            if mine:
+                setattr(self, kind, _stacked(make, keys[jnp.array(mine)]))
 
     def __call__(
         self,
@@ -64,52 +72,96 @@ class Stack(nnx.Module):
         *,
         cache: LayerCache | None = None,
         capture: Sequence[int] = (),
-    ) -> tuple[jax.Array, LayerCache | None, dict[int, jax.Array]]:
-        """(output [B, T, D], cache, {layer: output of that layer} for the layers of `capture`)."""
+    ) -> tuple[jax.Array, LayerCache | None, dict[int, jax.Array], dict[str, jax.Array]]:
+        """(output [B, T, D], cache, {layer: output of that layer} for the layers of `capture`,
+        {name: [layers that note it, ...]})."""
         num_layers = len(self.windows)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
-        graphdef, state = nnx.split(self.block)
         bounds = self._bounds(capture)
-        runs = _split(state, [stop - start for start, stop in bounds])
+        graphdefs, runs = {}, {}
+        for kind in set(self.kinds):
+            block = getattr(self, kind)
+            graphdefs[kind], state = nnx.split(block)
+            state = _round_kernels(block, state)
+            sizes = [stop - start for start, stop in bounds if self.kinds[start] == kind]
+            runs[kind] = iter(_split(state, sizes))
         kv = None if cache is None else (cache.k, cache.v)
-        captured = {}
-        for (start, stop), run in zip(bounds, runs, strict=True):
-            step = self._step(graphdef, angles, sight, self.windows[start], cache)
+        captured, notes = {}, {}
+        for start, stop in bounds:
+            kind = self.kinds[start]
+            run = next(runs[kind])
+            step = self._step(graphdefs[kind], angles, sight, self.windows[start], cache)
             layers = jnp.arange(start, stop, dtype=jnp.int32)
             if self.scan and stop - start > 1:
-                (x_BTD, kv), _ = jax.lax.scan(step, (x_BTD, kv), (run, layers))
+                (x_BTD, kv), noted = jax.lax.scan(step, (x_BTD, kv), (run, layers))
+                _append(notes, noted)
             else:
+                # Traced, differentiated and lowered once; kernels are compiled once.
+                step = jax.jit(step)
                 for layer, one in enumerate(_split(run, [1] * (stop - start)), start):
                     one = jax.tree.map(lambda leaf: leaf[0], one)
-                    (x_BTD, kv), _ = step((x_BTD, kv), (one, layer))
+                    (x_BTD, kv), noted = step((x_BTD, kv), (one, layer))
+                    _append(notes, jax.tree.map(lambda leaf: leaf[None], noted))
             if stop - 1 in capture:
                 captured[stop - 1] = x_BTD
         if cache is not None:
             cache = cache._replace(k=kv[0], v=kv[1])
-        return x_BTD, cache, captured
+        notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
+        return x_BTD, cache, captured, notes
 
     def _bounds(self, capture: Sequence[int]) -> list[tuple[int, int]]:
-        """Runs [start, stop): a new one where the window changes and after a captured layer."""
+        """Runs [start, stop): a new one where window or kind change and after a captured layer."""
+        looks = list(zip(self.windows, self.kinds, strict=True))
         starts = [
             layer
-            for layer in range(len(self.windows))
-            if layer == 0 or self.windows[layer] != self.windows[layer - 1] or layer - 1 in capture
+            for layer in range(len(looks))
+            if layer == 0 or looks[layer] != looks[layer - 1] or layer - 1 in capture
         ]
-        return list(zip(starts, [*starts[1:], len(self.windows)], strict=True))
+        return list(zip(starts, [*starts[1:], len(looks)], strict=True))
 
     def _step(self, graphdef, angles, sight, window, cache):
         def step(carry, layer_input):
             (x_BTD, kv), (state, layer) = carry, layer_input
             here = None if kv is None else LayerCache(*kv, layer=layer, start=cache.start)
-            x_BTD = constrain(x_BTD, "rows", "length", "features")
+            x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, state)
-            x_BTD, here = block(x_BTD, angles, sight, window=window, cache=here)
-            return (x_BTD, None if here is None else (here.k, here.v)), None
+            x_BTD, here, noted = block(x_BTD, angles, sight, window=window, cache=here)
+            return (x_BTD, None if here is None else (here.k, here.v)), noted
 
         if self.remat == "none":
             return step
         # Inside a scan the loop already keeps XLA from undoing the rematerialisation.
         return jax.checkpoint(step, policy=REMAT[self.remat], prevent_cse=not self.scan)
+
+
+def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Module:
+    """One module whose parameters are those of `make` for each key, on a leading axis."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys)
+    block = nnx.merge(graphdef, state)
+    for _, variable in nnx.iter_graph(block):
+        if isinstance(variable, nnx.Variable):
+            variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
+    return block
+
+
+def _append(notes: dict[str, list[jax.Array]], noted: dict[str, jax.Array]) -> None:
+    for name, value in noted.items():
+        notes.setdefault(name, []).append(value)
+
+
+def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
+    """`state` with the kernels in the dtype that their Linear computes in.
+
+    All layers at once: a kernel is read in float32 once a pass, and its gradient leaves the loop
+    over layers in the dtype in which the matmul computed it.
+    """
+    flat = dict(nnx.to_flat_state(state))
+    for path, node in nnx.iter_graph(block):
+        if isinstance(node, Linear) and node.rounds_kernel:
+            kernel = flat[*path, "kernel"]
+            flat[*path, "kernel"] = kernel.replace(kernel.get_value().astype(node.dtype))
+    return nnx.from_flat_state(flat)
 
 
 def _split(state: nnx.State, sizes: Sequence[int]) -> list[nnx.State]:

@@ -15,6 +15,7 @@ def token_logp(
     Where `prev` is -1 (roots, padding) the numbers are finite but mean nothing: their weight is 0.
 
     batch: fields [B, T]; `streams["target"]` replaces `tokens` as the ids to score where present.
+    temperature: what logits are divided by, as the sampler did.
     Returns LogProbs with fields logp, entropy, lse, each float32 [B, T].
     """
     hidden_BTD, target_BT = predictions(model, batch)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from jaxtrain.batch import Batch
-from jaxtrain.losses.logp import token_logp
+from jaxtrain.losses.logp import predictions
+from jaxtrain.losses.vocabulary import sum_logp
 
 
 def nll_loss(model, batch: Batch, impl: str = "auto"):
@@ -11,11 +12,12 @@ def nll_loss(model, batch: Batch, impl: str = "auto"):
 
     Returns ({"nll": float32 sum}, metrics as {name: (sum, weight)}). The caller divides by the sum
     of `weights["nll"]` over the whole optimizer step, which makes accumulation over microsteps and
-    devices equal to one large batch.
+    devices equal to one large batch. The weights are known before the logits are, so gradients are
+    made in the same pass.
     """
-    scores = token_logp(model, batch, impl)
-    weight_BT = batch.weights["nll"].astype(scores.logp.dtype)
-    total = jnp.sum(weight_BT)
-    nll = -jnp.sum(weight_BT * scores.logp)
+    hidden_BTD, target_BT = predictions(model, batch)
+    weight_BT = batch.weights["nll"]
+    total, scores = sum_logp(hidden_BTD, model.head(), target_BT, weight_BT, impl=impl)
+    weight_BT = weight_BT.astype(scores.entropy.dtype)
     entropy = jnp.sum(weight_BT * scores.entropy)
-    return {"nll": nll}, {"entropy": (entropy, total)}
+    return {"nll": -total}, {"entropy": (entropy, jnp.sum(weight_BT))}

@@ -2,18 +2,15 @@
 
 Kernels see local arrays only; this file owns the shard_map around them. Tokens are split over the
 axes of rows and length, the head over the axis of the vocabulary where that divides it; whatever
-else the head is sharded by is gathered. What the slices of a vocabulary find is put together from
-their log-sum-exps.
+else the head is sharded by is gathered.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtrain_kernels import LogProbs, logp_gather
+from jaxtrain_kernels import LogProbs, logp_gather, weighted_logp
 
-from jaxtrain.parallel.rules import partition_spec
+from jaxtrain.parallel.rules import partition_spec, split_axes
 
 
 def gather_logp(
@@ -27,54 +24,110 @@ def gather_logp(
 ) -> LogProbs:
     """`logp_gather` of every token; fields float32 [B, T].
 
-    `temperature` is a number or [B, T]. All arrays may be sharded in any way.
+    `temperature` is a number or [B, T]. The arrays may be sharded in any way.
     """
-    if temperature is None:
-        temperature_BT = None
-    else:
-        temperature_BT = jnp.broadcast_to(temperature, target_BT.shape)
 
-    def local(split, hidden_BTD, head_VD, target_BT, temperature_BT):
-        rows, length, width = hidden_BTD.shape
-        op = functools.partial(logp_gather, freeze_head=freeze_head, impl=impl)
-        if temperature_BT is not None:
-            op = functools.partial(op, temperature=temperature_BT.reshape(-1))
-        if split is not None:
-            op = functools.partial(_joined, op, split)
-        found = op(hidden_BTD.reshape(-1, width), head_VD, target_BT.reshape(-1))
-        return LogProbs(*(field.reshape(rows, length) for field in found))
+    def local(axis, hidden_BTD, head_VD, target_BT, temperature_BT=None):
+        found = logp_gather(
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+            head_VD,
+            target_BT.reshape(-1),
+            temperature=None if temperature_BT is None else temperature_BT.reshape(-1),
+            freeze_head=freeze_head,
+            axis=axis,
+            impl=impl,
+        )
+        return LogProbs(*(field.reshape(target_BT.shape) for field in found))
 
-    return _per_device(local, hidden_BTD, head_VD, target_BT, temperature_BT)
-
-
-def _joined(op, axes, hidden, head, targets) -> LogProbs:
-    """One LogProbs from those of each device's slice of the vocabulary along mesh axes `axes`."""
-    size = head.shape[0]
-    mine = targets - jax.lax.axis_index(axes) * size
-    own = (mine >= 0) & (mine < size)
-    part = op(hidden, head, jnp.where(own, mine, 0))
-    top = jax.lax.pmax(jax.lax.stop_gradient(part.lse), axes)
-    total = jax.lax.psum(jnp.exp(part.lse - top), axes)
-    lse = top + jnp.log(total)
-    share = jnp.exp(part.lse - lse)
-    # A slice's expected logit is lse - entropy of its own; relative to the whole's log-sum-exp, so
-    # that the entropy is no difference of large numbers.
-    entropy = jax.lax.psum(share * (part.entropy + lse - part.lse), axes)
-    logp = jax.lax.psum(jnp.where(own, part.logp + part.lse - lse, 0.0), axes)
-    return LogProbs(logp, entropy, lse)
-
-
-def _per_device(local, hidden_BTD, head_VD, *per_token):
-    """`local(axes that split the vocabulary or None, ...)` on each device's part of the arrays."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    per_token = [target_BT]
+    if temperature is not None:
+        per_token.append(jnp.broadcast_to(temperature, target_BT.shape))
+    spec_BTD, vocabulary = _placed(hidden_BTD, head_VD)
+    if spec_BTD is None:
         return local(None, hidden_BTD, head_VD, *per_token)
-    tokens = partition_spec(("rows", "length", None), hidden_BTD.shape, mesh)
-    split = partition_spec(("vocab", None), head_VD.shape, mesh)[0]
-    by_token = PartitionSpec(*tokens[:2])
+    by_token = PartitionSpec(*spec_BTD[:2])
+    stored = _stored(head_VD)
+
+    def scored(hidden_BTD, head_VD, *per_token):
+        return local(vocabulary, hidden_BTD, _whole(head_VD, hidden_BTD.dtype, stored), *per_token)
+
     return jax.shard_map(
-        functools.partial(local, split),
-        in_specs=(tokens, PartitionSpec(split), *(by_token for _ in per_token)),
+        scored,
+        in_specs=(
+            spec_BTD,
+            PartitionSpec(vocabulary, stored or None),
+            *(by_token for _ in per_token),
+        ),
         out_specs=by_token,
         check_vma=False,
     )(hidden_BTD, head_VD, *per_token)
+
+
+def sum_logp(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    target_BT: jax.Array,
+    weight_BT: jax.Array,
+    *,
+    freeze_head: bool = False,
+    impl: str = "auto",
+) -> tuple[jax.Array, LogProbs]:
+    """`weighted_logp` of all tokens: (their weighted sum, float32 [B, T] without gradients)."""
+
+    def local(axis, hidden_BTD, head_VD, target_BT, weight_BT):
+        total, found = weighted_logp(
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+            head_VD,
+            target_BT.reshape(-1),
+            weight_BT.reshape(-1),
+            freeze_head=freeze_head,
+            axis=axis,
+            impl=impl,
+        )
+        return total, LogProbs(*(field.reshape(target_BT.shape) for field in found))
+
+    spec_BTD, vocabulary = _placed(hidden_BTD, head_VD)
+    if spec_BTD is None:
+        return local(None, hidden_BTD, head_VD, target_BT, weight_BT)
+    by_token = PartitionSpec(*spec_BTD[:2])
+    shards: list[str] = []
+    for axes in by_token:
+        shards += [axes] if isinstance(axes, str) else axes or ()
+
+    stored = _stored(head_VD)
+
+    def summed(hidden_BTD, head_VD, *per_token):
+        head_VD = _whole(head_VD, hidden_BTD.dtype, stored)
+        total, found = local(vocabulary, hidden_BTD, head_VD, *per_token)
+        return jax.lax.psum(total, tuple(shards)) if shards else total, found
+
+    return jax.shard_map(
+        summed,
+        in_specs=(spec_BTD, PartitionSpec(vocabulary, stored or None), by_token, by_token),
+        out_specs=(PartitionSpec(), by_token),
+        check_vma=False,
+    )(hidden_BTD, head_VD, target_BT, weight_BT)
+
+
+def _placed(hidden_BTD, head_VD):
+    """(spec of the hidden states, mesh axes of the vocabulary or None); (None, None) locally."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return None, None
+    spec_BTD = partition_spec(("rows", "length", None), hidden_BTD.shape, mesh)
+    return spec_BTD, partition_spec(("vocab", None), head_VD.shape, mesh)[0]
+
+
+def _stored(head_VD) -> tuple[str, ...]:
+    """Mesh axes that the head's features are stored split over."""
+    return split_axes(("vocab", "embed"), head_VD.shape, jax.sharding.get_abstract_mesh())[1]
+
+
+def _whole(head_VD, dtype, axes):
+    """The head with all its features, in the dtype of the hidden states; inside shard_map.
+
+    Gathered here and not by the partitioner, so that its gradient is scattered back.
+    """
+    if not axes:
+        return head_VD
+    return jax.lax.all_gather(head_VD.astype(dtype), axes, axis=1, tiled=True)

@@ -6,11 +6,13 @@ A module here has `Config` (from_hf, to_hf), `Block`, `Model` (hidden, head, ini
 
 from types import ModuleType
 
-from jaxtrain.models import llama, mistral, qwen2, qwen3
+from jaxtrain.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 ARCHITECTURES: dict[str, ModuleType] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }

@@ -90,6 +90,25 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
     return nnx.merge(graphdef, jax.jit(draw, out_shardings=out_shardings)(jax.random.key(seed)))
 
 
+def draw_params(
+    config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
+    quantises each before the next is there."""
+    module = family(config.architecture)
+    _, state = nnx.split(abstract(config, **options))
+    places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    for path, _ in nnx.to_flat_state(state):
+
+        def draw(key: jax.Array, path: tuple = path) -> jax.Array:
+            model = module.Model(config, Options(**options), nnx.Rngs(params=key))
+            return dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+
+        place = places[path].get_value() if places else None
+        name = ".".join(map(str, path))
+        yield name, jax.jit(draw, out_shardings=place)(jax.random.key(seed))
+
+
 def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
     """The model of a Hugging Face folder of safetensors, its parameters in `param_dtype`.
 
@@ -176,17 +195,26 @@ def param_count(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
+def _count_experts(config: DecoderConfig) -> int:
+    flat = nnx.to_flat_state(nnx.state(abstract(config)))
+    return sum(math.prod(leaf.get_value().shape) for path, leaf in flat if "experts" in path)
+
+
 def flops_per_token(config: DecoderConfig, seq_len: int, full_square: bool = False) -> float:
     """Training FLOPs per token of packed rows of documents of `seq_len` tokens, for MFU.
 
     6 per weight of a matmul (2 forward, 4 backward): all parameters but the embedding lookup, the
-    head included, tied or not. Plus attention: 12 * N * H per layer and visible key (QK^T and PV,
-    forward and backward), where a token sees (seq_len + 1) / 2 keys on average, or with
-    `full_square` all seq_len (the convention that counts masked work), and at most its window.
+    head included, tied or not; of experts those that a token goes to. Plus attention: 12 * N * H
+    per layer and visible key (QK^T and PV, forward and backward), where a token sees
+    (seq_len + 1) / 2 keys on average, or with `full_square` all seq_len (the convention that counts
+    masked work), and at most its window.
     Recomputation by remat is not counted: this is model, not hardware, utilisation.
     """
     head = config.vocab_size * config.hidden_size
     weights = param_count(config) - (0 if config.tie_word_embeddings else head)
+    if config.experts_per_token is not None:
+        chosen, experts = config.experts_per_token
+        weights -= _count_experts(config) * (1 - chosen / experts)
     keys = 0.0
     for window in config.windows():
         reach = min(seq_len, window or seq_len)

@@ -1,10 +1,11 @@
-"""What the dense decoders share: sizes, options, the walk from tokens to hidden states, the cache.
+"""What the decoders share: sizes, options, the walk from tokens to hidden states, the cache.
 
 Shapes: B rows, T tokens, S cache slots, D model, L layers, K kv heads, H head dim, V vocab.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -24,7 +25,7 @@ from jaxtrain.layers.stack import Stack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The config.json attributes that all dense decoders have; a family adds its own."""
+    """The config.json attributes that all decoders have; a family adds its own."""
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
@@ -91,6 +92,15 @@ class DecoderConfig:
         """Sliding window of each layer; None sees everything."""
         return (None,) * self.num_hidden_layers
 
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each layer; all are "block" where they have the same parameters."""
+        return ("block",) * self.num_hidden_layers
+
+    @property
+    def experts_per_token(self) -> tuple[int, int] | None:
+        """(experts that a token goes to, experts) of a mixture of experts; None for dense."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -131,6 +141,7 @@ class Cache(NamedTuple):
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm and head; `make_block(config, options, rngs)` is the family's.
 
+    `others` makes the blocks of other kinds, where `config.kinds()` names them.
     `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
     """
 
@@ -140,12 +151,15 @@ class Decoder(nnx.Module):
         options: Options,
         make_block: Callable[[DecoderConfig, Options, nnx.Rngs], nnx.Module],
         rngs: nnx.Rngs,
+        others: Mapping[str, Callable[[DecoderConfig, Options, nnx.Rngs], nnx.Module]] = {},
     ):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)
         self.stack = Stack(
-            lambda block_rngs: make_block(config, options, block_rngs),
+            partial(make_block, config, options),
             config.windows(),
+            others={kind: partial(make, config, options) for kind, make in others.items()},
+            kinds=config.kinds(),
             remat=options.remat,
             scan=options.scan_layers,
             rngs=rngs,
@@ -159,17 +173,22 @@ class Decoder(nnx.Module):
         self.frequency = tuple(frequency.tolist())
         self.stored: tuple[tuple[str, str], ...] = ()
         self.kv_shape = (config.num_key_value_heads, config.head_size)
+        self.experts_per_token = config.experts_per_token
 
     def hidden(
-        self, batch: Batch, capture: Sequence[int] = ()
-    ) -> jax.Array | tuple[jax.Array, dict[int, jax.Array]]:
+        self, batch: Batch, capture: Sequence[int | str] = ()
+    ) -> jax.Array | tuple[jax.Array, dict[int | str, Any]]:
         """Final-normed hidden states [B, T, D] of a Batch [B, T].
 
         With `capture`, also {layer: output of that layer before the final norm}; layers count
-        from 0. Padding gives finite values that mean nothing.
+        from 0. "noted" in `capture` adds what the blocks noted, {name: [layers, ...]}: see
+        `layers.moe`. Padding gives finite values that mean nothing.
         """
         sight = Sight(batch.until, batch.since, batch.positions, batch.positions)
-        x_BTD, _, captured = self._run(batch.tokens, batch.positions, sight, capture=capture)
+        layers = tuple(item for item in capture if item != "noted")
+        x_BTD, _, captured, noted = self._run(batch.tokens, batch.positions, sight, capture=layers)
+        if "noted" in capture:
+            captured["noted"] = noted
         return (x_BTD, captured) if capture else x_BTD
 
     def head(self) -> jax.Array:
@@ -223,11 +242,13 @@ class Decoder(nnx.Module):
             key_positions=positions_BS,
         )
         layers = LayerCache(cache.k, cache.v, layer=0, start=cache.length)
-        x_BTD, layers, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
+        x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
         return x_BTD, Cache(layers.k, layers.v, valid_BS, positions_BS, cache.length + T)
 
     def _run(self, tokens_BT, positions_BT, sight: Sight, *, cache=None, capture=()):
         x_BTD = self.embed(tokens_BT)
         turns = angles(positions_BT, self.frequency, self.rope_factor, x_BTD.dtype)
-        x_BTD, cache, captured = self.stack(x_BTD, turns, sight, cache=cache, capture=capture)
-        return self.norm(x_BTD), cache, captured
+        x_BTD, cache, captured, noted = self.stack(
+            x_BTD, turns, sight, cache=cache, capture=capture
+        )
+        return self.norm(x_BTD), cache, captured, noted

@@ -1,4 +1,6 @@
-"""The tensor names that Hugging Face's dense decoders share."""
+"""The tensor names that Hugging Face's decoders share."""
+
+from collections.abc import Sequence
 
 from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
@@ -12,35 +14,95 @@ def decoder_names(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> list[Entry]:
-    """Entries of every parameter of a `Decoder` with a `PreNormBlock`."""
+    """Entries of every parameter of a `Decoder` with a dense `PreNormBlock`."""
+    layers = range(config.num_hidden_layers)
+    return [
+        *outer_names(config),
+        *attention_names("block", layers, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm),
+        *mlp_names("block", layers, bias=mlp_bias),
+    ]
 
-    def layers(param: str, name: str, transpose: bool = False) -> Entry:
-        tensors: list[Op] = [
-            Tensor(f"model.layers.{layer}.{name}") for layer in range(config.num_hidden_layers)
-        ]
-        ops = [Transpose(tensor) for tensor in tensors] if transpose else tensors
-        return Entry(f"stack.block.{param}", Stack(tuple(ops)))
 
-    def linear(param: str, name: str, bias: bool) -> list[Entry]:
-        kernel = layers(f"{param}.kernel", f"{name}.weight", transpose=True)
-        return [kernel, layers(f"{param}.bias", f"{name}.bias")] if bias else [kernel]
-
+def outer_names(config: DecoderConfig) -> list[Entry]:
+    """Embedding, final norm and, unless tied, the head."""
     entries = [
         Entry("embed.embedding", Tensor("model.embed_tokens.weight")),
         Entry("norm.scale", Tensor("model.norm.weight")),
-        layers("attention_norm.scale", "input_layernorm.weight"),
-        layers("mlp_norm.scale", "post_attention_layernorm.weight"),
-        *linear("attention.q", "self_attn.q_proj", qkv_bias),
-        *linear("attention.k", "self_attn.k_proj", qkv_bias),
-        *linear("attention.v", "self_attn.v_proj", qkv_bias),
-        *linear("attention.out", "self_attn.o_proj", out_bias),
-        *linear("mlp.gate", "mlp.gate_proj", mlp_bias),
-        *linear("mlp.up", "mlp.up_proj", mlp_bias),
-        *linear("mlp.down", "mlp.down_proj", mlp_bias),
     ]
-    if qk_norm:
-        entries.append(layers("attention.q_norm.scale", "self_attn.q_norm.weight"))
-        entries.append(layers("attention.k_norm.scale", "self_attn.k_norm.weight"))
     if not config.tie_word_embeddings:
         entries.append(Entry("lm_head.embedding", Tensor("lm_head.weight")))
     return entries
+
+
+def attention_names(
+    kind: str,
+    layers: Sequence[int],
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool = False,
+) -> list[Entry]:
+    """Attention and both norms of the layers that are stored as `stack.<kind>`."""
+    entries = [
+        _layers(kind, layers, "attention_norm.scale", "input_layernorm.weight"),
+        _layers(kind, layers, "mlp_norm.scale", "post_attention_layernorm.weight"),
+        *_linear(kind, layers, "attention.q", "self_attn.q_proj", qkv_bias),
+        *_linear(kind, layers, "attention.k", "self_attn.k_proj", qkv_bias),
+        *_linear(kind, layers, "attention.v", "self_attn.v_proj", qkv_bias),
+        *_linear(kind, layers, "attention.out", "self_attn.o_proj", out_bias),
+    ]
+    if qk_norm:
+        for name in ("q_norm", "k_norm"):
+            entries.append(
+                _layers(kind, layers, f"attention.{name}.scale", f"self_attn.{name}.weight")
+            )
+    return entries
+
+
+def mlp_names(kind: str, layers: Sequence[int], *, bias: bool = False) -> list[Entry]:
+    """A dense gated MLP."""
+    return [
+        *_linear(kind, layers, "mlp.gate", "mlp.gate_proj", bias),
+        *_linear(kind, layers, "mlp.up", "mlp.up_proj", bias),
+        *_linear(kind, layers, "mlp.down", "mlp.down_proj", bias),
+    ]
+
+
+def expert_names(
+    kind: str,
+    layers: Sequence[int],
+    num_experts: int,
+    *,
+    module: str = "mlp",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Entry]:
+    """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`."""
+    router = _layers(kind, layers, "mlp.router.kernel", f"{module}.gate.weight", transpose=True)
+    entries = [router]
+    for ours, theirs in zip(("gate", "up", "down"), parts, strict=True):
+        stacks = tuple(
+            Stack(
+                tuple(
+                    Transpose(Tensor(f"model.layers.{layer}.{module}.experts.{e}.{theirs}.weight"))
+                    for e in range(num_experts)
+                )
+            )
+            for layer in layers
+        )
+        entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", Stack(stacks)))
+    return entries
+
+
+def _layers(
+    kind: str, layers: Sequence[int], param: str, name: str, transpose: bool = False
+) -> Entry:
+    tensors: list[Op] = [Tensor(f"model.layers.{layer}.{name}") for layer in layers]
+    ops = [Transpose(tensor) for tensor in tensors] if transpose else tensors
+    return Entry(f"stack.{kind}.{param}", Stack(tuple(ops)))
+
+
+def _linear(kind: str, layers: Sequence[int], param: str, name: str, bias: bool) -> list[Entry]:
+    kernel = _layers(kind, layers, f"{param}.kernel", f"{name}.weight", transpose=True)
+    if not bias:
+        return [kernel]
+    return [kernel, _layers(kind, layers, f"{param}.bias", f"{name}.bias")]

@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.processes import peers
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -74,8 +76,9 @@ def is_main_process() -> bool:
 
 
 def sync_processes(name: str) -> None:
-    """Wait until every process has reached the barrier `name`; nothing with one process."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
+    """Wait until every process has reached the point `name`; nothing with one process."""
+    others = peers()
+    if others is not None:
+        others.meet(name)
+    elif jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -1,10 +1,16 @@
 """The one table from logical axes to mesh axes, and what is derived from it.
 
+"length" is a row's tokens inside a layer; "sequence" the same tokens between layers, where norms
+and residuals are cut over the tensor axis, too (Korthikanti et al. 2022, arXiv:2205.05198). Rows
+are cut over the expert axis as over fsdp: what is not an expert does no work twice.
+
 Parameters carry their logical axes as metadata (`nnx.Param(value, axes=("embed", "heads"))`);
-activations are named where they are constrained. Nothing outside this file names a mesh axis but
-`feed.py` and the shard_map around attention, which both read this table.
+activations are named where they are constrained. Nothing outside this file names a mesh axis;
+`feed.py` and every shard_map read this table.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "context"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -23,8 +29,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "rank": (),
     # activations
-    "rows": ("data", "fsdp"),
+    "rows": ("data", "fsdp", "expert"),
     "length": ("context",),
+    "sequence": ("context", "tensor"),
     "features": (),
     "act_heads": ("tensor",),
     "act_mlp": ("tensor",),
@@ -35,21 +42,36 @@ RULES: dict[str, tuple[str, ...]] = {
 def partition_spec(
     names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Mesh axes for an array of `shape` whose dims are called `names`.
+    """Mesh axes for an array of `shape` whose dims are called `names`; see `split_axes`."""
+    return PartitionSpec(*(axes or None for axes in split_axes(names, shape, mesh)))
 
-    A dim that the mesh axes do not divide stays whole: an odd vocabulary or one row on four
-    devices costs memory, never a refusal.
+
+def split_axes(
+    names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> list[tuple[str, ...]]:
+    """For each dim the mesh axes that it is cut over.
+
+    A dim that its mesh axes do not divide is cut over the first of them that do, at worst not at
+    all: an odd vocabulary or one row on four devices costs memory, never a refusal.
     """
     assert len(names) == len(shape), f"{names} names {len(names)} dims of an array {tuple(shape)}"
-    spec: list[tuple[str, ...] | None] = []
+    found = []
     for name, size in zip(names, shape, strict=True):
-        axes = RULES[name] if name is not None else ()
-        axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-        ways = 1
-        for axis in axes:
-            ways *= mesh.shape[axis]
-        spec.append(axes if axes and size % ways == 0 else None)
-    return PartitionSpec(*spec)
+        axes = () if name is None else mesh_axes(name, mesh)
+        while size % count_ways(axes, mesh):
+            axes = axes[:-1]
+        found.append(axes)
+    return found
+
+
+def mesh_axes(name: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of more than one device that a logical axis is cut over."""
+    return tuple(axis for axis in RULES[name] if mesh.shape.get(axis, 1) > 1)
+
+
+def count_ways(axes: Sequence[str], mesh: Mesh | AbstractMesh) -> int:
+    """Number of pieces that these mesh axes make."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -58,6 +80,35 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
+
+
+def gathered(x: jax.Array, *names: str | None) -> jax.Array:
+    """A weight as a matmul wants it: in one piece along "embed", which only storage is cut along.
+
+    Said outright, because the partitioner may find it cheaper to gather activations instead. The
+    gradient goes straight back to the owners of the pieces: a reduce-scatter.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or not mesh_axes("embed", mesh):
+        return x
+    return _gathered(x, names)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x, names):
+    return constrain(x, *(None if name == "embed" else name for name in names))
+
+
+def _gathered_fwd(x, names):
+    return _gathered(x, names), None
+
+
+def _gathered_bwd(names, _, cotangent):
+    # In two steps, or the product that makes it takes its operands apart along "embed" as well.
+    return (constrain(_gathered(cotangent, names), *names),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def shardings(state: nnx.State, mesh: Mesh) -> nnx.State:

@@ -68,6 +68,7 @@ def import_file(path: Path) -> Any:
     name = f"jaxtrain_reward_{path.resolve().stem}_{abs(hash(str(path.resolve())))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # any file that ends in .py has one
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

@@ -28,7 +28,7 @@ def math(
 
     def read(text: str) -> list[Any]:
         # The caller's hard time-out covers hangs; math-verify's own works in main threads only.
-        return parse(text, parsing_timeout=None)
+        return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def read_gold(answer: Any) -> list[Any]:
         text = str(answer).rsplit("####", 1)[-1].strip()

@@ -84,12 +84,14 @@ class LocalSampler:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         stop_ids: Iterable[int] = (),
+        draws: Sequence[int] | None = None,
     ) -> list[Completion]:
         """One Completion per prompt, in order; see `types.Completion` for its log-probs.
 
         Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
-        seed and the prompt's index alone, not on which rows share its group. Raises UserError for
-        an empty prompt, one that leaves no room, and stop texts without `to_text`.
+        seed and the prompt's number in `draws` (by default its index) alone, not on which rows
+        share its group. Raises UserError for an empty prompt, one that leaves no room, and stop
+        texts without `to_text`.
         """
         self._check(prompts, sampling)
         stops = np.array(sorted({*self.eos_ids, *stop_ids}) or [-1], np.int32)
@@ -98,7 +100,8 @@ class LocalSampler:
         answers: list[Completion | None] = [None] * len(prompts)
         for start in range(0, len(order), self.max_batch):
             group = order[start : start + self.max_batch]
-            found = self._generate_group([prompts[i] for i in group], group, sampling, stops)
+            numbers = group if draws is None else [draws[i] for i in group]
+            found = self._generate_group([prompts[i] for i in group], numbers, sampling, stops)
             for i, answer in zip(group, found, strict=True):
                 answers[i] = answer
         return [answer for answer in answers if answer is not None]

@@ -64,8 +64,13 @@ class Engine(Protocol):
         """
         ...
 
+    def counters(self) -> dict[str, float]:
+        """Cumulative numbers for the metrics: {"vllm/retries": 3.0}."""
+        ...
+
     async def close(self) -> None:
-        """Let go of connections; requests under way end with EpisodeFailed."""
+        """Let go of connections, within the event loop that generated; requests under way end with
+        EpisodeFailed."""
         ...
 
 
@@ -78,6 +83,11 @@ class Publisher(Protocol):
         params and rebuild: parameters by path, and what makes a model of them. Raises RunStopped
         or UserError when the engine cannot be brought there.
         """
+        ...
+
+    def sleep(self) -> None:
+        """A round was collected and is about to be trained: an engine on the trainer's own device
+        may give back its memory until the next publish."""
         ...
 
     def close(self) -> None: ...

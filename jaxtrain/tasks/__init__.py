@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.config import Config
+from jaxtrain.tasks.rl import rl_coef, rl_loss
 from jaxtrain.tasks.sft import sft_loss
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the loop needs to know of a training method."""
+    """What the step needs to know of a training method."""
 
     loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
     """(model, batch [B, T]) -> ({component: sum}, {metric: (sum, weight)}); pure."""
@@ -23,4 +24,6 @@ def build_task(config: Config) -> Task:
     match config.task.kind:
         case "sft" | "tree":
             return Task(sft_loss(config.model.logp), {"nll": 1.0})
+        case "rl":
+            return Task(rl_loss(config), rl_coef(config.task))
     raise AssertionError(config.task.kind)

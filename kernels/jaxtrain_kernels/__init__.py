@@ -1,8 +1,20 @@
 """The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
 
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
+from jaxtrain_kernels.logp_of_logits import logp_of_logits
 from jaxtrain_kernels.tree_attention import attention
+from jaxtrain_kernels.weighted_logp import weighted_logp
 
-__all__ = ["LogProbs", "attention", "grouped_matmul", "logp_gather", "moe_ffn"]
+__all__ = [
+    "Adapters",
+    "LogProbs",
+    "attention",
+    "grouped_matmul",
+    "logp_gather",
+    "logp_of_logits",
+    "moe_ffn",
+    "weighted_logp",
+]

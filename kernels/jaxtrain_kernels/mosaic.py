@@ -5,6 +5,7 @@ The Mosaic GPU interface changes between jax releases, so kernels take its names
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 try:
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,10 +21,15 @@ def require_hopper() -> None:
     if plgpu is None or jax.__version_info__[:2] != TESTED:
         series = ".".join(map(str, TESTED))
         raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = _device_kind(mesh)
+    kind = device_kind()
     if not any(target in kind for target in TARGETS):
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
+    require_local()
+
+
+def require_local() -> None:
+    """Raise NotImplementedError if arrays here may be spread over devices of a mesh axis."""
+    mesh = jax.sharding.get_abstract_mesh()
     manual = jax.sharding.AxisType.Manual
     shared = [
         name
@@ -39,12 +45,20 @@ def require_hopper() -> None:
 def num_cores() -> int:
     """Streaming multiprocessors of the device that the program being traced is for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device and device.num_cores) or 132
+    if device is not None:
+        return device.num_cores or 132
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def tanh(x):
     """In float32 to 1e-6: the hardware's own instruction has only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * 2.885390081777927))  # 2 / ln 2
+
+
+def opaque(number):
+    """The same int32, but the compiler does not know: what follows from it is computed where it is
+    used, instead of ahead of a loop into registers that then spill."""
+    return lax.optimization_barrier(number)
 
 
 def swizzled(shape, dtype):
@@ -58,8 +72,9 @@ def swizzle(dtype):
     return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
 
 
-def _device_kind(mesh) -> str:
+def device_kind() -> str:
     """Of the device that the program being traced is for: the mesh's, else the default one."""
+    mesh = jax.sharding.get_abstract_mesh()
     if getattr(mesh, "abstract_device", None) is not None:
         return mesh.abstract_device.device_kind
     default = jax.config.jax_default_device

@@ -29,6 +29,10 @@ CASES = {
     "attention with two ranks": dict(target=["attention"], ranks={"q_proj": 2}),
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
 }
+EXPERTS = [("lora", "qwen3_moe_mixed"), ("rslora", "mixtral")]
+# PEFT 0.21 fuses the adapters of experts as transformers 5 fuses the experts, but not rsLoRA's
+# scale nor those of models that have dense layers, too.
+EXPERTS_IN_PEFT = [("lora", "qwen3_moe"), ("lora", "mixtral")]
 
 
 def make_base(folder, name="qwen3"):
@@ -86,8 +90,10 @@ def write_case(tmp_path, case, name="qwen3"):
 TOKENS = np.stack(documents(4, 30, 30))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [*((case, name) for case in CASES for name in ("qwen3", "llama")), *EXPERTS_IN_PEFT],
+)
 def test_peft_loads_what_we_write(case, name, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
@@ -141,9 +147,9 @@ def test_we_load_what_peft_writes(dora, tmp_path):
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_round_trip_is_bit_identical(case, tmp_path):
-    config, adapter, values, _ = write_case(tmp_path, case)
+@pytest.mark.parametrize(("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS])
+def test_round_trip_is_bit_identical(case, name, tmp_path):
+    config, adapter, values, _ = write_case(tmp_path, case, name)
     found = read_adapter(tmp_path / "adapter", config, "float32")
     assert found.slots == adapter.slots and found.full == adapter.full
     shapes, _, _ = make_params(config, found)
@@ -153,9 +159,9 @@ def test_round_trip_is_bit_identical(case, tmp_path):
         np.testing.assert_array_equal(loaded[path], value)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_merged_equals_unmerged(case, tmp_path):
-    _, _, values, rebuild = write_case(tmp_path, case)
+@pytest.mark.parametrize(("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS])
+def test_merged_equals_unmerged(case, name, tmp_path):
+    _, _, values, rebuild = write_case(tmp_path, case, name)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
     merged = build.load(tmp_path / "out")

@@ -1,14 +1,16 @@
 """Runs Mosaic GPU kernels on a CPU: jax's own interpreter plus the primitives that it lacks.
 
 jax 0.11's interpreter knows neither `pl.run_state` (an accumulator that starts from a value), nor
-stores to accumulators, nor `wgmma` with its left side in registers. They are added here, on private
-interfaces of that release: for tests only. Races between warpgroups and TMA are detected; not
-modelled are layouts, missing waits for wgmma, and alignment (compiling for sm_90a finds those).
+stores to accumulators, nor `wgmma` with its left side in registers, nor TMA that adds. They are
+added here, on private interfaces of that release: for tests only. Races between warpgroups and TMA
+are detected; not modelled are layouts, missing waits for wgmma, and alignment (compiling for sm_90a
+finds those).
 """
 
 import contextlib
 import inspect
 import textwrap
+import threading
 
 import jax
 import pytest
@@ -36,12 +38,13 @@ def interpreted(detect_races: bool = False):
 
 def _extend() -> None:
     """Add the missing primitives to the interpreter, once."""
-    from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
     from jax._src.state import discharge
 
     interpreter = jaxpr_interpret.JaxprInterpreter
     if hasattr(interpreter, "interpret_run_state"):
         return
+    gpu_callbacks.copy_smem_to_gmem = _adding(gpu_callbacks.copy_smem_to_gmem)
     interpreter.interpret_run_state = _run_state
     interpreter.interpret_accumulator_store = _accumulator_store
     interpreter._interpret_wgmma_ref_p = _wgmma_from_registers(interpreter._interpret_wgmma_ref_p)
@@ -157,3 +160,32 @@ def _wgmma_from_registers(original):
         return _released(self, eqn, token, key), result
 
     return wgmma
+
+
+def _adding(original):
+    """TMA stores with a reduction, done at once: outside of the race detection."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+
+    lock = threading.Lock()
+
+    def copy_smem_to_gmem(*, reduction_op, **given):
+        if reduction_op is None:
+            return original(reduction_op=reduction_op, **given)
+        assert reduction_op == "add", reduction_op
+        memory, thread = gpu_callbacks._get_shared_memory(), given["thread"]
+        info = shared_memory.GPULoggingInfo(given["mesh_location"], thread, given["source_info"])
+
+        def access(side):
+            key = given[f"{side}_allocation_key_as_array"]
+            key = gpu_callbacks.HostAllocationKey.from_array(key)
+            transforms = gpu_callbacks._remove_noop_transforms(given[f"{side}_transforms"])
+            return key, memory.access(key, jax.tree.map(int, transforms))
+
+        with lock:
+            (source, part), (target, place) = access("src"), access("dst")
+            value = memory.get_buffer_content(source, part, thread, logging_info=info)[0]
+            held = memory.get_buffer_content(target, place, thread, logging_info=info)[0]
+            memory.store_buffer_content(target, place, held + value, thread, logging_info=info)
+        return given["token"]
+
+    return copy_smem_to_gmem

@@ -74,16 +74,37 @@ def report(case, function, *shapes):
         print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
 
 
-def attention_step(head_dim, **settings):
+def attention_step(head_dim, impl="mosaic_gpu", **settings):
     from jaxtrain_kernels import attention
 
     def loss(q, k, v, until, positions):
-        out = attention(q, k, v, until, positions=positions, impl="mosaic_gpu", **settings)
+        out = attention(q, k, v, until, positions=positions, impl=impl, **settings)
         return out.astype(jnp.float32).sum()
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
     metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
     return jax.grad(loss, (0, 1, 2)), *heads, *metadata
+
+
+def weighted_logp_step(**settings):
+    from jaxtrain_kernels import weighted_logp
+
+    def loss(hidden, head, targets, weights):
+        return weighted_logp(hidden, head, targets, weights, impl="mosaic_gpu", **settings)[0]
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 1024), (151936, 1024))]
+    per_token = [jax.ShapeDtypeStruct((1024,), t) for t in (jnp.int32, jnp.float32)]
+    return jax.grad(loss, (0, 1)), *arrays, *per_token
+
+
+def logp_of_logits_step():
+    from jaxtrain_kernels import logp_of_logits
+
+    def values(logits, targets):
+        return logp_of_logits(logits, targets, impl="mosaic_gpu")
+
+    logits = jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16)
+    return values, logits, jax.ShapeDtypeStruct((4096,), jnp.int32)
 
 
 def logp_gather_step(**settings):
@@ -101,24 +122,35 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
-def moe_step():
-    from jaxtrain_kernels import moe_ffn
-
-    def loss(x, experts, gates, w_in, w_out):
-        return moe_ffn(x, experts, gates, w_in, w_out, impl="mosaic_gpu").astype(jnp.float32).sum()
+def moe_step(rank: int | None = None):
+    from jaxtrain_kernels import Adapters, moe_ffn
 
     T, D, F, E = 8192, 2048, 768, 128
-    x, w_in, w_out = (
-        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), (E, D, 2 * F), (E, F, D))
+    sizes = [(D, F), (D, F), (F, D)]
+    x, *weights = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), *((E, *size) for size in sizes))
     )
     gates, experts = (jax.ShapeDtypeStruct((T, 8), t) for t in (jnp.float32, jnp.int32))
-    return jax.grad(loss, (0, 2, 3, 4)), x, experts, gates, w_in, w_out
+    shapes = [s for i, o in sizes for s in ((E, i, rank), (E, rank, o))] if rank else []
+    factors = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+
+    def loss(x, experts, gates, *rest):
+        adapters = Adapters(*zip(rest[3::2], rest[4::2], strict=True))
+        options = {"adapters": adapters, "freeze_experts": bool(rank), "impl": "mosaic_gpu"}
+        return moe_ffn(x, experts, gates, *rest[:3], **options).astype(jnp.float32).sum()
+
+    trained = (0, 2, *range(6, 12)) if rank else (0, 2, 3, 4, 5)
+    return jax.grad(loss, trained), x, experts, gates, *weights, *factors
 
 
 def main():
     report("moe", *moe_step())
+    report("moe lora", *moe_step(rank=16))
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
+    report("weighted_logp", *weighted_logp_step())
+    report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
+    report("logp_of_logits", *logp_of_logits_step())
     for head_dim in (64, 128, 256):
         for name, settings in {
             "": {},
@@ -126,6 +158,9 @@ def main():
             "window": {"window": 64},
         }.items():
             report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
+    for name, settings in {"": {}, "softcap": {"softcap": 30.0}}.items():
+        step = attention_step(128, impl="mosaic_gpu_fused", **settings)
+        report(f"attention d128 {name}".strip(), *step)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jaxtrain_kernels import testing
 from jaxtrain_kernels.grouped_matmul import grouped_matmul, mosaic_gpu, routing
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from mosaic_interpreter import interpreted, require
 
@@ -38,28 +39,29 @@ def test_route_places_every_choice_once(name, block):
         assert (index + 1) * block <= segments.ends[segments.group[index]]
 
 
-def numpy_moe(x, experts, gates, w_in, w_out, g):
-    """Output and gradients of x, gates, w_in, w_out; float64, one token and choice at a time."""
-    x, gates, w_in, w_out, g = (np.asarray(a, np.float64) for a in (x, gates, w_in, w_out, g))
-    F = w_out.shape[1]
+def numpy_moe(x, experts, gates, w_gate, w_up, w_down, g):
+    """Output and gradients of x, gates and weights; float64, one token and choice at a time."""
+    arrays = (x, gates, w_gate, w_up, w_down, g)
+    x, gates, w_gate, w_up, w_down, g = (np.asarray(a, np.float64) for a in arrays)
     out = np.zeros_like(x)
-    dx, d_gates, d_in, d_out = (np.zeros_like(a) for a in (x, gates, w_in, w_out))
+    dx, d_gates, d_gate_w, d_up_w, d_down = (
+        np.zeros_like(a) for a in (x, gates, w_gate, w_up, w_down)
+    )
     for t in range(len(x)):
         for k, e in enumerate(experts[t]):
-            h = x[t] @ w_in[e]
-            gate, up = h[:F], h[F:]
+            gate, up = x[t] @ w_gate[e], x[t] @ w_up[e]
             sigmoid = 1 / (1 + np.exp(-gate))
             act = gate * sigmoid
-            y = (act * up) @ w_out[e]
+            y = (act * up) @ w_down[e]
             out[t] += gates[t, k] * y
             d_gates[t, k] = g[t] @ y
-            d_out[e] += np.outer(act * up, gates[t, k] * g[t])
-            d_mid = w_out[e] @ (gates[t, k] * g[t])
-            d_act = d_mid * up * (sigmoid + act * (1 - sigmoid))
-            d_h = np.concatenate([d_act, d_mid * act])
-            d_in[e] += np.outer(x[t], d_h)
-            dx[t] += w_in[e] @ d_h
-    return out, dx, d_gates, d_in, d_out
+            d_down[e] += np.outer(act * up, gates[t, k] * g[t])
+            d_mid = w_down[e] @ (gates[t, k] * g[t])
+            d_gate, d_up = d_mid * up * (sigmoid + act * (1 - sigmoid)), d_mid * act
+            d_gate_w[e] += np.outer(x[t], d_gate)
+            d_up_w[e] += np.outer(x[t], d_up)
+            dx[t] += w_gate[e] @ d_gate + w_up[e] @ d_up
+    return out, dx, d_gates, d_gate_w, d_up_w, d_down
 
 
 def moe_inputs(D, F, name="random", seed=0):
@@ -67,33 +69,37 @@ def moe_inputs(D, F, name="random", seed=0):
     arrays = {
         "x": rng.standard_normal((T, D)),
         "gates": rng.random((T, K)),
-        "w_in": rng.standard_normal((E, D, 2 * F)) * D**-0.5,
-        "w_out": rng.standard_normal((E, F, D)) * F**-0.5,
+        "w_gate": rng.standard_normal((E, D, F)) * D**-0.5,
+        "w_up": rng.standard_normal((E, D, F)) * D**-0.5,
+        "w_down": rng.standard_normal((E, F, D)) * F**-0.5,
         "g": rng.standard_normal((T, D)),
     }
     return chosen(name), arrays
 
 
+GIVEN = ("x", "gates", "w_gate", "w_up", "w_down")
+NAMES = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
+
+
 def run_moe(experts, arrays, dtype, jit=True, **options):
-    x, gates, w_in, w_out, g = (
-        jnp.asarray(arrays[n], dtype) for n in ("x", "gates", "w_in", "w_out", "g")
-    )
+    given = [jnp.asarray(arrays[n], dtype) for n in GIVEN]
 
-    def layer(x, gates, w_in, w_out):
-        return moe_ffn(x, jnp.asarray(experts), gates, w_in, w_out, **options)
+    def layer(x, *rest):
+        return moe_ffn(x, jnp.asarray(experts), *rest, **options)
 
-    out, pull = jax.vjp(jax.jit(layer) if jit else layer, x, gates, w_in, w_out)
-    return out, *pull(g)
+    out, pull = jax.vjp(jax.jit(layer) if jit else layer, *given)
+    return out, *pull(jnp.asarray(arrays["g"], dtype))
 
 
-NAMES = ("out", "dx", "d_gates", "d_w_in", "d_w_out")
+def exact_moe(experts, arrays):
+    return numpy_moe(arrays["x"], experts, *(arrays[n] for n in (*GIVEN[1:], "g")))
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 @pytest.mark.parametrize("name", CHOICES)
 def test_moe_layer_matches_a_loop_over_tokens(name, impl):
     experts, arrays = moe_inputs(8, 5, name)
-    exact = numpy_moe(arrays["x"], experts, *(arrays[n] for n in ("gates", "w_in", "w_out", "g")))
+    exact = exact_moe(experts, arrays)
     actual = run_moe(experts, arrays, jnp.float32, block=4, impl=impl)
     for what, a, e in zip(NAMES, actual, exact, strict=True):
         # float32 sums of at most 80 terms of order 1
@@ -103,7 +109,7 @@ def test_moe_layer_matches_a_loop_over_tokens(name, impl):
 def test_bfloat16_by_the_rule():
     experts, arrays = moe_inputs(16, 8)
     low = {n: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for n, a in arrays.items()}
-    exact = numpy_moe(low["x"], experts, *(low[n] for n in ("gates", "w_in", "w_out", "g")))
+    exact = exact_moe(experts, low)
     actual = run_moe(experts, low, jnp.bfloat16, block=8, impl="xla")
     plain = run_moe(experts, low, jnp.bfloat16, block=8, impl="reference")
     for what, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
@@ -114,14 +120,77 @@ def test_a_token_does_not_depend_on_its_neighbours():
     """Dropless: what a tree needs to equal its branches, however unbalanced the experts."""
     experts, arrays = moe_inputs(8, 5, "all_to_one")
     whole = run_moe(experts, arrays, jnp.float32, block=8)[0]
-    x, gates, w_in, w_out = (
-        jnp.asarray(arrays[n], jnp.float32) for n in ("x", "gates", "w_in", "w_out")
-    )
+    x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
     for t in (0, 17, T - 1):
         one = slice(t, t + 1)
-        alone = moe_ffn(x[one], jnp.asarray(experts[one]), gates[one], w_in, w_out, block=8)
+        alone = moe_ffn(x[one], jnp.asarray(experts[one]), gates[one], *weights, block=8)
         # the same sums in blocks of other rows
         np.testing.assert_allclose(alone[0], whole[t], rtol=0, atol=1e-6)
+
+
+def test_choices_of_other_devices_add_nothing():
+    """Each half of the experts on its own, numbers outside meaning nobody, adds up to the whole."""
+    experts, arrays = moe_inputs(8, 5)
+    whole = run_moe(experts, arrays, jnp.float32, block=4)
+    halves = []
+    for first in (0, E // 2):
+        mine = {
+            n: a[first : first + E // 2] if n.startswith("w_") else a for n, a in arrays.items()
+        }
+        halves.append(run_moe(experts - first, mine, jnp.float32, block=4))
+    for what, *parts, total in zip(NAMES, *halves, whole, strict=True):
+        joined = np.concatenate(parts) if what.startswith("d_w") else np.add(*parts)
+        # float32 sums in another order
+        np.testing.assert_allclose(joined, total, rtol=0, atol=1e-5, err_msg=what)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("parts", [("gate", "up", "down"), ("down",)])
+def test_adapters_equal_merged_experts(parts, impl):
+    """x W + (x a) b is x (W + a b), in output and in the gradients of x, a and b."""
+    experts, arrays = moe_inputs(8, 5)
+    rng = np.random.default_rng(7)
+    R = 3
+    shapes = {n: arrays["w_" + n].shape for n in parts}
+    factors = {
+        n: tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((E, i, R), (E, R, o)))
+        for n, (_, i, o) in shapes.items()
+    }
+    x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
+    options = {"block": 4, "impl": impl}
+    chosen = jnp.asarray(experts)
+
+    def adapted(x, factors):
+        return moe_ffn(x, chosen, gates, *weights, adapters=Adapters(**factors), **options)
+
+    def merged(x, factors):
+        wide = {n: w + (factors[n][0] @ factors[n][1] if n in factors else 0) for n, w in named}
+        return moe_ffn(x, chosen, gates, *wide.values(), **options)
+
+    named = list(zip(("gate", "up", "down"), weights, strict=True))
+    g = jnp.asarray(arrays["g"], jnp.float32)
+    results = []
+    for layer in (adapted, merged):
+        out, pull = jax.vjp(jax.jit(layer), x, factors)
+        results.append((out, *jax.tree.leaves(pull(g))))
+    for a, b in zip(*results, strict=True):
+        # float32 sums of at most 80 terms of order 10
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu"])
+def test_other_activations(activation):
+    """One expert for all tokens is a dense layer."""
+    _, arrays = moe_inputs(8, 5)
+    x, gates, *weights = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
+    gate, up, down = (w[0] for w in weights)
+    one = jnp.zeros((T, 1), jnp.int32)
+    actual = moe_ffn(x, one, gates[:, :1], *weights, activation=activation)
+    act = {"relu": jax.nn.relu}.get(activation)
+    act = act or (lambda x: jax.nn.gelu(x, approximate=activation != "gelu"))
+    np.testing.assert_allclose(
+        actual, gates[:, :1] * ((act(x @ gate) * (x @ up)) @ down), atol=1e-5
+    )
 
 
 def test_frozen_experts_have_no_gradient():
@@ -129,7 +198,7 @@ def test_frozen_experts_have_no_gradient():
     frozen = run_moe(experts, arrays, jnp.float32, block=4, freeze_experts=True)
     trained = run_moe(experts, arrays, jnp.float32, block=4)
     np.testing.assert_array_equal(frozen[1], trained[1])
-    for index in (3, 4):
+    for index in (3, 4, 5):
         assert not np.asarray(frozen[index]).any() and np.asarray(trained[index]).any()
 
 
@@ -173,16 +242,16 @@ def test_lowers_for_a_hopper_gpu():
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
 
-    def loss(x, experts, gates, w_in, w_out):
-        return moe_ffn(x, experts, gates, w_in, w_out, impl="mosaic_gpu").astype(jnp.float32).sum()
+    def loss(x, experts, gates, *weights):
+        return moe_ffn(x, experts, gates, *weights, impl="mosaic_gpu").astype(jnp.float32).sum()
 
-    shapes = [(256, 256), (8, 256, 512), (8, 256, 256)]
-    x, w_in, w_out = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    shapes = [(256, 256), *[(8, 256, 256)] * 3]
+    x, *weights = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
     experts = jax.ShapeDtypeStruct((256, 2), jnp.int32)
     gates = jax.ShapeDtypeStruct((256, 2), jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh):
-        step = jax.jit(jax.grad(loss, (0, 2, 3, 4)))
-        text = step.trace(x, experts, gates, w_in, w_out).lower(lowering_platforms=("cuda",))
+        step = jax.jit(jax.grad(loss, (0, 2, 3, 4, 5)))
+        text = step.trace(x, experts, gates, *weights).lower(lowering_platforms=("cuda",))
     for kernel in ("grouped_product", "grouped_weight_gradient"):
         assert kernel in text.as_text()
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtrain_kernels import attention, logp_gather
+from jaxtrain_kernels import attention, logp_gather, logp_of_logits, weighted_logp
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +41,29 @@ def test_logp_gather(impl, dtype):
     for temperature in (0.7, jnp.ones((16,), jnp.float32)):
         gradient = jax.grad(loss, (0, 1))(hidden, head, temperature)
         assert [g.dtype for g in gradient] == [jnp.dtype(dtype), jnp.float32]
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weighted_logp(impl, dtype):
+    hidden, head = jnp.ones((16, 8), dtype), jnp.ones((50, 8), jnp.float32)
+    targets, weights = jnp.zeros((16,), jnp.int32), jnp.ones((16,), jnp.float32)
+
+    def loss(hidden, head, temperature):
+        options = {"temperature": temperature, "softcap": 2.0}
+        return weighted_logp(hidden, head, targets, weights, impl=impl, **options)[0]
+
+    for temperature in (0.7, jnp.ones((16,), jnp.float32)):
+        gradient = jax.grad(loss, (0, 1))(hidden, head, temperature)
+        assert [g.dtype for g in gradient] == [jnp.dtype(dtype), jnp.float32]
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logp_of_logits(impl, dtype):
+    logits, targets = jnp.ones((16, 50), dtype), jnp.zeros((16,), jnp.int32)
+
+    def loss(logits):
+        return sum(x.sum() for x in logp_of_logits(logits, targets, temperature=0.7, impl=impl))
+
+    assert jax.grad(loss)(logits).dtype == jnp.dtype(dtype)

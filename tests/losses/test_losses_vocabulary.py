@@ -7,7 +7,7 @@ import pytest
 from jaxtrain_kernels import logp_gather
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 
-from jaxtrain.losses.vocabulary import gather_logp
+from jaxtrain.losses.vocabulary import gather_logp, sum_logp
 from jaxtrain.parallel.mesh import make_mesh
 
 B, T, D, V = 4, 6, 16, 96
@@ -62,6 +62,34 @@ def test_meshes_equal_one_device(sizes, temperature):
             )
         )
     for name, a, e in zip(("logp", "entropy", "lse", "dx", "dw"), actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "_".join(sizes))
+def test_the_weighted_sum_on_meshes_equals_one_device(sizes):
+    """Value, scores, and the gradients of all three arguments; 1e-5 as above."""
+    hidden, head, targets, g = inputs()
+
+    def results(function, scale):
+        def loss(hidden, head, weights):
+            total, scores = function(hidden, head, weights)
+            return total * scale, scores
+
+        grad = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        return jax.tree.leaves(jax.jit(grad)(hidden, head, g.logp))
+
+    def one(hidden, head, weights):
+        out = logp_gather(
+            hidden.reshape(-1, D), head, jnp.asarray(targets.reshape(-1)), impl="reference"
+        )
+        out = LogProbs(*(x.reshape(B, T) for x in out))
+        return (weights * out.logp).sum(), out
+
+    expected = results(one, 0.3)
+    with jax.set_mesh(make_mesh(**sizes)):
+        actual = results(lambda x, w, g: sum_logp(x, w, jnp.asarray(targets), g), 0.3)
+    names = ("sum", "logp", "entropy", "lse", "dx", "dw", "dg")
+    for name, a, e in zip(names, actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
 
 

@@ -52,7 +52,8 @@ def write_checkpoint(folder, name, seed=0, copy_head=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "copy_head"), [("qwen3", False), ("qwen3", True), ("qwen2", False)]
+    ("name", "copy_head"),
+    [("qwen3", False), ("qwen3", True), ("qwen2", False), ("qwen3_moe_mixed", False)],
 )
 def test_load_then_save_is_bit_identical(name, copy_head, tmp_path):
     tensors = write_checkpoint(tmp_path / "in", name, copy_head=copy_head)
@@ -97,8 +98,8 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
     assert all(found[n].tobytes() == array.tobytes() for n, array in tensors.items())
 
 
-def value_and_grads(mesh):
-    config = build.config_from_hf(RAW["qwen3"])
+def value_and_grads(mesh, name="qwen3"):
+    config = build.config_from_hf(RAW[name])
     batch = pack([documents(row, 9, 14) for row in range(4)], 24)
     graphdef, state = nnx.split(build.init(config, 0, mesh=mesh))
 

@@ -10,7 +10,8 @@ from jaxtrain.models import build
 
 
 @pytest.mark.parametrize(
-    ("name", "scan"), [("qwen3", True), ("qwen2_window", False), ("mistral", True)]
+    ("name", "scan"),
+    [("qwen3", True), ("qwen2_window", False), ("mistral", True), ("qwen3_moe_mixed", True)],
 )
 def test_ragged_prefill_and_steps_equal_full_forward(name, scan):
     config = build.config_from_hf(RAW[name])

@@ -54,7 +54,20 @@ def test_unknown_remat_is_refused():
         build.abstract(build.config_from_hf(RAW["qwen3"]), remat="everything")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama"])
+def test_scan_equals_unrolled_with_layers_of_two_kinds(x64):
+    # Dense, two with experts, dense: runs of one, two and one layer.
+    config = build.config_from_hf({**RAW["qwen3_moe_mixed"], "mlp_only_layers": [0, 3]})
+    batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
+    wide = {"param_dtype": "float64", "dtype": "float64"}
+    expected, grads = value_and_grads(config, batch, **wide, scan_layers=False)
+    value, found = value_and_grads(config, batch, **wide, remat="save_attention")
+    # float64 with a compiler free to reorder sums.
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    for ours, theirs in zip(found, grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama", "qwen3_moe"])
 def test_packed_equals_alone(name, x64):
     config = build.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
@@ -69,8 +82,10 @@ def test_packed_equals_alone(name, x64):
     assert jnp.isfinite(packed).all()
 
 
-def test_branches_that_share_a_prefix_equal_their_paths(x64):
-    config = build.config_from_hf(RAW["mistral"])  # windows must follow positions, not indices
+@pytest.mark.parametrize("name", ["mistral", "qwen3_moe"])
+def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
+    """Windows must follow positions, not indices; experts must drop nothing."""
+    config = build.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
     trunk, left, right = documents(3, 6, 7, 5)
     batch = pack([[np.concatenate([trunk, left, right])]], 18)
@@ -97,7 +112,7 @@ def test_capture_gives_the_states_between_layers():
     np.testing.assert_allclose(model.norm(captured[2]), hidden, atol=1e-5)
     np.testing.assert_allclose(hidden_of(model, batch), hidden, atol=1e-5)
     first = build.init(config, 0)
-    first.stack.windows = first.stack.windows[:1]
+    first.stack.windows, first.stack.kinds = first.stack.windows[:1], first.stack.kinds[:1]
     nnx.update(first.stack.block, jax.tree.map(lambda leaf: leaf[:1], nnx.state(first.stack.block)))
     np.testing.assert_allclose(hidden_of(first, batch), model.norm(captured[0]), atol=1e-5)
 

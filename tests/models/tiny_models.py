@@ -50,6 +50,24 @@ RAW = {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
     },
     "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe_mixed": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
 }
 RAW = {name: {**SIZES, **raw} for name, raw in RAW.items()}
 

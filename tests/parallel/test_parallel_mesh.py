@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.feed import feed, row_group, row_shards
+from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import AXES, make_mesh, resolve_sizes
-from jaxtrain.parallel.rules import constrain, partition_spec
+from jaxtrain.parallel.rules import constrain, partition_spec, split_axes
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from jaxtrain.parallel.rules import constrain, partition_spec
         ({"data": 2, "fsdp": -1, "tensor": 2}, (2, 2, 1, 1, 2)),
         ({"data": 8}, (8, 1, 1, 1, 1)),
         ({"data": -1, "fsdp": 8}, (1, 8, 1, 1, 1)),
+        ({"fsdp": -1, "context": 2, "tensor": 4}, (1, 1, 1, 2, 4)),
     ],
 )
 def test_the_open_axis_takes_the_rest(sizes, expected):
@@ -45,7 +46,10 @@ def test_partition_spec_keeps_whole_what_does_not_divide():
     mesh = make_mesh(fsdp=2, tensor=2)
     assert partition_spec(("embed", "heads"), (8, 6), mesh) == PartitionSpec(("fsdp",), ("tensor",))
     assert partition_spec(("vocab", "embed"), (97, 8), mesh) == PartitionSpec(None, ("fsdp",))
+    assert split_axes(("rows", "sequence"), (2, 6), mesh) == [("fsdp",), ("tensor",)]
     assert partition_spec(("rows", None), (4, 3), mesh) == PartitionSpec(("fsdp",), None)
+    mesh = make_mesh(context=2, tensor=2)
+    assert split_axes(("embed", "sequence"), (6, 6), mesh) == [("context",), ("context",)]
 
 
 def test_constrain_places_under_a_mesh_and_does_nothing_without():
@@ -80,7 +84,6 @@ def test_feed_splits_rows_and_tokens(sizes):
     assert shard == (2, 4 // row_shards(mesh), 6 // sizes.get("context", 1))
     assert placed.denoms["nll"].sharding.is_fully_replicated
     assert placed.since is None
-    assert row_group(mesh) == (0, 1)
 
 
 def test_feed_without_a_mesh_and_with_rows_that_do_not_divide():

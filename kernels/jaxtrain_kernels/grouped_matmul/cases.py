@@ -27,8 +27,9 @@ class Case:
             "x": rng.standard_normal((T, D), np.float32),
             "experts": np.argsort(rng.random((T, E), np.float32))[:, : self.top].astype(np.int32),
             "gates": gates / gates.sum(-1, keepdims=True),
-            "w_in": rng.standard_normal((E, D, 2 * F), np.float32) * np.float32(D**-0.5),
-            "w_out": rng.standard_normal((E, F, D), np.float32) * np.float32(F**-0.5),
+            "w_gate": rng.standard_normal((E, D, F), np.float32) * np.float32(D**-0.5),
+            "w_up": rng.standard_normal((E, D, F), np.float32) * np.float32(D**-0.5),
+            "w_down": rng.standard_normal((E, F, D), np.float32) * np.float32(F**-0.5),
             "g": rng.standard_normal((T, D), np.float32),
         }
 

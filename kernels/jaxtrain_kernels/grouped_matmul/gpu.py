@@ -1,8 +1,14 @@
 """Grouped matmuls for Hopper, Pallas Mosaic GPU, on segments of whole blocks.
 
-`product`: each block of rows times its expert's matrix or its transpose (the transpose is read in
-place). `weight_gradient`: for each expert, the sum over its rows of x' dy. Both are persistent
-thread blocks with a memory warpgroup and two compute warpgroups of 64 x `columns` each.
+`product`: each block of rows times its expert's matrix, summed over several pairs of rows and
+matrices (what a low-rank correction adds is one more pair: extra steps of the same loop).
+`gated_product`: the same with two matrices at once, and the gated activation before anything is
+stored. `gated_gradient`: its backward, a product whose epilogue needs what the forward stored.
+`weight_gradient`: for each expert, the sum over its rows of x' dy.
+
+All are persistent thread blocks: a memory warpgroup fills a ring of shared-memory stages by TMA and
+runs ahead into the next tile; two compute warpgroups of 64 rows each empty it. Blocks of rows that
+no expert uses are not touched: what lies there is undefined.
 """
 
 import dataclasses
@@ -13,24 +19,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzle
+from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzle, swizzled, tanh
 
 WARPGROUPS = 2
 ROWS = 64  # rows of a warpgroup
 BLOCK = WARPGROUPS * ROWS
+DEPTH = 64  # of one step
+STORE = 64  # columns stored at a time
+LOG2E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of both kernels."""
+    """Sizes of a kernel."""
 
     columns: int = 256
-    depth: int = 64
+    """Of a tile."""
     stages: int = 4
     snake: int = 8
-    """Blocks of rows that are walked before the next columns: reuse in the L2 cache."""
-    store: int = 64
-    """Columns stored at a time."""
+    """Columns of tiles that are walked before the next blocks of rows: reuse in the L2 cache."""
+    compute_registers: int = 232
+    memory_registers: int = 40
 
 
 def fitting(columns: int) -> Config | None:
@@ -41,50 +50,136 @@ def fitting(columns: int) -> Config | None:
     return None
 
 
-def _pipeline(body, context, config, grid, specs):
-    return plgpu.emit_pipeline_warp_specialized(
-        body,
-        grid=grid,
-        in_specs=[
-            plgpu.BlockSpec(
-                shape,
-                index,
-                transforms=swizzle(jnp.bfloat16),
-                memory_space=plgpu.SMEM,
-                delay_release=1,
-            )
-            for shape, index in specs
-        ],
-        memory_registers=40,
-        wg_axis="group",
-        num_compute_wgs=WARPGROUPS,
-        max_concurrent_steps=config.stages,
-        compute_context=context,
-    )
+class Ring:
+    """The stages between the memory warpgroup and the compute warpgroups.
+
+    Steps are counted over all tiles of a thread block, so that stages and barrier phases carry on
+    from one tile to the next.
+    """
+
+    def __init__(self, ready, free, config: Config):
+        self.ready, self.free, self.config = ready, free, config
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    def run(self, num_tiles, steps_of, load, compute):
+        """`load(tile, step)` and `compute(tile, step)` for every tile of this thread block; step
+        is the first of the `steps_of(tile)` that the tile takes."""
+        config, core, cores = self.config, lax.axis_index("core"), num_cores()
+        mine = lax.div(num_tiles - core + (cores - 1), jnp.int32(cores))
+
+        def walk(body):
+            def one(n, step):
+                tile = core + n * cores
+                body(tile, step)
+                return step + steps_of(tile)
+
+            return lax.fori_loop(0, mine, one, jnp.int32(0))
+
+        @pl.when(lax.axis_index("group") < WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            walk(compute)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(lax.axis_index("group") == WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            total = walk(load)
+
+            @pl.loop(lax.max(total - config.stages, 0), total)
+            def _(step):  # leave no barrier phase unobserved
+                plgpu.barrier_wait(self.free.at[self.slot(step)])
+
+    def fill(self, first, count, copy):
+        """`copy(i, slot, barrier)` for i in [0, count), each once its stage is free."""
+
+        @pl.loop(0, count)
+        def _(i):
+            step = first + i
+            slot = self.slot(step)
+
+            @pl.when(step >= self.config.stages)
+            def _():
+                plgpu.barrier_wait(self.free.at[slot])
+
+            copy(i, slot, self.ready.at[slot])
+
+    def empty(self, first, count, multiply, in_flight: int = 1):
+        """`multiply(slot)` starts `in_flight` matmuls for each step; a stage is given back when the
+        next step's have started."""
+
+        @pl.loop(0, count)
+        def _(i):
+            slot = self.slot(first + i)
+            plgpu.barrier_wait(self.ready.at[slot])
+            multiply(slot)
+            plgpu.wgmma_wait(in_flight)
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(self.free.at[self.slot(first + i - 1)])
+
+        plgpu.wgmma_wait(0)
+
+        @pl.when(count > 0)
+        def _():
+            plgpu.barrier_arrive(self.free.at[self.slot(first + count - 1)])
 
 
-def _nothing(*_, **__):
-    return None
+def _part(start, size: int):
+    return pl.ds(pl.multiple_of(start, size), size)
 
 
-def _store(value, out_smem, out_ref, row, column, config):
-    """Send [ROWS, columns] in registers to out_ref, through two buffers of `store` columns."""
-    group = lax.axis_index("group")
-    for j in range(config.columns // config.store):
+def _mine(slot, size: int = BLOCK):
+    """The rows of this warpgroup in a stage of a buffer [stages * size, ...]."""
+    return _part(slot * size + lax.axis_index("group") * ROWS, ROWS)
+
+
+def _walk(across: int, snake: int, blocks):
+    """tile -> (block, column): panels of up to `snake` columns, every second one backwards."""
+    width = max(w for w in range(1, min(snake, across) + 1) if across % w == 0)
+
+    def place(tile):
+        panel_tiles = blocks * width
+        panel = lax.div(tile, panel_tiles)
+        rest = lax.rem(tile, panel_tiles)
+        block = lax.div(rest, jnp.int32(width))
+        block = lax.select(lax.rem(panel, jnp.int32(2)) == 1, blocks - 1 - block, block)
+        return block, panel * width + lax.rem(rest, jnp.int32(width))
+
+    return place
+
+
+class Store:
+    """Sends pieces [ROWS, STORE] in registers to memory through two buffers of each warpgroup."""
+
+    def __init__(self, smem):
+        self.smem, self.count = smem, 0
+
+    def __call__(self, value, out_ref, row, column):
+        group, buffer = lax.axis_index("group"), self.count % 2
+        self.count += 1
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        out_smem[group, j % 2] = value[:, j * config.store : (j + 1) * config.store]
+        self.smem[group, buffer] = value.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        part = pl.ds(pl.multiple_of(column + j * config.store, config.store), config.store)
-        rows = pl.ds(pl.multiple_of(row, 8), ROWS)
-        plgpu.copy_smem_to_gmem(out_smem.at[group, j % 2], out_ref.at[rows, part])
+        rows = pl.ds(pl.multiple_of(row, ROWS), ROWS)
+        target = out_ref.at[rows, _part(column, STORE)]
+        plgpu.copy_smem_to_gmem(self.smem.at[group, buffer], target)
 
 
-def _launch(kernel, shape, config, name, arrays):
-    staging = (WARPGROUPS, 2, ROWS, config.store)
+def _launch(kernel, out_type, scratch, arrivals: int, config: Config, name: str, arrays):
+    staging = (WARPGROUPS, 2, ROWS, STORE)
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-        scratch_types=[plgpu.SMEM(staging, jnp.bfloat16, transforms=swizzle(jnp.bfloat16))],
+        out_type=out_type,
+        scratch_types=[
+            *scratch,
+            plgpu.SMEM(staging, jnp.bfloat16, transforms=swizzle(jnp.bfloat16)),
+            plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
+            plgpu.Barrier(num_barriers=config.stages, num_arrivals=WARPGROUPS),
+        ],
         grid=(num_cores(),),
         grid_names=("core",),
         num_threads=WARPGROUPS + 1,
@@ -95,116 +190,414 @@ def _launch(kernel, shape, config, name, arrays):
     return run(*arrays)
 
 
-def product(x, w, group, active, *, transpose: bool, config: Config):
-    """bfloat16 [P, F]: x [P, D] in blocks of 128 rows times w [E, D, F] (or [E, F, D]') each.
+def _shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
-    group int32 [P / 128], active int32 [1] as in `Segments`; unused blocks give 0.
-    """
-    P, D = x.shape
-    F = w.shape[1] if transpose else w.shape[2]
-    columns, depth = config.columns, config.depth
-    blocks, across = P // BLOCK, F // columns
 
-    def kernel(x_ref, w_ref, group_ref, active_ref, out_ref, out_smem):
-        warpgroup = lax.axis_index("group")
+def product(pairs, segments, *, transpose: bool, config: Config):
+    """bfloat16 [P, F]: the sum over `pairs` of x [P, D] in blocks of 128 rows times its block's w
+    [E, D, F] (or [E, F, D] transposed, read in place). D may differ between pairs."""
+    xs, ws = zip(*pairs, strict=True)
+    P, F = xs[0].shape[0], ws[0].shape[1 if transpose else 2]
+    columns, across = config.columns, F // config.columns
+    depths = [x.shape[1] // DEPTH for x in xs]
+    w_rows = columns if transpose else DEPTH
+
+    def kernel(*refs):
+        x_refs, w_refs = refs[: len(xs)], refs[len(xs) : 2 * len(xs)]
+        group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free = refs[2 * len(xs) :]
+        ring = Ring(ready, free, config)
+        group = lax.axis_index("group")
         used = active_ref[0]
+        place = _walk(across, config.snake, used)
 
-        def pipeline(body, context, block=0, column=0):
-            if transpose:
-                w_spec = ((columns, depth), lambda d: (column, d))
-            else:
-                w_spec = ((depth, columns), lambda d: (d, column))
-            specs = [((BLOCK, depth), lambda d: (block, d)), w_spec]
-            return _pipeline(body, context, config, (D // depth,), specs)
+        def load(tile, step):
+            block, column = place(tile)
+            expert = group_ref[block]
+            for x_ref, w_ref, depth in zip(x_refs, w_refs, depths, strict=True):
 
-        buffers = pipeline(_nothing, _nothing).get_allocations(x_ref, w_ref.at[0])
+                def copy(d, slot, barrier, x_ref=x_ref, w_ref=w_ref):
+                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * columns, columns)
+                    rows = _part(slot * BLOCK, BLOCK)
+                    x_part = x_ref.at[_part(block * BLOCK, BLOCK), inner]
+                    plgpu.copy_gmem_to_smem(x_part, x_smem.at[rows], barrier)
+                    w_part = (outer, inner) if transpose else (inner, outer)
+                    target = w_smem.at[_part(slot * w_rows, w_rows)]
+                    plgpu.copy_gmem_to_smem(w_ref.at[expert].at[w_part], target, barrier)
 
-        @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
-        def _(buffers):
-            @plgpu.nd_loop((blocks * across,), collective_axes="core")
-            def _(loop):
-                block, column = plgpu.planar_snake(
-                    loop.index[0], (blocks, across), 1, min(config.snake, across)
-                )
-                row = block * BLOCK + warpgroup * ROWS
+                ring.fill(step, depth, copy)
+                step += depth
 
-                def context(pipe):
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
-                    def _(acc):
-                        pipe(acc)
-                        value = acc[...].astype(jnp.bfloat16)
-                        _store(value, out_smem, out_ref, row, column * columns, config)
+        def compute(tile, step):
+            block, column = place(tile)
 
-                def multiply(_, x_smem, w_smem, acc):
-                    right = w_smem.transpose((1, 0)) if transpose else w_smem
-                    plgpu.wgmma(acc, x_smem.at[pl.ds(warpgroup * ROWS, ROWS)], right)
-                    plgpu.wgmma_wait(1)
-                    return acc
+            @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
+            def _(acc):
+                def multiply(slot):
+                    right = w_smem.at[_part(slot * w_rows, w_rows)]
+                    right = right.transpose((1, 0)) if transpose else right
+                    plgpu.wgmma(acc, x_smem.at[_mine(slot)], right)
 
-                @pl.when(block < used)
-                def _():
-                    run = pipeline(multiply, context, block, column)
-                    run(x_ref, w_ref.at[group_ref[block]], allocations=buffers)
+                ring.empty(step, sum(depths), multiply)
+                value, store = acc[...], Store(out_smem)
+                for j in range(0, columns, STORE):
+                    row = block * BLOCK + group * ROWS
+                    store(value[:, j : j + STORE], out_ref, row, column * columns + j)
 
-                @pl.when((block >= used) & (warpgroup < WARPGROUPS))
-                def _():
-                    zero = jnp.zeros((ROWS, columns), jnp.bfloat16)
-                    zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
-                    _store(zero, out_smem, out_ref, row, column * columns, config)
+        ring.run(used * across, lambda tile: sum(depths), load, compute)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    return _launch(kernel, (P, F), config, "grouped_product", [x, w, group, active])
+    scratch = [
+        swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
+        swizzled((config.stages * w_rows, DEPTH if transpose else columns), jnp.bfloat16),
+    ]
+    arrays = [*xs, *ws, segments.group, segments.active]
+    return _launch(kernel, _shape(P, F), scratch, 2, config, "grouped_product", arrays)
 
 
-def weight_gradient(x, dy, starts, ends, *, config: Config):
-    """bfloat16 [E, D, F]: x[start:end]' dy[start:end] of each expert; 0 for one without rows.
+def activate(x, activation: str):
+    """(act(x), its slope) in float32; NotImplementedError for one that has no fused form."""
+    match activation:
+        case "silu" | "swish":
+            sigmoid = 1.0 / (1.0 + jnp.exp2(x * -LOG2E))
+            act = x * sigmoid
+            return act, sigmoid + act * (1.0 - sigmoid)
+        case "gelu_pytorch_tanh":
+            root = 0.7978845608028654  # sqrt(2 / pi)
+            t = tanh(root * (x + 0.044715 * x * x * x))
+            inner = root * (1.0 + 3 * 0.044715 * x * x)
+            return 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+        case "relu":
+            return jnp.maximum(x, 0.0), jnp.where(x > 0.0, 1.0, 0.0)
+    raise NotImplementedError(f"no fused form of {activation}")
 
-    x [P, D], dy [P, F]; starts and ends int32 [E], multiples of 128; D a multiple of 128.
+
+def gated_product(triples, gates, segments, *, activation: str, save: bool, config: Config):
+    """hidden [P, F] = gates * act(gate) * up, and with `save` also (gate, up), all bfloat16.
+
+    gate and up [P, F] are the sums over `triples` (x [P, D], w_gate [E, D, F], w_up [E, D, F]) of
+    each block of x times its matrix; gates float32 [P].
     """
-    D, F, E = x.shape[1], dy.shape[1], starts.shape[0]
-    columns, depth = config.columns, config.depth
-    down, across = D // BLOCK, F // columns
+    xs, w_gates, w_ups = zip(*triples, strict=True)
+    P, F, n = xs[0].shape[0], w_gates[0].shape[2], len(xs)
+    half, across = config.columns // 2, F // (config.columns // 2)
+    depths = [x.shape[1] // DEPTH for x in xs]
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    outs = 3 if save else 1
 
-    def kernel(x_ref, dy_ref, starts_ref, ends_ref, out_ref, out_smem):
-        warpgroup = lax.axis_index("group")
+    def kernel(*refs):
+        x_refs, gate_refs, up_refs = refs[:n], refs[n : 2 * n], refs[2 * n : 3 * n]
+        gates_ref, group_ref, active_ref, *refs = refs[3 * n :]
+        out_refs, (x_smem, gate_smem, up_smem, out_smem, ready, free) = refs[:outs], refs[outs:]
+        ring = Ring(ready, free, config)
+        group = lax.axis_index("group")
+        used = active_ref[0]
+        place = _walk(across, config.snake, used)
 
-        def pipeline(body, context, row=0, column=0, first=0, steps=config.stages):
-            specs = [
-                ((depth, BLOCK), lambda p: (first + p, row)),
-                ((depth, columns), lambda p: (first + p, column)),
-            ]
-            return _pipeline(body, context, config, (steps,), specs)
+        def load(tile, step):
+            block, column = place(tile)
+            expert = group_ref[block]
+            for x_ref, gate_ref, up_ref, depth in zip(
+                x_refs, gate_refs, up_refs, depths, strict=True
+            ):
 
-        buffers = pipeline(_nothing, _nothing).get_allocations(x_ref, dy_ref)
+                def copy(d, slot, barrier, x_ref=x_ref, gate_ref=gate_ref, up_ref=up_ref):
+                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * half, half)
+                    rows = _part(slot * BLOCK, BLOCK)
+                    x_part = x_ref.at[_part(block * BLOCK, BLOCK), inner]
+                    plgpu.copy_gmem_to_smem(x_part, x_smem.at[rows], barrier)
+                    target = _part(slot * DEPTH, DEPTH)
+                    for ref, smem in ((gate_ref, gate_smem), (up_ref, up_smem)):
+                        part = ref.at[expert].at[inner, outer]
+                        plgpu.copy_gmem_to_smem(part, smem.at[target], barrier)
 
-        @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
-        def _(buffers):
-            @plgpu.nd_loop((E, down * across), collective_axes="core")
-            def _(loop):
-                expert, tile = loop.index
-                row, column = plgpu.planar_snake(tile, (down, across), 1, min(config.snake, across))
-                first = lax.div(starts_ref[expert], jnp.int32(depth))
-                steps = lax.div(ends_ref[expert], jnp.int32(depth)) - first
+                ring.fill(step, depth, copy)
+                step += depth
 
-                def context(pipe):
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
-                    def _(acc):
-                        pipe(acc)
-                        value = acc[...].astype(jnp.bfloat16)
-                        target = row * BLOCK + warpgroup * ROWS
-                        out = out_ref.at[expert]
-                        _store(value, out_smem, out, target, column * columns, config)
+        def compute(tile, step):
+            block, column = place(tile)
+            row = block * BLOCK + group * ROWS
 
-                def multiply(_, x_smem, dy_smem, acc):
-                    mine = x_smem.transpose((1, 0)).at[pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(acc, mine, dy_smem)
-                    plgpu.wgmma_wait(1)
-                    return acc
+            @functools.partial(
+                pl.run_scoped,
+                gate_acc=plgpu.ACC((ROWS, half), jnp.float32),
+                up_acc=plgpu.ACC((ROWS, half), jnp.float32),
+            )
+            def _(gate_acc, up_acc):
+                def multiply(slot):
+                    left = x_smem.at[_mine(slot)]
+                    plgpu.wgmma(gate_acc, left, gate_smem.at[_part(slot * DEPTH, DEPTH)])
+                    plgpu.wgmma(up_acc, left, up_smem.at[_part(slot * DEPTH, DEPTH)])
 
-                run = pipeline(multiply, context, row, column, first, steps)
-                run(x_ref, dy_ref, allocations=buffers)
+                ring.empty(step, sum(depths), multiply, in_flight=2)
+                gate, up, store = gate_acc[...], up_acc[...], Store(out_smem)
+                factor = plgpu.load(gates_ref.at[_part(row, ROWS)], layout=per_row, optimized=False)
+                for j in range(0, half, STORE):
+                    g, u = gate[:, j : j + STORE], up[:, j : j + STORE]
+                    hidden = activate(g, activation)[0] * u
+                    hidden *= lax.broadcast_in_dim(factor, (ROWS, STORE), [0])
+                    for value, ref in zip((hidden, g, u), out_refs, strict=False):
+                        store(value, ref, row, column * half + j)
+
+        ring.run(used * across, lambda tile: sum(depths), load, compute)
+
+    scratch = [
+        swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
+        swizzled((config.stages * DEPTH, half), jnp.bfloat16),
+        swizzled((config.stages * DEPTH, half), jnp.bfloat16),
+    ]
+    arrays = [*xs, *w_gates, *w_ups, gates, segments.group, segments.active]
+    out_type = [_shape(P, F)] * outs
+    return _launch(kernel, out_type, scratch, 3, config, "grouped_gated_product", arrays)
+
+
+def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config: Config):
+    """(d_gate [P, F], d_up [P, F] bfloat16, d_gates float32 [F / 256, P], to be summed).
+
+    The gradient of hidden is the sum over `pairs` of dy [P, D] times w [E, F, D] transposed; gate,
+    up and gates are those of `gated_product`. After a tile's last step, its pieces of gate and up
+    come through the ring's buffers for dy and w.
+    """
+    dys, ws = zip(*pairs, strict=True)
+    P, F, n = dys[0].shape[0], ws[0].shape[1], len(dys)
+    columns, across = config.columns, F // config.columns
+    depths = [dy.shape[1] // DEPTH for dy in dys]
+    pieces = columns // STORE
+    wgmma = plgpu.Layout.WGMMA
+    per_row = wgmma.reduce(1)
+
+    def kernel(*refs):
+        dy_refs, w_refs = refs[:n], refs[n : 2 * n]
+        gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs = refs[2 * n :]
+        d_gate_ref, d_up_ref, d_gates_ref, *refs = refs
+        dy_smem, w_smem, sum_smem, out_smem, ready, free = refs
+        ring = Ring(ready, free, config)
+        group = lax.axis_index("group")
+        used = active_ref[0]
+        place = _walk(across, config.snake, used)
+
+        def load(tile, step):
+            block, column = place(tile)
+            expert = group_ref[block]
+            rows = _part(block * BLOCK, BLOCK)
+            for dy_ref, w_ref, depth in zip(dy_refs, w_refs, depths, strict=True):
+
+                def copy(d, slot, barrier, dy_ref=dy_ref, w_ref=w_ref):
+                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * columns, columns)
+                    target = dy_smem.at[_part(slot * BLOCK, BLOCK)]
+                    plgpu.copy_gmem_to_smem(dy_ref.at[rows, inner], target, barrier)
+                    target = w_smem.at[_part(slot * columns, columns)]
+                    plgpu.copy_gmem_to_smem(w_ref.at[expert].at[outer, inner], target, barrier)
+
+                ring.fill(step, depth, copy)
+                step += depth
+
+            def copy_piece(j, slot, barrier):
+                part = _part(column * columns + j * STORE, STORE)
+                for ref, smem, size in ((gate_ref, dy_smem, BLOCK), (up_ref, w_smem, columns)):
+                    target = smem.at[pl.ds(pl.multiple_of(slot * size, BLOCK), BLOCK)]
+                    plgpu.copy_gmem_to_smem(ref.at[rows, part], target, barrier)
+
+            ring.fill(step, pieces, copy_piece)
+
+        def compute(tile, step):
+            block, column = place(tile)
+            row = block * BLOCK + group * ROWS
+
+            @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
+            def _(acc):
+                def multiply(slot):
+                    right = w_smem.at[_part(slot * columns, columns)].transpose((1, 0))
+                    plgpu.wgmma(acc, dy_smem.at[_mine(slot)], right)
+
+                ring.empty(step, sum(depths), multiply)
+                value, store = acc[...], Store(out_smem)
+                factor = plgpu.load(gates_ref.at[_part(row, ROWS)], layout=per_row, optimized=False)
+                factor = lax.broadcast_in_dim(factor, (ROWS, STORE), [0])
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
+                for j in range(pieces):
+                    slot = ring.slot(step + sum(depths) + j)
+                    plgpu.barrier_wait(ring.ready.at[slot])
+                    g, u = (
+                        plgpu.load(smem.at[_mine(slot, size)], layout=wgmma).astype(jnp.float32)
+                        for smem, size in ((dy_smem, BLOCK), (w_smem, columns))
+                    )
+                    # TMA overwrites what was just read into registers: order the two.
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ring.free.at[slot])
+                    d_hidden = value[:, j * STORE : (j + 1) * STORE]
+                    act, slope = activate(g, activation)
+                    total += (d_hidden * act * u).sum(axis=1)
+                    d_hidden *= factor
+                    at = column * columns + j * STORE
+                    store(d_hidden * u * slope, d_gate_ref, row, at)
+                    store(d_hidden * act, d_up_ref, row, at)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                sum_smem[group] = total
+                plgpu.commit_smem()
+                target = d_gates_ref.at[column, _part(row, ROWS)]
+                plgpu.copy_smem_to_gmem(sum_smem.at[group], target)
+
+        ring.run(used * across, lambda tile: sum(depths) + pieces, load, compute)
+
+    scratch = [
+        swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
+        swizzled((config.stages * columns, DEPTH), jnp.bfloat16),
+        plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+    ]
+    arrays = [*dys, *ws, gate, up, gates, segments.group, segments.active]
+    out_type = [_shape(P, F), _shape(P, F), _shape(across, P, dtype=jnp.float32)]
+    return _launch(kernel, out_type, scratch, 2, config, "grouped_gated_gradient", arrays)
+
+
+def weight_gradient(x, dys, segments, *, config: Config):
+    """bfloat16 [E, D, F] for each dy: x[start:end]' dy[start:end] of every expert.
+
+    x [P, D], dys a list of [P, F]; D a multiple of 128; 0 for an expert without rows.
+    """
+    D, E, n = x.shape[1], segments.starts.shape[0], len(dys)
+    columns = config.columns
+    across = [dy.shape[1] // columns for dy in dys]
+    down = D // BLOCK
+    tiles = down * sum(across)
+
+    def kernel(x_ref, *refs):
+        dy_refs, (starts_ref, ends_ref), out_refs = (
+            refs[:n],
+            refs[n : n + 2],
+            refs[n + 2 : 2 * n + 2],
+        )
+        x_smem, dy_smem, out_smem, ready, free = refs[2 * n + 2 :]
+        ring = Ring(ready, free, config)
+        group = lax.axis_index("group")
+        place = _walk(sum(across), config.snake, jnp.int32(down))
+
+        def of(tile):
+            expert = lax.div(tile, jnp.int32(tiles))
+            return expert, *place(lax.rem(tile, jnp.int32(tiles)))
+
+        def steps_of(tile):
+            expert = lax.div(tile, jnp.int32(tiles))
+            return lax.div(ends_ref[expert] - starts_ref[expert], jnp.int32(DEPTH))
+
+        def each(column, action):
+            """`action(k, column within dys[k])` for the k whose columns these are."""
+            begin = 0
+            for k, count in enumerate(across):
+                inside = (column >= begin) & (column < begin + count)
+                pl.when(inside)(functools.partial(action, k, column - begin))
+                begin += count
+
+        def load(tile, step):
+            expert, row, column = of(tile)
+            first = starts_ref[expert]
+
+            def copy(p, slot, barrier):
+                rows = _part(first + p * DEPTH, DEPTH)
+                for h in range(WARPGROUPS):
+                    part = x_ref.at[rows, _part(row * BLOCK + h * ROWS, ROWS)]
+                    target = x_smem.at[_part(slot * BLOCK + h * DEPTH, DEPTH)]
+                    plgpu.copy_gmem_to_smem(part, target, barrier)
+
+                def copy_dy(k, at):
+                    part = dy_refs[k].at[rows, _part(at * columns, columns)]
+                    target = dy_smem.at[_part(slot * DEPTH, DEPTH)]
+                    plgpu.copy_gmem_to_smem(part, target, barrier)
+
+                each(column, copy_dy)
+
+            ring.fill(step, steps_of(tile), copy)
+
+        def compute(tile, step):
+            expert, row, column = of(tile)
+
+            @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
+            def _(acc):
+                def multiply(slot):
+                    left = x_smem.at[_mine(slot)].transpose((1, 0))
+                    plgpu.wgmma(acc, left, dy_smem.at[_part(slot * DEPTH, DEPTH)])
+
+                ring.empty(step, steps_of(tile), multiply)
+                value = acc[...]
+
+                def send(k, at):
+                    store = Store(out_smem)
+                    for j in range(0, columns, STORE):
+                        target = row * BLOCK + group * ROWS
+                        piece = value[:, j : j + STORE]
+                        store(piece, out_refs[k].at[expert], target, at * columns + j)
+
+                each(column, send)
+
+        ring.run(jnp.int32(E * tiles), steps_of, load, compute)
+
+    scratch = [
+        swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
+        swizzled((config.stages * DEPTH, columns), jnp.bfloat16),
+    ]
+    arrays = [x, *dys, segments.starts, segments.ends]
+    out_type = [_shape(E, D, dy.shape[1]) for dy in dys]
+    return _launch(kernel, out_type, scratch, 3, config, "grouped_weight_gradient", arrays)
+
+
+GATHERED = 16  # rows of a stage of `gather`
+LANES = 256  # TMA moves boxes of at most so many elements a side
+
+
+def gather(x, index, active):
+    """[P, D]: x[index[p]] for the rows of the first `active` blocks; undefined behind them.
+
+    x [T, D] of 2-byte elements, D a multiple of 256; index int32 [P] in [0, T). XLA's own gather
+    reaches less than half of the memory's rate.
+    """
+    (T, D), P = x.shape, index.shape[0]
+    x = x.reshape(T, D // LANES, LANES)
+    stages = max(2, min(6, 196_608 // (GATHERED * D * x.dtype.itemsize)))
+    cores = num_cores()
+
+    def kernel(x_ref, index_ref, active_ref, out_ref, smem, ready):
+        core = lax.axis_index("core")
+        pieces = active_ref[0] * (BLOCK // GATHERED)
+        mine = lax.div(pieces - core + (cores - 1), jnp.int32(cores))
+
+        def first_row(n):
+            return (core + n * cores) * GATHERED
+
+        def fetch(n):
+            slot = lax.rem(n, jnp.int32(stages))
+            rows = [index_ref[first_row(n) + i] for i in range(GATHERED)]
+            for i, row in enumerate(rows):
+                plgpu.copy_gmem_to_smem(x_ref.at[row], smem.at[slot, i], ready.at[slot])
+
+        @pl.loop(0, lax.min(mine, jnp.int32(stages - 1)))
+        def _(n):
+            fetch(n)
+
+        @pl.loop(0, mine)
+        def _(n):
+            slot = lax.rem(n, jnp.int32(stages))
+            plgpu.barrier_wait(ready.at[slot])
+            target = out_ref.at[_part(first_row(n), GATHERED)]
+            plgpu.copy_smem_to_gmem(smem.at[slot], target)
+            # The stage that is filled next was sent in the step before this one.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+            @pl.when(n + (stages - 1) < mine)
+            def _():
+                fetch(n + (stages - 1))
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return _launch(kernel, (E, D, F), config, "grouped_weight_gradient", [x, dy, starts, ends])
+    run = plgpu.kernel(
+        kernel,
+        out_type=_shape(P, D // LANES, LANES, dtype=x.dtype),
+        scratch_types=[
+            plgpu.SMEM((stages, GATHERED, D // LANES, LANES), x.dtype),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=GATHERED),
+        ],
+        grid=(cores,),
+        grid_names=("core",),
+        num_threads=1,
+        thread_name="group",
+        kernel_name="grouped_gather",
+    )
+    return run(x, index, active).reshape(P, D)

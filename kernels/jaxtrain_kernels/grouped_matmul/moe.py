@@ -1,35 +1,81 @@
-"""A dropless mixture-of-experts feed-forward layer out of the grouped matmul."""
+"""A dropless mixture-of-experts feed-forward layer out of the grouped ops."""
 
 import jax
-import jax.numpy as jnp
 
-from jaxtrain_kernels.grouped_matmul import grouped_matmul
-from jaxtrain_kernels.grouped_matmul.routing import BLOCK, combine, gather_in, route
+from jaxtrain_kernels.dispatch import dispatch
+from jaxtrain_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from jaxtrain_kernels.grouped_matmul.ffn import ACTIVATIONS, NO_ADAPTERS, Adapters
+from jaxtrain_kernels.grouped_matmul.routing import BLOCK, route
+
+BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.moe_ffn,
+    "xla": xla.moe_ffn,
+    "reference": reference.moe_ffn,
+}
 
 
 def moe_ffn(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
     *,
-    activation=jax.nn.silu,
+    adapters: Adapters = NO_ADAPTERS,
+    activation: str = "silu",
     freeze_experts: bool = False,
-    block: int = BLOCK,
+    block: int | None = None,
     impl: str = "auto",
 ) -> jax.Array:
-    """sum over k of gates[t, k] * (activation(x gate_e) * (x up_e)) down_e; [T, D] in x's dtype.
+    """sum over k of gates[t, k] * (act(x W_gate) * (x W_up)) W_down; [T, D] in x's dtype.
 
-    x [T, D]; experts int32 [T, k] (all of a token's differ or not: both are right); gates [T, k];
-    w_in [E, D, 2F] (gate columns, then up columns); w_out [E, F, D]. Every token reaches all its
+    x [T, D]; experts int32 [T, k] (all of a token's differ or not: both are right; a number
+    outside [0, E) adds nothing: an expert of another device); gates [T, k]; w_gate and w_up
+    [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's. Every token reaches all its
     experts, so a token's result does not depend on its neighbours. Deterministic.
-    Gradients to x, gates and, unless `freeze_experts`, both weights. `block` is the rows that one
-    expert's segment is padded to: smaller wastes less, and the Hopper kernels want 128.
+    Gradients to x, gates, adapters and, unless `freeze_experts`, the three matrices.
+    `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
+    kernels want 128; None chooses. Raises ValueError for shapes that do not fit or an unknown
+    activation, NotImplementedError if `impl` declines.
     """
-    routing = route(experts, w_in.shape[0], block)
-    options = {"freeze_w": freeze_experts, "impl": impl}
-    rows_PD = gather_in(x, routing)
-    gate_PF, up_PF = jnp.split(grouped_matmul(rows_PD, w_in, routing.segments, **options), 2, -1)
-    out_PD = grouped_matmul(activation(gate_PF) * up_PF, w_out, routing.segments, **options)
-    return combine(out_PD, gates, routing)
+    (T, D), (E, _, F) = x.shape, w_gate.shape
+    found = (w_gate.shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
+    wanted = ((E, D, F), (E, D, F), (E, F, D), (T, *experts.shape[1:]), experts.shape)
+    if found != wanted or experts.ndim != 2:
+        raise ValueError(
+            f"moe_ffn: x {x.shape}, w_gate, w_up, w_down, experts, gates {found}; want [T, D],"
+            " [E, D, F], [E, D, F], [E, F, D], [T, k], [T, k]"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"moe_ffn: activation {activation!r}; allowed: {sorted(ACTIVATIONS)}")
+    if freeze_experts:
+        w_gate, w_up, w_down = (jax.lax.stop_gradient(w) for w in (w_gate, w_up, w_down))
+    if block is None:
+        block = choose_block(x, experts.size, w_gate, impl)
+    return dispatch(
+        "moe_ffn",
+        impl,
+        BACKENDS,
+        x,
+        gates,
+        w_gate,
+        w_up,
+        w_down,
+        route(experts, E, block),
+        adapters=adapters,
+        activation=activation,
+        freeze_experts=freeze_experts,
+    )
+
+
+def choose_block(x, choices: int, w_gate, impl: str) -> int:
+    """128 where the Hopper kernels will take the call; else about the mean rows of an expert."""
+    if impl in ("auto", "mosaic_gpu"):
+        try:
+            mosaic_gpu.check(x.dtype, BLOCK, *w_gate.shape[1:])
+            return BLOCK
+        except NotImplementedError:
+            pass
+    mean = max(choices // w_gate.shape[0], 1)
+    return min(BLOCK, max(8, 1 << (mean - 1).bit_length()))

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jaxtrain_kernels.grouped_matmul.ffn import compose
 from jaxtrain_kernels.precision import accumulator
 
 
@@ -14,3 +15,8 @@ def grouped_matmul(x, w, segments, *, freeze_w=False):
         "PD,EDF->PEF", x, w.astype(x.dtype), preferred_element_type=accumulator(x.dtype)
     )
     return jnp.where(mine_PE[:, :, None], every_PEF, 0.0).sum(1).astype(x.dtype)
+
+
+def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
+    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

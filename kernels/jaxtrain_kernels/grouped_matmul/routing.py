@@ -5,6 +5,8 @@ no masks, and the number of blocks is known ahead (at most one per expert is par
 in and combine are both gathers in both directions: deterministic, no scatter-add.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -35,26 +37,29 @@ class Routing(NamedTuple):
     row_token: jax.Array
     """int32 [P] token of each row; T where the row is padding."""
     slot: jax.Array
-    """int32 [T, k] row of each token's k-th expert."""
+    """int32 [T, k] row of each token's k-th expert; P or more where it has none here."""
 
 
 def route(experts: jax.Array, num_experts: int, block: int = BLOCK) -> Routing:
-    """Rows for the chosen experts int32 [T, k] (values in [0, num_experts))."""
+    """Rows for the chosen experts int32 [T, k]; one outside [0, num_experts) gets none."""
     T, k = experts.shape
     flat = experts.reshape(T * k)
-    counts = jnp.zeros((num_experts,), jnp.int32).at[flat].add(1)
-    blocks_of = (counts + (block - 1)) // block
+    flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)  # nobody's: last
+    counts = jnp.zeros((num_experts + 1,), jnp.int32).at[flat].add(1)
+    blocks_of = (counts[:-1] + (block - 1)) // block
     block_ends = jnp.cumsum(blocks_of, dtype=jnp.int32)
     starts = (block_ends - blocks_of) * block
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     chosen = flat[order]
     rank = jnp.arange(T * k, dtype=jnp.int32) - before[chosen]
-    slot = jnp.zeros_like(flat).at[order].set(starts[chosen] + rank, unique_indices=True)
     num_blocks = -(-T * k // block) + num_experts
+    rows = num_blocks * block
+    first = jnp.append(starts, jnp.int32(rows))[chosen]
+    slot = jnp.zeros_like(flat).at[order].set(first + rank, unique_indices=True)
     token = jnp.arange(T * k, dtype=jnp.int32) // k
-    row_token = jnp.full((num_blocks * block,), T, jnp.int32)
-    row_token = row_token.at[slot].set(token, unique_indices=True)
+    row_token = jnp.full((rows,), T, jnp.int32)
+    row_token = row_token.at[slot].set(token, unique_indices=True, mode="drop")
     index = jnp.arange(num_blocks, dtype=jnp.int32)
     group = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     segments = Segments(
@@ -66,49 +71,79 @@ def route(experts: jax.Array, num_experts: int, block: int = BLOCK) -> Routing:
     return Routing(segments, row_token, slot.reshape(T, k))
 
 
-@jax.custom_vjp
-def gather_in(x: jax.Array, routing: Routing) -> jax.Array:
-    """[P, D] rows of tokens x [T, D]; padding rows are 0."""
-    return jnp.take(x, routing.row_token, axis=0, mode="fill", fill_value=0)
+def take_rows(x: jax.Array, index: jax.Array, active: jax.Array) -> jax.Array:
+    """x[index] for indices in range; all that matter are in the first `active` blocks."""
+    del active
+    return x.at[index].get(mode="promise_in_bounds")
 
 
-def _gather_in_fwd(x, routing):
-    return gather_in(x, routing), routing
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gather_in(x: jax.Array, routing: Routing, take: Callable = take_rows) -> jax.Array:
+    """[P, D] rows of tokens x [T, D]; padding rows repeat some token. `take`: see `take_rows`."""
+    return _spread(x, routing, take)
 
 
-def _gather_in_bwd(routing, g):
-    total = g[routing.slot].astype(accumulator(g.dtype)).sum(1)
-    return total.astype(g.dtype), None
+def _gather_in_fwd(x, routing, take):
+    return gather_in(x, routing, take), routing
+
+
+def _gather_in_bwd(take, routing, g):
+    return _sum_back(g, routing), None
 
 
 gather_in.defvjp(_gather_in_fwd, _gather_in_bwd)
 
 
-@jax.custom_vjp
-def combine(rows: jax.Array, gates: jax.Array, routing: Routing) -> jax.Array:
-    """sum over k of gates[t, k] * rows[slot[t, k]]; [T, D] in the dtype of rows [P, D]."""
-    picked_TKD = rows[routing.slot].astype(accumulator(rows.dtype))
-    weighted = picked_TKD * gates[:, :, None].astype(picked_TKD.dtype)
-    return weighted.sum(1).astype(rows.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def combine(rows: jax.Array, routing: Routing, take: Callable = take_rows) -> jax.Array:
+    """sum over k of rows[slot[t, k]]; [T, D] in the dtype of rows [P, D].
+
+    Its gradient at padding rows is that of some token: whoever made them must not count it.
+    """
+    return _sum_back(rows, routing)
 
 
-def _combine_fwd(rows, gates, routing):
-    return combine(rows, gates, routing), (rows, gates, routing)
+def _combine_fwd(rows, routing, take):
+    return combine(rows, routing, take), routing
 
 
-def _combine_bwd(residuals, g):
-    rows, gates, routing = residuals
-    compute = accumulator(rows.dtype)
-    T, k = gates.shape
-    picked_TKD = rows[routing.slot].astype(compute)
-    d_gates = (picked_TKD * g.astype(compute)[:, None]).sum(-1).astype(gates.dtype)
-    gate_of_row = jnp.zeros(routing.row_token.shape, compute)
-    gate_of_row = gate_of_row.at[routing.slot.reshape(T * k)].set(
-        gates.astype(compute).reshape(T * k), unique_indices=True
-    )
-    g_of_row = jnp.take(g, routing.row_token, axis=0, mode="fill", fill_value=0)
-    d_rows = (g_of_row.astype(compute) * gate_of_row[:, None]).astype(rows.dtype)
-    return d_rows, d_gates, None
+def _combine_bwd(take, routing, g):
+    return _spread(g, routing, take), None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _spread(x, routing, take):
+    index = jnp.minimum(routing.row_token, x.shape[0] - 1)
+    return take(x, index, routing.segments.active)
+
+
+@jax.custom_vjp
+def gather_gates(gates: jax.Array, routing: Routing) -> jax.Array:
+    """[P] the gate [T, k] that each row came with, 0 for padding; at least float32."""
+    wide = accumulator(gates.dtype)
+    empty = jnp.zeros(routing.row_token.shape, wide)
+    flat = gates.astype(wide).reshape(-1)
+    return empty.at[routing.slot.reshape(-1)].set(flat, unique_indices=True, mode="drop")
+
+
+def _gather_gates_fwd(gates, routing):
+    return gather_gates(gates, routing), (routing, jnp.zeros((), gates.dtype))
+
+
+def _gather_gates_bwd(residuals, g):
+    routing, like = residuals
+    return _pick(g, routing.slot).astype(like.dtype), None
+
+
+gather_gates.defvjp(_gather_gates_fwd, _gather_gates_bwd)
+
+
+def _sum_back(rows, routing):
+    picked_TKD = _pick(rows, routing.slot).astype(accumulator(rows.dtype))
+    return picked_TKD.sum(1).astype(rows.dtype)
+
+
+def _pick(rows, slot):
+    return rows.at[slot].get(mode="fill", fill_value=0)

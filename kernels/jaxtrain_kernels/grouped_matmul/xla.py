@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain_kernels.grouped_matmul.ffn import compose
 from jaxtrain_kernels.precision import accumulator
 
 
@@ -64,3 +65,8 @@ def _grouped_bwd(freeze_w, residuals, dy):
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def moe_ffn(x, gates, w_gate, w_up, w_down, routing, **options):
+    """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
+    return compose(grouped_matmul, x, gates, w_gate, w_up, w_down, routing, **options)

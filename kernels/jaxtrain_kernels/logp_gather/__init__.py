@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.logp_gather import mosaic_gpu, reference, xla
 from jaxtrain_kernels.logp_gather.reference import LogProbs
+from jaxtrain_kernels.logp_gather.slices import Axis, join, local_targets
 from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {
@@ -23,6 +24,7 @@ def logp_gather(
     temperature: jax.Array | float | None = None,
     softcap: float | None = None,
     freeze_head: bool = False,
+    axis: Axis = None,
     impl: str = "auto",
 ) -> LogProbs:
     """log softmax(logits)[targets], the entropy and the log-sum-exp of every row; float32 [T].
@@ -31,7 +33,9 @@ def logp_gather(
     dtype (the head is cast to it), then softcap * tanh(logits / softcap), then / temperature (a
     scalar or [T]; a constant: no gradient flows to it). All three results carry gradients to
     `hidden` and, unless `freeze_head`, to `head`; a frozen head's gradient is 0 and costs nothing.
-    Float64 hidden states give float64 results.
+    Float64 hidden states give float64 results. Inside shard_map with `axis`, `head` is this
+    device's slice of a vocabulary that is split over those mesh axes, in order; `targets` count in
+    the whole.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
     T, D = hidden.shape
@@ -50,14 +54,16 @@ def logp_gather(
         temperature = jax.lax.stop_gradient(jnp.broadcast_to(temperature, (T,)))
     if freeze_head:
         head = jax.lax.stop_gradient(head)
-    return dispatch(
+    mine, here = local_targets(targets.astype(jnp.int32), V, axis)
+    result = dispatch(
         "logp_gather",
         impl,
         BACKENDS,
         hidden,
         head,
-        targets.astype(jnp.int32),
+        mine if axis is None else jnp.where(here, mine, 0),
         temperature=temperature,
         softcap=softcap,
         freeze_head=freeze_head,
     )
+    return result if axis is None else join(result, here, axis)

@@ -37,11 +37,12 @@ class Config:
     """Columns of d_logits stored at a time."""
 
 
-def _tiles(epilogue, hidden_ref, head_ref, extent, config):
+def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
     """Run `epilogue(logits, t_tile, first, start)` for every tile of [T] x [extent] of the head.
 
     `extent` is (first vocabulary row or a scalar, number of rows): tile j covers rows `start` to
     start + tile_v, and those from `first` on are its own: the last tile overlaps the one before.
+    Nothing runs unless `active` (a bool of the device).
     """
     T, D = hidden_ref.shape
     base, rows = extent
@@ -74,7 +75,10 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config):
 
     @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
     def _(buffers):
-        @plgpu.nd_loop((t_tiles * v_tiles,), collective_axes="core")
+        count = t_tiles * v_tiles
+        count = count if active is True else jnp.where(active, count, 0)
+
+        @plgpu.nd_loop((count,), collective_axes="core")
         def _(loop):
             t_tile, v_tile = plgpu.planar_snake(
                 loop.index[0], (t_tiles, v_tiles), 0, min(config.snake, t_tiles)
@@ -121,138 +125,198 @@ def _run(kernel, out_type, scratch, name, arrays):
     return run(*arrays)
 
 
-def statistics(hidden, head, targets, temperature, *, softcap: float | None, config: Config):
-    """float32 [4, tiles, T] of every vocabulary tile: maximum, sum, moment and target logit.
+def _row_reader(rows, width):
+    """Reads float32 [T] at `rows` and spreads it over `width` columns."""
 
-    hidden [T, D], head [V, D] bfloat16; targets int32 [T]; temperature float32 [T] or None. With
-    z the logits after softcap and temperature: m = max z, sum of exp(z - m), sum of
-    exp(z - m) (z - m), and z at the target (0 where it is in another tile).
+    def read(ref):
+        value = plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(value, (ROWS, width), [0])
+
+    return read
+
+
+def _storer(out_ref, out_smem, group, rows, config):
+    """Stores pieces of a tile, each to shared memory and on by TMA; two are under way."""
+
+    def store(piece, column, value):
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        out_smem[group, piece % 2] = value.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(column, 8), config.store)
+        plgpu.copy_smem_to_gmem(out_smem.at[group, piece % 2], out_ref.at[rows, columns])
+
+    return store
+
+
+def _store_smem(config):
+    return plgpu.SMEM(
+        (WARPGROUPS, 2, ROWS, config.store), jnp.bfloat16, transforms=swizzle(jnp.bfloat16)
+    )
+
+
+def _rows_of(t_tile):
+    start = t_tile * TILE_T + lax.axis_index("group") * ROWS
+    return pl.ds(pl.multiple_of(start, 8), ROWS)
+
+
+def statistics(hidden, head, factor, *, softcap: float | None, config: Config, active=None):
+    """float32 [3, tiles, T] of every vocabulary tile: maximum m, sum of w, sum of w log2 w.
+
+    hidden [T, D], head [V, D] bfloat16; factor float32 [T], positive. With z the logits after
+    softcap, w = 2^(z factor - m). With `active` (int32 [1]) the result means nothing, and takes
+    hardly any time, where that is 0.
     """
     T, V = hidden.shape[0], head.shape[0]
-    tv = config.tile_v
-    wgmma = plgpu.Layout.WGMMA
-    per_row = wgmma.reduce(1)
+    tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, target_ref, *refs):
-        if temperature is not None:
-            temperature_ref, *refs = refs
+    def kernel(hidden_ref, head_ref, factor_ref, *refs):
+        runs = True
+        if active is not None:
+            active_ref, *refs = refs
+            runs = active_ref[0] != 0
         out_ref, out_smem = refs
         group = lax.axis_index("group")
 
         def epilogue(logits, t_tile, first, start):
-            rows = pl.ds(t_tile * TILE_T + group * ROWS, ROWS)
-
-            def across(x):
-                return lax.broadcast_in_dim(x, (ROWS, tv), [0])
-
+            rows = _rows_of(t_tile)
             z, _ = _capped(logits, softcap)
-            if temperature is not None:
-                tau = plgpu.load(temperature_ref.at[rows], layout=per_row, optimized=False)
-                z = z * across(1.0 / tau)
-            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, tv), 1, layout=wgmma) + start
-            z = lax.cond(start < first, lambda: jnp.where(column >= first, z, -jnp.inf), lambda: z)
-            target = plgpu.load(target_ref.at[rows], layout=per_row, optimized=False)
-            hit = jnp.where(column == across(target), z, 0.0)
-            hit = jnp.where(column >= first, hit, 0.0).sum(axis=1)
-            top = z.max(axis=1)
-            shifted = z - across(top)
-            weight = jnp.exp2(shifted * LOG2E)
-            # A column of another tile has weight 0 and z of -inf: their product must be 0.
-            moment = (weight * jnp.maximum(shifted, -1e30)).sum(axis=1)
+            factor = plgpu.load(
+                factor_ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+            )
+            # What an overlap repeats may set the maximum: it is one of the row's logits.
+            top = z.max(axis=1) * factor
+            scale, shift = (lax.broadcast_in_dim(x, (ROWS, width), [0]) for x in (factor, top))
+            total, moment = 0.0, 0.0
+            for column in range(0, tv, width):
+                power = z[:, column : column + width] * scale - shift
+                power = jnp.maximum(power, -150.0)  # 2^-150 is 0: no 0 * -inf
+                weight = jnp.exp2(power)
+                sums = weight.sum(axis=1), (weight * power).sum(axis=1)
+                if V % tv:  # an overlap begins with a piece, and counts once
+                    owned = jnp.where(start + column >= first, 1.0, 0.0)
+                    sums = sums[0] * owned, sums[1] * owned
+                total, moment = total + sums[0], moment + sums[1]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for i, value in enumerate((top, weight.sum(axis=1), moment, hit)):
+            for i, value in enumerate((top, total, moment)):
                 out_smem[group, i] = value
             plgpu.commit_smem()
             tile = lax.div(first, jnp.int32(tv))
-            for i in range(4):
+            for i in range(3):
                 plgpu.copy_smem_to_gmem(out_smem.at[group, i], out_ref.at[i, tile, rows])
 
-        _tiles(epilogue, hidden_ref, head_ref, (0, V), config)
+        _tiles(epilogue, hidden_ref, head_ref, (0, V), config, runs)
         plgpu.wait_smem_to_gmem(0)
 
-    arrays = [hidden, head, targets] + ([] if temperature is None else [temperature])
     return _run(
         kernel,
-        jax.ShapeDtypeStruct((4, pl.cdiv(V, tv), T), jnp.float32),
-        [plgpu.SMEM((WARPGROUPS, 4, ROWS), jnp.float32)],
+        jax.ShapeDtypeStruct((3, pl.cdiv(V, tv), T), jnp.float32),
+        [plgpu.SMEM((WARPGROUPS, 3, ROWS), jnp.float32)],
         "logp_statistics",
-        arrays,
+        [hidden, head, factor] + ([] if active is None else [active]),
     )
 
 
-def d_logits(
-    hidden,
-    head,
-    targets,
-    temperature,
-    lse,
-    entropy,
-    cotangents,
-    first,
-    size: int,
-    *,
-    softcap: float | None,
-    config: Config,
+def merge(top, total, moment):
+    """(log-sum-exp, entropy) [T] of rows from parts [P, T] as `statistics` describes them."""
+    highest = top.max(0)
+    shift = top - highest[None]
+    decay = jnp.exp2(shift)
+    moment = ((moment + total * shift) * decay).sum(0)
+    total = (total * decay).sum(0)
+    log_total = jnp.log2(total)
+    return (highest + log_total) / LOG2E, (log_total - moment / total) / LOG2E
+
+
+def exponentials(
+    hidden, head, factor, base, *, softcap: float | None, config: Config, active=None, into=None
 ):
-    """bfloat16 [T, size]: the gradient of hidden @ head[first : first + size].T.
+    """(bfloat16 [T, V], float32 [2, tiles, T]): w = 2^(z factor - base), and its sums by tile.
 
-    lse, entropy and the three cotangents (of logp, entropy, lse) are float32 [T]; `first` int32
-    [1], a multiple of 8; the rest as `statistics`.
+    z the logits after softcap; factor and base float32 [T]. With a softcap the first result is
+    w (1 - tanh^2), the derivative by the raw logit. The sums are of w and of w log2 w. With
+    `active` (int32 [1]) and a Ref `into`, w is written there, or nothing where that is 0.
     """
-    T, tv = hidden.shape[0], config.tile_v
-    wgmma = plgpu.Layout.WGMMA
-    per_row = wgmma.reduce(1)
-    per_token = [lse, *cotangents, entropy] + ([] if temperature is None else [temperature])
+    T, V = hidden.shape[0], head.shape[0]
+    tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, first_ref, target_ref, *refs):
-        per_token_refs, (out_ref, out_smem) = refs[: len(per_token)], refs[len(per_token) :]
+    def kernel(hidden_ref, head_ref, factor_ref, base_ref, *refs):
+        runs = True
+        if into is not None:
+            active_ref, *refs = refs
+            runs = active_ref[0] != 0
+        out_ref, sums_ref, out_smem = refs
         group = lax.axis_index("group")
-        base = first_ref[0]
+
+        def epilogue(logits, t_tile, first, start):
+            rows = _rows_of(t_tile)
+            of_rows = _row_reader(rows, width)
+            store = _storer(out_ref, out_smem, group, rows, config)
+            scale, shift = of_rows(factor_ref), of_rows(base_ref)
+            total, moment = 0.0, 0.0
+            for piece, column in enumerate(range(0, tv, width)):  # in pieces: registers
+                z, t = _capped(logits[:, column : column + width], softcap)
+                power = z * scale - shift
+                weight = jnp.exp2(power)
+                store(piece, start + column, weight if t is None else weight * (1.0 - t * t))
+                sums = weight.sum(axis=1), (weight * power).sum(axis=1)
+                if V % tv:  # an overlap begins with a piece, and counts once
+                    owned = jnp.where(start + column >= first, 1.0, 0.0)
+                    sums = sums[0] * owned, sums[1] * owned
+                total, moment = total + sums[0], moment + sums[1]
+            tile = lax.div(first, jnp.int32(tv))
+            sums_ref[0, tile, rows] = total
+            sums_ref[1, tile, rows] = moment
+
+        _tiles(epilogue, hidden_ref, head_ref, (0, V), config, runs)
+        plgpu.wait_smem_to_gmem(0)
+
+    w_TV = jax.ShapeDtypeStruct((T, V), jnp.bfloat16)
+    sums = jax.ShapeDtypeStruct((2, pl.cdiv(V, tv), T), jnp.float32)
+    found = _run(
+        kernel,
+        [w_TV, sums] if into is None else [sums],
+        [_store_smem(config)],
+        "logp_exponentials",
+        [hidden, head, factor, base] + ([] if into is None else [active, into]),
+    )
+    return tuple(found) if into is None else found[0]
+
+
+def d_logits(
+    hidden, head, factor, base, slopes, first, size: int, *, softcap: float | None, config: Config
+):
+    """bfloat16 [T, size]: w (a - b log2 w) with w = 2^(z factor - base), for a chunk of logits.
+
+    z are the logits of hidden @ head[first : first + size].T after softcap, and with one the result
+    is multiplied by its derivative; factor, base and slopes = (a, b) float32 [T]; `first` int32
+    [1], a multiple of 8. That is the gradient of whatever depends on a row's softmax alone.
+    """
+    T, tv, width = hidden.shape[0], config.tile_v, config.store
+
+    def kernel(hidden_ref, head_ref, first_ref, factor_ref, base_ref, a_ref, b_ref, *refs):
+        out_ref, out_smem = refs
+        group = lax.axis_index("group")
+        base_row = first_ref[0]
 
         def epilogue(logits, t_tile, first, start):
             del first  # an overlap is written twice with the same numbers
-            row = t_tile * TILE_T + group * ROWS
-            rows = pl.ds(row, ROWS)
+            rows = _rows_of(t_tile)
+            of_rows = _row_reader(rows, width)
+            store = _storer(out_ref, out_smem, group, rows, config)
+            scale, shift, a, b = (of_rows(r) for r in (factor_ref, base_ref, a_ref, b_ref))
+            for piece, column in enumerate(range(0, tv, width)):
+                z, t = _capped(logits[:, column : column + width], softcap)
+                power = z * scale - shift
+                dz = jnp.exp2(power) * (a - b * power)
+                store(piece, start + column, dz if t is None else dz * (1.0 - t * t))
 
-            def of_rows(ref):
-                value = plgpu.load(ref.at[rows], layout=per_row, optimized=False)
-                return lax.broadcast_in_dim(value, (ROWS, tv), [0])
-
-            z, t = _capped(logits, softcap)
-            if temperature is not None:
-                inverse = 1.0 / of_rows(per_token_refs[5])
-                z = z * inverse
-            lse_ref, logp_ref, entropy_bar_ref, lse_bar_ref, entropy_ref = per_token_refs[:5]
-            g_logp = of_rows(logp_ref)
-            logp = z - of_rows(lse_ref)
-            factor = of_rows(lse_bar_ref) - g_logp
-            factor -= of_rows(entropy_bar_ref) * (logp + of_rows(entropy_ref))
-            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, tv), 1, layout=wgmma)
-            target = of_rows(target_ref) - (base + start)
-            dz = jnp.exp2(logp * LOG2E) * factor + jnp.where(column == target, g_logp, 0.0)
-            if temperature is not None:
-                dz *= inverse
-            if softcap is not None:
-                dz *= 1.0 - t * t
-            dz = dz.astype(jnp.bfloat16)
-            for j in range(tv // config.store):
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                out_smem[group, j % 2] = dz[:, j * config.store : (j + 1) * config.store]
-                plgpu.commit_smem()
-                columns = pl.ds(pl.multiple_of(start + j * config.store, 8), config.store)
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[group, j % 2],
-                    out_ref.at[pl.ds(pl.multiple_of(row, 8), ROWS), columns],
-                )
-
-        _tiles(epilogue, hidden_ref, head_ref, (base, size), config)
+        _tiles(epilogue, hidden_ref, head_ref, (base_row, size), config)
         plgpu.wait_smem_to_gmem(0)
 
-    shape = (WARPGROUPS, 2, ROWS, config.store)
     return _run(
         kernel,
         jax.ShapeDtypeStruct((T, size), jnp.bfloat16),
-        [plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle(jnp.bfloat16))],
+        [_store_smem(config)],
         "logp_d_logits",
-        [hidden, head, first, targets, *per_token],
+        [hidden, head, first, factor, base, *slopes],
     )

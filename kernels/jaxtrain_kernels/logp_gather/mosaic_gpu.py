@@ -31,9 +31,16 @@ class Options(NamedTuple):
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
     """See `jaxtrain_kernels.logp_gather`; bfloat16 states, D and V multiples of 64."""
     require_hopper()
-    T, D = hidden.shape
-    V = head.shape[0]
+    T, V = hidden.shape[0], head.shape[0]
     config = gpu.Config()
+    require_shapes(hidden, V, config)
+    options = Options(softcap, freeze_head, choose_chunk(T, V, config.tile_v), config)
+    return run(options, hidden, head, targets, temperature)
+
+
+def require_shapes(hidden, V: int, config: gpu.Config) -> None:
+    """Raise NotImplementedError with the reason unless the kernels take these."""
+    D = hidden.shape[1]
     if hidden.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 hidden states, got {hidden.dtype}")
     if D % config.block_d or V % config.store or V < config.tile_v:
@@ -41,8 +48,6 @@ def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze
             f"width {D} must be a multiple of {config.block_d}; the vocabulary, {V}, one of "
             f"{config.store} and at least {config.tile_v}"
         )
-    options = Options(softcap, freeze_head, choose_chunk(T, V, config.tile_v), config)
-    return run(options, hidden, head, targets, temperature)
 
 
 def choose_chunk(T: int, V: int, tile: int) -> int:
@@ -59,68 +64,77 @@ def choose_chunk(T: int, V: int, tile: int) -> int:
 def run(options, hidden, head, targets, temperature):
     """`logp_gather` behind its checks: pads the tokens to whole tiles and calls the kernels."""
     T = hidden.shape[0]
+    factor = jnp.full((T,), gpu.LOG2E, jnp.float32)
+    if temperature is not None:
+        factor = factor / temperature.astype(jnp.float32)
     missing = -T % gpu.TILE_T
     if missing:
         hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
-        targets = jnp.pad(targets, (0, missing), constant_values=-1)
-        if temperature is not None:
-            temperature = jnp.pad(temperature, (0, missing), constant_values=1.0)
-    if temperature is not None:
-        temperature = temperature.astype(jnp.float32)
-    result = _logp_gather(options, hidden, head, targets, temperature)
+        targets = jnp.pad(targets, (0, missing))
+        factor = jnp.pad(factor, (0, missing), constant_values=1.0)
+    result = _logp_gather(options, hidden, head, targets, factor)
     return LogProbs(*(x[:T] for x in result))
 
 
+def target_logits(hidden, head, targets, softcap):
+    """float32 [T]: the logit of each row's target, after softcap."""
+    z = jnp.einsum("TD,TD->T", hidden, head[targets], preferred_element_type=jnp.float32)
+    return z if softcap is None else softcap * jnp.tanh(z / softcap)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logp_gather(options, hidden, head, targets, temperature):
-    return _forward(options, hidden, head, targets, temperature)
+def _logp_gather(options, hidden, head, targets, factor):
+    return _forward(options, hidden, head, targets, factor)
 
 
-def _forward(options, hidden, head, targets, temperature):
-    pieces = gpu.statistics(
-        hidden,
-        head.astype(hidden.dtype),
-        targets,
-        temperature,
-        softcap=options.softcap,
-        config=options.config,
-    )
-    top, total, moment, hit = pieces
-    highest = top.max(0)
-    shift = top - highest[None]
-    decay = jnp.exp(shift)
-    moment = ((moment + total * shift) * decay).sum(0)
-    total = (total * decay).sum(0)
-    log_total = jnp.log(total)
-    lse = highest + log_total
-    return LogProbs(hit.sum(0) - lse, log_total - moment / total, lse)
+def _forward(options, hidden, head, targets, factor):
+    low = head.astype(hidden.dtype)
+    pieces = gpu.statistics(hidden, low, factor, softcap=options.softcap, config=options.config)
+    lse, entropy = gpu.merge(*pieces)
+    logit = target_logits(hidden, low, targets, options.softcap) * factor / gpu.LOG2E
+    return LogProbs(logit - lse, entropy, lse)
 
 
-def _logp_gather_fwd(options, hidden, head, targets, temperature):
-    result = _forward(options, hidden, head, targets, temperature)
-    return result, (hidden, head, targets, temperature, result)
+def _logp_gather_fwd(options, hidden, head, targets, factor):
+    result = _forward(options, hidden, head, targets, factor)
+    return result, (hidden, head, targets, factor, result)
 
 
 def _logp_gather_bwd(options, residuals, cotangents):
-    hidden, head, targets, temperature, result = residuals
+    """dz = g_logp (1[target] - p) - g_entropy p (log p + entropy) + g_lse p, then the chain."""
+    hidden, head, targets, factor, result = residuals
+    g_logp, g_entropy, g_lse = cotangents
     low = head.astype(hidden.dtype)
     V, D = head.shape
     chunk = options.chunk
+    inverse = factor / gpu.LOG2E
+    slope = (g_lse - g_logp - g_entropy * result.entropy) * inverse
+    slopes = (slope, g_entropy * inverse / gpu.LOG2E)
+    # The target's own element, from float32 numbers: p near 1 must not cost 1 - p its accuracy.
+    on_target = jnp.exp(result.logp) * (slope - g_entropy * result.logp * inverse)
+    on_target += g_logp * inverse
+    if options.softcap is not None:
+        capped = (result.logp + result.lse) / inverse
+        on_target *= 1.0 - jnp.square(capped / options.softcap)
+    row = jnp.arange(hidden.shape[0], dtype=jnp.int32)
 
     def body(carry, first, size):
         d_hidden, d_head = carry
         dz_TC = gpu.d_logits(
             hidden,
             low,
-            targets,
-            temperature,
-            result.lse,
-            result.entropy,
-            tuple(cotangents),
+            factor,
+            result.lse * gpu.LOG2E,
+            slopes,
             first[None],
             size,
             softcap=options.softcap,
             config=options.config,
+        )
+        column = targets - first
+        column = jnp.where(column < 0, size, column)  # negative indices would count from the end
+        dz_TC = dz_TC.at[row, column].set(
+            on_target.astype(dz_TC.dtype), mode="drop", unique_indices=True
         )
         head_CD = lax.dynamic_slice(low, (first, jnp.int32(0)), (size, D))
         d_hidden += jnp.einsum("TC,CD->TD", dz_TC, head_CD, preferred_element_type=jnp.float32)

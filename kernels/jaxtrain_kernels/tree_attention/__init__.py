@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.tree_attention import mosaic_gpu, reference, xla
+from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, xla
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
+    "tpu": tpu.attention,
     "xla": xla.attention,
+    "mosaic_gpu_fused": mosaic_gpu.attention_fused,
+    "cudnn": cudnn.attention,
     "reference": reference.attention,
 }
 

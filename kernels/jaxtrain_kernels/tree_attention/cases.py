@@ -64,6 +64,10 @@ def documents_32k():
     return testing.documents([4096] * 8)
 
 
+def documents_8k():
+    return testing.documents([700, 410, 880, 520, 300, 640, 760, 590, 450, 830, 370, 680, 560, 480])
+
+
 def one_32k():
     return testing.documents([32768])
 
@@ -83,5 +87,6 @@ CASES = [
     Case("tree32k_h16_8_d64", tree_32k, 32768, 16, 8, 64, TUNE),
     Case("tree32k_h16_4_d256", tree_32k, 32768, 16, 4, 256, TUNE),
     Case("documents32k_h16_8_d128", documents_32k, 32768, 16, 8, 128, BENCH),
+    Case("documents8k_h16_8_d128", documents_8k, 8192, 16, 8, 128, BENCH),
     Case("causal32k_h16_8_d128", one_32k, 32768, 16, 8, 128, BENCH),
 ]

@@ -1,26 +1,22 @@
 """Tree attention forward for Hopper, Pallas Mosaic GPU.
 
-A thread block owns `WARPGROUPS` x 64 queries of one head: a memory warpgroup walks the tile's list
-of key blocks and fills a ring of K and V buffers by TMA, two compute warpgroups take turns (one
-multiplies while the other does its softmax, after FlashAttention-3, arXiv 2407.08608). The mask is
-evaluated only in blocks that need it. The log-sum-exp is kept in base 2.
+A tile is 2 x 64 queries of one head, and its list of key blocks comes through a ring of buffers
+(gpu_tiles.py). Two compute warpgroups take turns: one multiplies while the other does its softmax,
+after FlashAttention-3 (arXiv 2407.08608). The mask is evaluated only in blocks that need it. The
+log-sum-exp is kept in base 2.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import plgpu, swizzled, tanh
+from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
+from jaxtrain_kernels.tree_attention import gpu_tiles
 from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-
-LOG2E = math.log2(math.e)
-WARPGROUPS = 2
-ROWS = 64  # queries of a warpgroup
-TILE = WARPGROUPS * ROWS
+from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +25,25 @@ class Config:
 
     k_block: int = 128
     stages: int = 2
+    q_stages: int = 2
+    """Tiles whose queries are in flight."""
+    programs: int = -1
+    """Thread blocks that share the tiles; -1: one per tile, 0: one per multiprocessor."""
+    in_registers: bool = False
+    """Hold a tile's queries in registers: less traffic with shared memory."""
     compute_registers: int = 232
     memory_registers: int = 40
 
 
 def heuristic(head_dim: int) -> Config:
-    return Config(k_block=64 if head_dim == 256 else 128)
+    return Config(k_block=64, q_stages=1) if head_dim == 256 else Config()
 
 
 def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    moved: Moved | None,
     keys: Keys,
     positions: jax.Array | None,
     tiles: Lists,
@@ -53,35 +56,36 @@ def forward(
     """Output [B, T, N, H] in q's dtype and base-2 log-sum-exp float32 [B, N, T].
 
     q [B, T, N, H]; k, v [B, S, K, H]; T and S multiples of the blocks. A query that sees nothing
-    gets 0 and +inf. `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`.
+    gets 0 and +inf. `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`; `keys`
+    and `tiles` are in the blocks' order.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    bk, stages = config.k_block, config.stages
-    num_tiles, slots = T // TILE, 3 if window is None else 4
+    bk, q_stages = config.k_block, config.q_stages
+    num_tiles = T // TILE
+    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
+    shape = gpu_tiles.Shape(bk, config.stages, config.stages)
     logit_scale = (scale if softcap is None else softcap) * LOG2E
     wgmma = plgpu.Layout.WGMMA
-    per_row, per_column = wgmma.reduce(1), wgmma.reduce(0)
+    per_row = wgmma.reduce(1)
 
-    def kernel(*refs):
-        q_ref, k_ref, v_ref, since_ref, until_ref, *refs = refs
-        if window is not None:
-            position_ref, key_position_ref, *refs = refs
-        order_ref, counts_ref, codes_ref, out_ref, lse_ref, *refs = refs
-        q_smem, k_smem, v_smem, since_smem, until_smem, lse_smem, *refs = refs
-        if window is not None:
-            key_position_smem, *refs = refs
-        q_ready, k_ready, v_ready, k_free, v_free, turn = refs
+    def kernel(q_ref, *refs):
+        position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
+        out_ref, lse_ref, q_smem, lse_smem, q_ready, turn, *refs = refs
+        ring = gpu_tiles.Ring(*refs)
 
         group = lax.axis_index("group")
-        program = lax.axis_index("program")
-        head = lax.rem(program, jnp.int32(N))
-        tile = order_ref[lax.div(program, jnp.int32(N))]
-        row, q_tile = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
-        count = counts_ref[tile]
+        schedule = gpu_tiles.Schedule(
+            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, keys.codes
+        )
 
-        def slot_of(step):
-            return lax.rem(step, jnp.int32(stages))
+        def buffer_of(turn):
+            return lax.rem(turn, jnp.int32(q_stages)) * WARPGROUPS
+
+        def load_queries(turn, place):
+            mine = buffer_of(turn) + group
+            source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
+            plgpu.copy_gmem_to_smem(source, q_smem.at[mine], q_ready.at[mine])
 
         def take_turns():
             plgpu.barrier_arrive(turn)
@@ -90,155 +94,122 @@ def forward(
         @pl.when(group < WARPGROUPS)
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            first = q_tile * TILE + group * ROWS
-            rows = pl.ds(first, ROWS)
-            plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q_smem.at[group], q_ready.at[group])
-            if window is not None:
-                position = plgpu.load(position_ref.at[row, rows], layout=per_row, optimized=False)
-            plgpu.barrier_wait(q_ready.at[group])
-            top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
-
-            @pl.when(count > 0)
-            def _():
-                plgpu.barrier_wait(k_ready.at[0])
-
+            load_queries(jnp.int32(0), schedule.first_place())
             pl.when(group == 1)(take_turns)
 
-            def step(i, carry):
-                acc, top, total, code = carry
-                slot = slot_of(i)
-                next_code = codes_ref[tile, lax.min(i + 1, count - 1)]  # hides the load's latency
+            def work(now):
+                row, first, head = now.place
+                first, mine = first + group * ROWS, buffer_of(now.turn) + group
+                rows = pl.ds(first, ROWS)
+                before, count = now.before, now.count
+                position = None
+                if window is not None:
+                    position = plgpu.load(
+                        position_ref.at[row, rows], layout=per_row, optimized=False
+                    )
+                plgpu.barrier_wait(q_ready.at[mine])
+                held = plgpu.load(q_smem.at[mine], layout=wgmma) if config.in_registers else None
+                top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
+                acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
 
-                def scores(ref):
-                    plgpu.wgmma(ref, q_smem.at[group], k_smem.at[slot].transpose((1, 0)))
-                    take_turns()
-                    return ref[...]
+                @pl.when(count > 0)
+                def _():
+                    plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before)])
 
-                score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
-                if softcap is not None:
-                    score = tanh(score * (scale / softcap))
+                def step(i, carry):
+                    acc, top, total, code = carry
+                    slot = shape.k_slot(before + i)
+                    next_code = keys.codes[now.tile, lax.min(i + 1, count - 1)]
 
-                def spread(column):
-                    return lax.broadcast_in_dim(column, (ROWS, bk), [1])
+                    def scores(ref):
+                        queries = q_smem.at[opaque(mine) if H == 256 else mine]
+                        left = held if config.in_registers else queries
+                        plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
+                        take_turns()
+                        return ref[...]
 
-                def masked():
-                    q_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, bk), 0, layout=wgmma) + first
-                    since = plgpu.load(since_smem.at[slot], layout=per_column)
-                    until = plgpu.load(until_smem.at[slot], layout=per_column)
-                    seen = (q_index >= spread(since)) & (q_index < spread(until))
-                    if window is not None:
-                        key_position = plgpu.load(key_position_smem.at[slot], layout=per_column)
-                        mine = lax.broadcast_in_dim(position, (ROWS, bk), [0])
-                        seen &= mine - spread(key_position) < window
-                    # TMA overwrites what was just read into registers: order the two.
-                    plgpu.commit_smem()
-                    return jnp.where(seen, score, -jnp.inf)
+                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
+                    if softcap is not None:
+                        score = tanh(score * (scale / softcap))
 
-                score = lax.cond((code & 1) == 1, masked, lambda: score)
-                plgpu.barrier_arrive(k_free.at[slot])
-                new_top = jnp.maximum(top, score.max(axis=1) * logit_scale)
-                base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-                decay = jnp.exp2(top - base)
-                weight = jnp.exp2(score * logit_scale - lax.broadcast_in_dim(base, (ROWS, bk), [0]))
-                acc *= lax.broadcast_in_dim(decay, (ROWS, H), [0])
-                total *= decay
-                low = weight.astype(q.dtype)
+                    def masked():
+                        seen = gpu_tiles.seen_in(ring, slot, first, position, bk, window)
+                        return jnp.where(seen, score, -jnp.inf)
 
-                def wait_for_values():
-                    plgpu.barrier_arrive(turn)
-                    plgpu.barrier_wait(v_ready.at[slot])
-                    plgpu.barrier_wait(turn)
+                    score = lax.cond((code & 1) == 1, masked, lambda: score)
+                    plgpu.barrier_arrive(ring.k_free.at[slot])
+                    new_top = jnp.maximum(top, score.max(axis=1) * logit_scale)
+                    base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+                    decay = jnp.exp2(top - base)
+                    across = lax.broadcast_in_dim(base, (ROWS, bk), [0])
+                    weight = jnp.exp2(score * logit_scale - across)
+                    acc *= lax.broadcast_in_dim(decay, (ROWS, H), [0])
+                    total *= decay
+                    low = weight.astype(q.dtype)
 
-                if H <= 128:
-                    total += weight.sum(axis=1)
-                    # Keeps the softmax ahead of the barrier, where the other group multiplies.
-                    acc, total, new_top, low = lax.optimization_barrier((acc, total, new_top, low))
-                    wait_for_values()
-                else:
-                    wait_for_values()
-                    total += weight.sum(axis=1)
+                    def wait_for_values():
+                        plgpu.barrier_arrive(turn)
+                        plgpu.barrier_wait(ring.v_ready.at[slot])
+                        plgpu.barrier_wait(turn)
 
-                def values(ref):
-                    plgpu.wgmma(ref, low, v_smem.at[slot])
+                    if H <= 128:
+                        total += weight.sum(axis=1)
+                        # Keeps the softmax ahead of the barrier, where the other group multiplies.
+                        kept = lax.optimization_barrier((acc, total, new_top, low))
+                        acc, total, new_top, low = kept
+                        wait_for_values()
+                    else:
+                        wait_for_values()
+                        total += weight.sum(axis=1)
 
-                    @pl.when(i + 1 < count)
-                    def _():
-                        plgpu.barrier_wait(k_ready.at[slot_of(i + 1)])
+                    def values(ref):
+                        plgpu.wgmma(ref, low, ring.v.at[slot])
 
-                acc = pl.run_state(values)(plgpu.ACC.init(acc))
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc, new_top, total, next_code
+                        @pl.when(i + 1 < count)
+                        def _():
+                            plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i + 1)])
 
-            carry = (acc, top, total, codes_ref[tile, 0])
-            acc, top, total, _ = lax.fori_loop(0, count, step, carry)
+                    acc = pl.run_state(values)(plgpu.ACC.init(acc))
+                    plgpu.barrier_arrive(ring.v_free.at[slot])
+                    return acc, new_top, total, next_code
+
+                acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, now.code))
+                if q_stages > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
+                inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+                acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
+                q_smem[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
+                lse_smem[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_smem.at[mine], out_ref.at[row, rows, head])
+                plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse_ref.at[row, head, rows])
+                if q_stages == 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
+
+            schedule.go_through(work)
             pl.when(group == 0)(take_turns)
-
-            inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-            acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
-            q_smem[group] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
-            lse_smem[group] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[group], out_ref.at[row, rows, head])
-            plgpu.copy_smem_to_gmem(lse_smem.at[group], lse_ref.at[row, head, rows])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == WARPGROUPS)
         def memory():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            kv_head = lax.div(head, jnp.int32(N // K))
 
-            def step(i, code):
-                next_code = codes_ref[tile, lax.min(i + 1, count - 1)]
-                slot = slot_of(i)
-                block = lax.shift_right_logical(code, 1)
-                part = pl.ds(pl.multiple_of(block * bk, bk), bk)
+            def work(now):
+                kv_head = lax.div(now.place.head, jnp.int32(N // K))
+                gpu_tiles.feed(now, keys, ring, shape, kv_head)
 
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(k_free.at[slot])
+            gpu_tiles.drain(schedule.go_through(work), ring, shape)
 
-                ready = k_ready.at[slot]
-                plgpu.copy_gmem_to_smem(k_ref.at[row, part, kv_head], k_smem.at[slot], ready)
-                plgpu.copy_gmem_to_smem(since_ref.at[row, part], since_smem.at[slot], ready)
-                plgpu.copy_gmem_to_smem(until_ref.at[row, part], until_smem.at[slot], ready)
-                if window is not None:
-                    plgpu.copy_gmem_to_smem(
-                        key_position_ref.at[row, part], key_position_smem.at[slot], ready
-                    )
-
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(v_free.at[slot])
-
-                plgpu.copy_gmem_to_smem(
-                    v_ref.at[row, part, kv_head], v_smem.at[slot], v_ready.at[slot]
-                )
-                return next_code
-
-            lax.fori_loop(0, count, step, codes_ref[tile, 0])
-
-            @pl.loop(lax.max(count - stages, 0), count)
-            def _(i):  # leave no barrier phase unobserved
-                plgpu.barrier_wait(k_free.at[slot_of(i)])
-                plgpu.barrier_wait(v_free.at[slot_of(i)])
-
-    per_key = plgpu.SMEM((stages, bk), jnp.int32)
+    buffers = q_stages * WARPGROUPS
     scratch = [
-        swizzled((WARPGROUPS, ROWS, H), q.dtype),
-        swizzled((stages, bk, H), q.dtype),
-        swizzled((stages, bk, H), q.dtype),
-        per_key,
-        per_key,
-        plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-        *([] if window is None else [per_key]),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=slots),
-        plgpu.Barrier(num_barriers=stages),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
+        swizzled((buffers, ROWS, H), q.dtype),
+        plgpu.SMEM((buffers, ROWS), jnp.float32),
+        plgpu.Barrier(num_barriers=buffers),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
+        *shape.scratch(H, q.dtype, window is not None),
     ]
     run = plgpu.kernel(
         kernel,
@@ -247,12 +218,12 @@ def forward(
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         scratch_types=scratch,
-        grid=(B * num_tiles * N,),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="group",
         kernel_name="tree_attention_fwd",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    window_arrays = [] if window is None else [positions, keys.positions]
-    return tuple(run(q, k, v, keys.since, keys.until, *window_arrays, *tiles))
+    arrays = gpu_tiles.key_arrays(k, v, keys, positions, tiles, moved)
+    return tuple(run(q, *arrays))

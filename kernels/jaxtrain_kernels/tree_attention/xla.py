@@ -146,7 +146,7 @@ def _forward(options, q, k, v, mask):
 def _attention_fwd(options, q, k, v, mask):
     out, lse = _forward(options, q, k, v, mask)
     # A remat policy that saves this name spares the backward a second forward.
-    lse = checkpoint_name(lse, "attention_lse")
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, mask, lse)
 
 

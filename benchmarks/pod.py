@@ -1,0 +1,269 @@
+"""Whole training steps on one GPU and on several: rates, scaling, memory, at published sizes.
+
+python benchmarks/pod.py --cases 0.6b llama-8b 128k --out benchmarks/results/pod_h200
+
+Random weights and tokens; a row is one document, so attention sees the whole causal half. Every
+program is compiled first, side by side, on shapes alone; then each runs WARM_UP + TIMED steps. The
+step is that of `jaxtrain.train` without the data pipeline: forward, backward, clipping, AdamW.
+
+step s    median over TIMED steps, each waited for
+tok/s/GPU tokens of the step / step s / GPUs
+MFU       6 x weights that multiply a token + attention's causal half, over 989 TFLOP/s (H200, bf16
+          dense); frozen weights count 4; recomputation is not counted
+eff.      tok/s/GPU against that of the same case on the fewest GPUs
+peak GiB  most bytes that the allocator of GPU 0 had in use, where that is a new high; "plan"
+          is the compiler's own sum of arguments and temporaries
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import gc
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from step_work import MODELS
+
+from jaxtrain.adapters.attach import split_trained
+from jaxtrain.assemble import Parts, abstract_params, make_adapter, open_params
+from jaxtrain.batch import Batch
+from jaxtrain.config import AdapterConfig, OptimConfig
+from jaxtrain.losses.nll import nll_loss
+from jaxtrain.metrics import count_work, model_flops, peak_flops
+from jaxtrain.models import build
+from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.parallel.feed import feed, row_shards
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.reading import count_matmul_params
+from jaxtrain.step import abstract_state, init_state, make_step
+
+WARM_UP, TIMED = 2, 5
+OPTIM = OptimConfig(learning_rate=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program."""
+
+    name: str
+    model: str
+    tokens: int
+    """Of a row."""
+    mesh: dict[str, int]
+    rows: int = 1
+    """For each row shard."""
+    remat: str = "save_attention"
+    adapter: dict | None = None
+    param_dtype: str = "float32"
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def devices(self) -> int:
+        return int(np.prod(list(self.mesh.values())))
+
+    def label(self) -> str:
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return " ".join(filter(None, [mesh, self.remat, self.note]))
+
+
+OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "xla_gpu_enable_while_loop_double_buffering": "true",
+}
+LORA = {"kind": "lora", "rank": 16}
+CASES = [
+    *(Case("0.6b", "qwen3-0.6b", 8192, {"fsdp": n}, 2, remat="none") for n in (1, 2, 4)),
+    Case("0.6b", "qwen3-0.6b", 8192, {"fsdp": 4}, 2, remat="none", flags=OVERLAP, note="overlap"),
+    *(Case("llama-8b", "llama-8b", 8192, {"fsdp": n}) for n in (2, 4)),
+    Case("llama-8b", "llama-8b", 8192, {"fsdp": 4}, flags=OVERLAP, note="overlap"),
+    *(Case("8b", "qwen3-8b", 8192, {"fsdp": n}) for n in (2, 4)),
+    *(Case("4b", "qwen3-4b", 16384, {"fsdp": n}) for n in (1, 4)),
+    Case("128k", "qwen3-0.6b", 131072, {"context": 4}),
+    Case("128k-2", "qwen3-0.6b", 131072, {"context": 2}),
+    Case("tensor", "llama-8b", 8192, {"fsdp": 2, "tensor": 2}),
+    Case("qlora", "qwen3-8b", 2048, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"),
+    Case("lora", "qwen3-8b", 8192, {}, adapter=LORA, param_dtype="bfloat16"),
+    Case(
+        "qlora-8k", "qwen3-8b", 8192, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"
+    ),
+    Case("tiny", "tiny", 256, {"fsdp": 2}),
+    Case("tiny", "tiny", 256, {"fsdp": 2, "context": 2}, note="again"),
+    Case("tiny-qlora", "tiny", 256, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"),
+]
+
+
+class Program:
+    """A case's step, compiled on shapes; `measure` allocates, runs and frees."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.mesh = make_mesh(jax.devices()[: case.devices], **case.mesh)
+        raw = MODELS[case.model]
+        length = max(raw["max_position_embeddings"], case.tokens)
+        self.architecture = build.config_from_hf({**raw, "max_position_embeddings": length})
+        options = {"param_dtype": case.param_dtype, "dtype": "bfloat16", "remat": case.remat}
+        adapter = make_adapter(AdapterConfig(**(case.adapter or {})), self.architecture)
+        self.parts = Parts(None, self.architecture, self.mesh, None, options, adapter)
+        self.batch = one_document(case.rows * row_shards(self.mesh), case.tokens, raw["vocab_size"])
+        with jax.set_mesh(self.mesh):
+            self.shapes, rebuild = abstract_params(self.parts)
+            trained, frozen = split_trained(self.shapes, adapter)
+            self.optimizer = build_optimizer(OPTIM, build_schedule(OPTIM, 1000), trained)
+            step = make_step(rebuild, nll_loss, {"nll": 1.0}, self.optimizer, OPTIM.max_grad_norm)
+            placed = feed(self.batch, self.mesh)
+            places = {path: shape.sharding for path, shape in self.shapes.items()}
+            fill = jax.jit(lambda: fill_params(self.shapes), out_shardings=places)
+            self.fill = None if adapter else fill.lower().compile()
+            start = time.perf_counter()
+            lowered = step.lower(abstract_state(trained, self.optimizer), placed, frozen)
+            self.compiled = lowered.compile(compiler_options=case.flags or None)
+            self.compile_s = time.perf_counter() - start
+
+    def measure(self) -> dict:
+        """Rates and memory of this case."""
+        before = peak_memory()
+        with jax.set_mesh(self.mesh):
+            params = self.fill() if self.fill else open_params(self.parts, 0)
+            trained, frozen = split_trained(params, self.parts.adapter)
+            del params
+            state, placed = init_state(trained, self.optimizer), feed(self.batch, self.mesh)
+            del trained
+            jax.block_until_ready(state)
+            opened = peak_memory()
+            losses, seconds = [], []
+            timed = TIMED if self.case.tokens < 100_000 else 2
+            for _ in range(WARM_UP + timed):
+                start = time.perf_counter()
+                state, output = self.compiled(state, placed, frozen)
+                losses.append(float(output.metrics["loss"][0]))
+                seconds.append(time.perf_counter() - start)
+        memory = self.compiled.memory_analysis()
+        plan = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        plan += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        after = peak_memory()
+        step_s = statistics.median(seconds[WARM_UP:])
+        return {
+            "step_s": step_s,
+            "seconds": seconds,
+            "losses": losses,
+            "peak_gib": after if after > before else None,
+            "peak_opening_gib": opened if opened > before else None,
+            "plan_gib": plan / 2**30,
+            "compile_s": self.compile_s,
+            "collectives": count_collectives(self.compiled.as_text()),
+        } | self.rates(step_s)
+
+    def rates(self, seconds: float) -> dict:
+        trained, frozen = split_trained(self.shapes, self.parts.adapter)
+        tokens, pairs = count_work(self.batch, self.architecture.windows())
+        width = self.architecture.num_attention_heads * self.architecture.head_size
+        flops = model_flops(count_matmul_params(trained, frozen), width, tokens, pairs)
+        peak = peak_flops(jax.devices()[0].device_kind, "bfloat16", None)
+        devices = self.case.devices
+        mfu = flops / seconds / devices / peak if peak else None
+        return {"tokens_per_s_per_gpu": tokens / seconds / devices, "mfu": mfu}
+
+
+def fill_params(shapes: dict) -> dict:
+    """Numbers that look random enough for matrix units, from a program that compiles at once."""
+
+    def fill(path: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if path.endswith("scale"):
+            return jnp.ones(shape.shape, shape.dtype)
+        count = sum(
+            jax.lax.broadcasted_iota(jnp.float32, shape.shape, dim) * factor
+            for dim, factor in zip(range(len(shape.shape)), (7.13, 91.7, 12.9898), strict=False)
+        )
+        return (0.02 * jnp.sin(count * (1 + len(path)))).astype(shape.dtype)
+
+    return {path: fill(path, shape) for path, shape in shapes.items()}
+
+
+def one_document(rows: int, length: int, vocabulary: int) -> Batch:
+    """Batch [1, B, T] of rows that are one document each."""
+    shape = (1, rows, length)
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, shape).astype(np.int32)
+    weights = {"nll": (index > 0).astype(np.float32)}
+    until = np.full(shape, length, np.int32)
+    return Batch(tokens, index.copy(), (index - 1).astype(np.int32), until, weights)
+
+
+def peak_memory() -> float:
+    """GiB, of the first device, since the process began."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", 0) / 2**30
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """Collectives in a compiled program by kind; those of one device do not count."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return dict(Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
+
+
+def run(cases: list[Case], out: Path | None, command: str) -> None:
+    """Compile all, run each, write the report after each."""
+    head = f"{command}\n{jax.device_count()} {jax.devices()[0].device_kind}, jax {jax.__version__}"
+    report = {"command": command, "hardware": head.splitlines()[1], "rows": []}
+    print(f"{head}\n{HEADER}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        programs = [pool.submit(Program, case) for case in cases]
+        concurrent.futures.wait(programs)  # nothing compiles while steps are timed
+        for case in cases:
+            row = dataclasses.asdict(case) | {"devices": case.devices, "how": case.label()}
+            try:
+                row |= programs.pop(0).result().measure()
+            except Exception as reason:  # the other cases still count
+                row["failed"] = " ".join(str(reason).split())[:300]
+            gc.collect()
+            report["rows"].append(row)
+            print(describe(row, report["rows"]), flush=True)
+            if out is not None:
+                out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+HEADER = (
+    f"{'case':<12}{'GPUs':>5}{'step s':>9}{'tok/s/GPU':>11}{'MFU':>7}{'eff.':>7}{'peak GiB':>10}"
+    f"{'plan':>7}{'compile s':>11}{'loss':>9}  how"
+)
+
+
+def describe(row: dict, rows: list[dict]) -> str:
+    """One line of the table."""
+    start = f"{row['name']:<12}{row['devices']:>5}"
+    if "failed" in row:
+        return f"{start}  {row['how']}: failed: {row['failed']}"
+    base = next(r for r in rows if r["name"] == row["name"] and "failed" not in r)
+    share = row["tokens_per_s_per_gpu"] / base["tokens_per_s_per_gpu"]
+    mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+    peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-"
+    return (
+        f"{start}{row['step_s']:>9.4f}{row['tokens_per_s_per_gpu']:>11,.0f}{mfu:>7}{share:>7.1%}"
+        f"{peak:>10}{row['plan_gib']:>7.1f}{row['compile_s']:>11.1f}{row['losses'][0]:>9.4f}"
+        f"  {row['how']}  {row['collectives']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="+", default=["0.6b", "llama-8b", "8b", "4b", "128k"])
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    options = parser.parse_args()
+    chosen = [case for name in options.cases for case in CASES if case.name == name]
+    fits = [case for case in chosen if case.devices <= jax.device_count()]
+    command = "python benchmarks/pod.py --cases " + " ".join(options.cases)
+    run(fits, options.out, command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What whole training steps are measured on: shapes of models, and rows of tokens. No framework.
+
+Works: an agent's tree of 7,889 or 31,972 packed tokens (20 or 28 leaves), and a row of packed
+documents of unequal length. All tokens train but the first of each tree or document.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtrain_kernels.testing import agent_tree, documents
+
+from jaxtrain.batch import Batch
+from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
+
+
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **other) -> dict:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.02,
+    } | other
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _qwen3(64, 128, 2, 4, tied=True, vocab_size=512, num_key_value_heads=2, head_dim=16),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    },
+}
+"""config.json of each, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One row's forest; every row of a step has other tokens in the same forest."""
+
+    forest: Callable[[], list[tuple[int, int]]]
+    """(size, parent) of its nodes."""
+    row: int
+    """T of a row, padding included."""
+
+    def trees(self, vocabulary: int, seed: int = 0) -> list[Tree]:
+        """The trees of one row with random tokens."""
+        rng = np.random.default_rng(seed)
+        trees: list[list] = []
+        first = 0
+        for index, (size, parent) in enumerate(self.forest()):
+            if parent < 0:
+                trees.append([])
+                first = index
+            tokens = rng.integers(0, vocabulary, size).astype(np.int32)
+            trees[-1].append((parent - first if parent >= 0 else -1, tokens, np.ones(size), ""))
+        return [build_tree(parts) for parts in trees]
+
+    def batch(self, vocabulary: int, rows: int = 1, microsteps: int = 1) -> Batch:
+        """Batch [A, B, T]."""
+        seeds = iter(range(rows * microsteps))
+        micro = [
+            [self.trees(vocabulary, next(seeds)) for _ in range(rows)] for _ in range(microsteps)
+        ]
+        return stack_batches(
+            [build_batch([[lay_out(t) for t in row] for row in rows], self.row) for rows in micro]
+        )
+
+    def packed_branches(self, vocabulary: int, length: int = 8192) -> Batch:
+        """Batch [A, 1, length]: every branch of one row alone, first-fit-decreasing into rows."""
+        branches = [
+            chain(tokens, {name: w / tree.num_branches for name, w in weights.items()})
+            for tree in self.trees(vocabulary)
+            for tokens, weights in split_branches(tree)
+        ]
+        length = max(length if self.row > 1024 else self.row, *(b.num_tokens for b in branches))
+        rows = fit_rows([branch.num_tokens for branch in branches], length)
+        return stack_batches(
+            [build_batch([[lay_out(branches[i]) for i in row]], length) for row in rows]
+        )
+
+
+WORKS: dict[str, Work] = {
+    "tiny-tree": Work(lambda: agent_tree(4, 24, 10), 256),
+    "tiny-docs": Work(lambda: documents([100, 30, 60, 17]), 256),
+    "tree8k": Work(lambda: agent_tree(20, 330, 70), 7936),
+    "tree32k": Work(lambda: agent_tree(28, 1000, 170), 32000),
+    "docs8k": Work(lambda: documents([2900, 410, 1290, 160, 730, 1980, 90, 620]), 8192),
+}

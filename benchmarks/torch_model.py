@@ -1,0 +1,243 @@
+"""The PyTorch side of train_step.py: the same decoder, loss and optimizer, as well as it can be.
+
+Qwen3 and Llama decoders with q, k, v and gate, up as one matrix each; float32 weights, rounded to
+the compute dtype where they multiply; FlexAttention with a block mask of the same intervals (built
+once, outside the timing); torch.compile of each block, of the head's cross-entropy, and of the
+norms; fused AdamW with clipping by the global norm. Inductor's partitioner recomputes cheap
+operations in the backward pass by itself; `remat="full"` also checkpoints whole blocks.
+"""
+
+import dataclasses
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+WARM_UP, TIMED = 3, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the model runs."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """Of activations and matmuls."""
+    remat: str = "none"
+    """none | full: checkpoint every block."""
+    compile: bool = True
+    device: str = "cuda"
+
+
+class Linear(nn.Module):
+    """Weight [out, in] in float32, multiplied in x's dtype."""
+
+    def __init__(self, num_in: int, num_out: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_out, num_in) * std)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Norm(nn.Module):
+    """RMSNorm; the value is rounded before the scale, as in transformers."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, raw: dict):
+        super().__init__()
+        self.heads, self.kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+        self.size = raw["head_dim"]
+        width, ffn = raw["hidden_size"], raw["intermediate_size"]
+        std, eps = raw["initializer_range"], raw["rms_norm_eps"]
+        self.attention_norm, self.mlp_norm = Norm(width, eps), Norm(width, eps)
+        qwen = raw["model_type"] == "qwen3"
+        self.q_norm = Norm(self.size, eps) if qwen else nn.Identity()
+        self.k_norm = Norm(self.size, eps) if qwen else nn.Identity()
+        self.qkv = Linear(width, (self.heads + 2 * self.kv_heads) * self.size, std)
+        self.out = Linear(self.heads * self.size, width, std)
+        self.gate_up, self.down = Linear(width, 2 * ffn, std), Linear(ffn, width, std)
+
+    def forward(self, x, cos, sin, mask):
+        rows, length, _ = x.shape
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        qkv = self.qkv(self.attention_norm(x)).view(rows, length, -1, self.size)
+        q, k, v = qkv.split(heads, 2)
+        q, k = (rotate(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        if isinstance(mask, torch.Tensor):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        else:
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.heads != self.kv_heads)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x, cos, sin):
+    """x [B, T, N, H] with dim i and i + H/2 rotated as a pair, in float32."""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(x.dtype)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, head; `loss` is the weighted sum of -log p."""
+
+    def __init__(self, raw: dict, frequency: tuple[float, ...], options: Options):
+        super().__init__()
+        self.options = options
+        vocabulary, width = raw["vocab_size"], raw["hidden_size"]
+        std = raw["initializer_range"]
+        self.embed = nn.Parameter(torch.randn(vocabulary, width) * std)
+        tied = raw["tie_word_embeddings"]
+        self.head = self.embed if tied else nn.Parameter(torch.randn(vocabulary, width) * std)
+        self.blocks = nn.ModuleList(Block(raw) for _ in range(raw["num_hidden_layers"]))
+        self.norm = Norm(width, raw["rms_norm_eps"])
+        self.frequency = frequency
+        if options.compile:
+            for block in self.blocks:  # one compilation serves all
+                block.compile(dynamic=False)
+        self.end = torch.compile(self._end, dynamic=False) if options.compile else self._end
+
+    def loss(self, rows: "Rows"):
+        """Sum over tokens of weight x -log p(token | its branch)."""
+        x = F.embedding(rows.tokens, self.embed).to(self.options.dtype)
+        frequency = torch.tensor(self.frequency, device=x.device)
+        turn = rows.positions[..., None, None] * frequency
+        cos, sin = turn.cos(), turn.sin()
+        for block in self.blocks:
+            if self.options.remat == "full":
+                x = checkpoint(block, x, cos, sin, rows.mask, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, rows.mask)
+        return self.end(x, rows.prev, rows.tokens, rows.weights)
+
+    def _end(self, x, prev, tokens, weights):
+        x = self.norm(x)
+        index = prev.clamp(min=0)[..., None].expand(-1, -1, x.shape[-1])
+        hidden = x.gather(1, index).flatten(0, 1)
+        logits = (hidden @ self.head.to(hidden.dtype).T).float()
+        nll = F.cross_entropy(logits, tokens.flatten(), reduction="none")
+        return (nll * weights.flatten()).sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One microstep on the device, with the block mask of its intervals."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    prev: torch.Tensor
+    weights: torch.Tensor
+    mask: object
+
+
+def put_rows(batch, device: str) -> list[Rows]:
+    """The microsteps of a host Batch [A, B, T]."""
+
+    def one(index: int) -> Rows:
+        def tensor(array, dtype=np.int64):
+            return torch.from_numpy(np.asarray(array[index], dtype)).to(device)
+
+        until = tensor(batch.until)
+        rows, length = until.shape
+
+        def visible(b, h, q, k):
+            return (k <= q) & (q < until[b, k])
+
+        if device == "cuda":
+            mask = create_block_mask(visible, rows, None, length, length, _compile=True)
+        else:  # FlexAttention has no backward pass on a CPU
+            row, slot = torch.arange(rows)[:, None, None, None], torch.arange(length)
+            mask = visible(row, 0, slot[:, None], slot)
+        weights = tensor(batch.weights["nll"], np.float32)
+        return Rows(
+            *(tensor(x) for x in (batch.tokens, batch.positions, batch.prev)), weights, mask
+        )
+
+    return [one(index) for index in range(len(batch.tokens))]
+
+
+class Step:
+    """A whole optimizer step: forward, backward, clipping at 1, AdamW, over all microsteps."""
+
+    def __init__(self, model: Decoder, rows: list[Rows], learning_rate: float = 1e-5):
+        self.model, self.rows = model, rows
+        self.total = float(sum(micro.weights.sum() for micro in rows))
+        fused = rows[0].tokens.is_cuda
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), learning_rate, (0.9, 0.999), 1e-8, weight_decay=0.0, fused=fused
+        )
+
+    def run(self):
+        """One step; returns the loss, still on the device."""
+        loss = 0.0
+        for micro in self.rows:
+            part = self.model.loss(micro) / self.total
+            part.backward()
+            loss = loss + part.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def measure(self) -> dict:
+        """Loss of the first step, seconds a step, compile seconds and the allocator's peak."""
+        start = time.perf_counter()
+        losses = [float(self.run())]
+        compile_s = time.perf_counter() - start
+        losses += [float(self.run()) for _ in range(WARM_UP - 1)]
+        seconds, peak = self.time()
+        return {
+            "loss": losses[0],
+            "loss_after": losses[-1],
+            "step_s": statistics.median(seconds),
+            "step_s_min": min(seconds),
+            "step_s_max": max(seconds),
+            "compile_s": compile_s,
+            "peak_gib": peak,
+        }
+
+    def time(self) -> tuple[list[float], float]:
+        """(seconds of each timed step, GiB at the peak; 0 on a CPU)."""
+        if not self.rows[0].tokens.is_cuda:
+            ends = [time.perf_counter()]
+            for _ in range(TIMED):
+                self.run()
+                ends.append(time.perf_counter())
+            return np.diff(ends).tolist(), 0.0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.run()
+            event.record()
+        torch.cuda.synchronize()
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+        return seconds, torch.cuda.max_memory_allocated() / 2**30
+
+
+def build_step(raw: dict, frequency: tuple[float, ...], batch, options: Options) -> Step:
+    """The step of a config.json's keys on the rows of a host Batch [A, B, T]."""
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = Decoder(raw, frequency, options)
+    return Step(model, put_rows(batch, options.device))

@@ -1,0 +1,160 @@
+"""MoE: a mixture of experts in the place of a dense MLP, dropless.
+
+Every token reaches all experts that its router chose, however many others chose them, so a token's
+result does not depend on its neighbours and a packed tree equals its branches. This file also owns
+the shard_map around the kernels: a device computes what its experts (mesh axis of "experts") and
+its columns of them ("mlp") add for all tokens of its rows, and the shares are summed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtrain_kernels import Adapters, moe_ffn
+
+from jaxtrain.layers.linear import Dtype, ExpertLinear
+from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.router import Choice, Router
+from jaxtrain.parallel.rules import constrain, partition_spec
+
+AXES = {
+    "gate": (("experts", None, "mlp"), ("experts", None, None), ("experts", None, "mlp")),
+    "up": (("experts", None, "mlp"), ("experts", None, None), ("experts", None, "mlp")),
+    "down": (("experts", "mlp", None), ("experts", "mlp", None), ("experts", None, None)),
+}
+"""Inside the shard_map: kernel, and the two factors of its adapter. Whole in the model dim."""
+
+
+class Experts(nnx.Module):
+    """E gated MLPs: down_e(act(gate_e(x)) * up_e(x))."""
+
+    def __init__(self, num_features: int, num_hidden: int, num_experts: int, **common):
+        linear = functools.partial(ExpertLinear, num_experts, **common)
+        self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
+
+
+class MoE(nnx.Module):
+    """[B, T, D] -> [B, T, D] through `router.top` of E experts of F each, plus shared ones.
+
+    activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS. num_shared: F of an MLP
+    that every token goes through as well.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        num_features: int,
+        num_hidden: int,
+        num_experts: int,
+        *,
+        activation: str = "silu",
+        num_shared: int | None = None,
+        impl: str = "auto",
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        self.router = router
+        self.experts = Experts(num_features, num_hidden, num_experts, **common)
+        shared = num_shared is not None
+        self.shared = (
+            GatedMLP(num_features, num_shared, activation=activation, **common) if shared else None
+        )
+        self.num_experts = num_experts
+        self.activation = activation
+        self.impl = impl
+
+    def __call__(
+        self, x_BTD: jax.Array, real_BT: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(result, what the balance of the router is measured on: see `note_balance`)."""
+        choice = self.router(x_BTD)
+        y_BTD = _through_experts(
+            x_BTD, choice, self.experts, activation=self.activation, impl=self.impl
+        )
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        y_BTD = constrain(y_BTD, "rows", "sequence", "features")
+        return y_BTD, note_balance(choice, real_BT)
+
+
+def note_balance(choice: Choice, real_BT: jax.Array) -> dict[str, jax.Array]:
+    """Sums over the tokens of each row that are not padding, in at least float32.
+
+    "expert_load" [B, E]: tokens that went to each expert. "expert_probs" [B, E]: the router's
+    probabilities. "router_entropy" [B]: entropies of these, in nats.
+    """
+    probs_BTE = choice.probs
+    every_E = jnp.arange(probs_BTE.shape[-1], dtype=jnp.int32)
+    went_BTE = (choice.experts[..., None] == every_E).any(-2)
+    entropy_BT = -jnp.sum(jax.scipy.special.xlogy(probs_BTE, probs_BTE), -1)
+    real = real_BT.astype(probs_BTE.dtype)
+    return {
+        "expert_load": jnp.sum(went_BTE * real[..., None], 1),
+        "expert_probs": jnp.sum(probs_BTE * real[..., None], 1),
+        "router_entropy": jnp.sum(jax.lax.stop_gradient(entropy_BT) * real, 1),
+    }
+
+
+def _through_experts(
+    x_BTD: jax.Array, choice: Choice, experts: Experts, *, activation: str, impl: str
+) -> jax.Array:
+    """sum over k of gate_k * expert_k(x), each device on its tokens, its experts, its columns."""
+    kernels, factors = {}, {}
+    for name in AXES:
+        kernels[name], factors[name] = getattr(experts, name).weights()
+    frozen = any(pair is not None for pair in factors.values())
+    op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
+
+    def compute(x_BTD, experts_BTK, gates_BTK, kernels, factors):
+        D, k = x_BTD.shape[-1], experts_BTK.shape[-1]
+        y = op(
+            x_BTD.reshape(-1, D),
+            experts_BTK.reshape(-1, k),
+            gates_BTK.reshape(-1, k),
+            *(kernels[name] for name in AXES),
+            adapters=Adapters(**factors),
+        )
+        return y.reshape(x_BTD.shape)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return compute(x_BTD, choice.experts, choice.gates, kernels, factors)
+    place = functools.partial(partition_spec, mesh=mesh)
+    kernel_specs = {name: place(AXES[name][0], kernels[name].shape) for name in AXES}
+    factor_specs = {
+        name: pair and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
+        for name, pair in factors.items()
+    }
+    owners, columns = kernel_specs["gate"][0], kernel_specs["gate"][2]
+    shares = (*_axes(owners), *_axes(columns))
+    # Devices that share the work of the same tokens all hold these tokens.
+    rows, length, _ = place(("rows", "length", None), x_BTD.shape)
+    x_spec = PartitionSpec(
+        *(tuple(axis for axis in _axes(dim) if axis not in shares) for dim in (rows, length))
+    )
+
+    def local(x_BTD, experts_BTK, gates_BTK, kernels, factors):
+        if owners is not None:  # the others' experts get numbers that no local expert has
+            first = jax.lax.axis_index(owners) * kernels["gate"].shape[0]
+            experts_BTK = experts_BTK - first
+        y_BTD = compute(x_BTD, experts_BTK, gates_BTK, kernels, factors)
+        return jax.lax.psum(y_BTD, shares) if shares else y_BTD
+
+    return jax.shard_map(
+        local,
+        in_specs=(x_spec, x_spec, x_spec, kernel_specs, factor_specs),
+        out_specs=x_spec,
+        check_vma=False,
+    )(x_BTD, choice.experts, choice.gates, kernels, factors)
+
+
+def _axes(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dim of a PartitionSpec."""
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())

@@ -1,0 +1,140 @@
+"""The shard_map around the attention kernel: each device its rows, its heads, its queries.
+
+Keys and values of a row are gathered over the context axis; the tree mask stays exact, because
+every key carries the interval of queries that see it and intervals are shifted, not cut. A causal
+row gives its last queries far more work than its first, so the queries of a layer are dealt anew:
+
+    tokens lie in 2n chunks    0 1 | 2 3 | 4 5 | 6 7       of n = 4 devices
+    queries are attended as    0 7 | 2 5 | 4 3 | 6 1       each device an early and a late chunk
+
+Chunk c goes to device c of the first half, to device 2n - 1 - c of the second: two permutations of
+the devices, one for even and one for odd chunks, and back again after the kernel.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtrain_kernels import attention as attention_op
+
+from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
+
+
+class Sight(NamedTuple):
+    """Key s is visible to query t iff since[s] <= t < until[s]; windows compare positions."""
+
+    until: jax.Array
+    """int32 [B, S]."""
+    since: jax.Array | None
+    """int32 [B, S]; None means s itself (causal)."""
+    positions: jax.Array
+    """int32 [B, T] of the queries."""
+    key_positions: jax.Array
+    """int32 [B, S]."""
+
+    def real(self) -> jax.Array:
+        """bool [B, T] of a row that attends to itself: False in padding, which sees itself alone
+        at position 0 (and so for a document of one token, which nothing can train on)."""
+        alone = self.until == jnp.arange(1, self.until.shape[1] + 1, dtype=jnp.int32)
+        same = self.until.shape == self.positions.shape
+        return (self.positions > 0) | ~alone if same else jnp.ones(self.positions.shape, bool)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    sight: Sight,
+    *,
+    impl: str = "auto",
+    **options,
+) -> jax.Array:
+    """`jaxtrain_kernels.attention` on whatever mesh is set; options (window, softcap, scale) are
+    the kernel's. Returns [B, T, N, H], placed as q."""
+    op = functools.partial(attention_op, impl=impl, **options)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return op(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            sight.until,
+            since=sight.since,
+            positions=sight.positions,
+            key_positions=sight.key_positions,
+        )
+    k_BSKH, v_BSKH = (share_heads(x, q_BTNH.shape[2], mesh) for x in (k_BSKH, v_BSKH))
+    q_spec = partition_spec(("rows", "length", "act_heads", None), q_BTNH.shape, mesh)
+    k_spec = partition_spec(("rows", "length", "act_heads", None), k_BSKH.shape, mesh)
+    if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
+        q_spec, k_spec = PartitionSpec(*q_spec[:2]), PartitionSpec(*k_spec[:2])
+    rows, length = q_spec[0], q_spec[1]
+    context = next(iter(mesh_axes("length", mesh)), None)
+    since = sight.since
+    if since is None:
+        since = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), sight.until.shape)
+
+    def local(q_BTNH, k_BSKH, v_BSKH, until, since, positions, key_positions):
+        if k_spec[1] is not None:
+            # Gathered here and not by the partitioner: its transpose is a reduce-scatter.
+            k_BSKH, v_BSKH = (
+                jax.lax.all_gather(x, context, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
+            )
+
+        def run(q_BTNH, positions, first):
+            shifted = {"since": since - first, "key_positions": key_positions}
+            return op(q_BTNH, k_BSKH, v_BSKH, until - first, positions=positions, **shifted)
+
+        if length is None:
+            return run(q_BTNH, positions, 0)
+        return run_dealt(run, q_BTNH, positions, context, mesh.shape[context])
+
+    by_key, by_query = PartitionSpec(rows), PartitionSpec(rows, length)
+    return jax.shard_map(
+        local,
+        in_specs=(q_spec, k_spec, k_spec, by_key, by_key, by_query, by_key),
+        out_specs=q_spec,
+        check_vma=False,
+    )(q_BTNH, k_BSKH, v_BSKH, sight.until, since, sight.positions, sight.key_positions)
+
+
+def share_heads(x_BSKH: jax.Array, num_heads: int, mesh) -> jax.Array:
+    """Key heads repeated where the tensor axis has more devices than there are, so that each
+    device gets the one head that its queries read."""
+    ways, K = count_ways(mesh_axes("act_heads", mesh), mesh), x_BSKH.shape[2]
+    if K < ways and ways % K == 0 and num_heads % ways == 0:
+        return jnp.repeat(x_BSKH, ways // K, axis=2)
+    return x_BSKH
+
+
+def run_dealt(run: Callable, q_BTNH: jax.Array, positions_BT: jax.Array, axis: str, n: int):
+    """`run(q, positions, first query's index)` on an early and a late chunk of the row.
+
+    Everything here is local to a device of the mesh axis `axis` of n devices; a length of odd
+    chunks is run where it lies.
+    """
+    here = jax.lax.axis_index(axis)
+    T = q_BTNH.shape[1]
+    if T % 2:
+        return run(q_BTNH, positions_BT, here * T)
+    half = T // 2
+    routes = [[(i, home(2 * i + odd, n)) for i in range(n)] for odd in (0, 1)]
+    outs = []
+    for odd, route in enumerate(routes):
+        q, positions = (
+            jax.lax.ppermute(x[:, odd * half : (odd + 1) * half], axis, route)
+            for x in (q_BTNH, positions_BT)
+        )
+        # Of the chunks here and 2n - 1 - here, the one with that parity.
+        chunk = jnp.where(here % 2 == odd, here, 2 * n - 1 - here)
+        out = run(q, positions, chunk * half)
+        outs.append(jax.lax.ppermute(out, axis, [(there, i) for i, there in route]))
+    return jnp.concatenate(outs, axis=1)
+
+
+def home(chunk: int, n: int) -> int:
+    """The device that attends chunk `chunk` of 2n."""
+    return chunk if chunk < n else 2 * n - 1 - chunk

@@ -1,0 +1,84 @@
+"""What happens around the steps of a round whose data come from the policy itself.
+
+publish(version) ─> next(source): answers, rewards, labels ─> prepare: log-probs before the
+first update ─> one optimizer step a batch ─> version + 1, reference mixed, publish again
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtrain.batch import Batch
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.session import Session, keeps_reference, open_scorer
+from jaxtrain.step import mix_reference
+from jaxtrain.watchdog import Watchdog
+
+
+class OnPolicy:
+    """The rounds of a run of task.kind rl, as the loop takes them."""
+
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        watchdog: Watchdog,
+        should_stop: Callable[[], bool],
+    ):
+        assert session.rollouts is not None, "not a run of task.kind rl"
+        self.session, self.rollouts = session, session.rollouts
+        self.samples = folder / "samples.jsonl"
+        self.watchdog = watchdog
+        self.scorer = open_scorer(session)
+        self.published: dict[str, float] | None = None
+        session.source.producer.should_stop = should_stop
+
+    def next(self, step: int) -> tuple[list[Batch], dict[str, float]]:
+        """(batches of the next round, its metrics); raises Interrupted when the run is to stop.
+
+        step: optimizer steps done, for samples.jsonl.
+        """
+        source = self.session.source
+        if self.published is None:
+            self.publish()
+        start = time.monotonic()
+        with self.watchdog.phase("waiting for answers and rewards"):
+            batches = next(source)
+        drawn = time.monotonic()
+        self.rollouts.publisher.sleep()
+        with self.watchdog.phase("scoring the answers"):
+            batches = self.rollouts.prepare(batches, self.scorer)
+        seconds = drawn - start
+        found = {**source.metrics, **self.rollouts.prepare.metrics, **(self.published or {})}
+        found["rollout/seconds"] = seconds
+        found["rollout/tokens_per_second"] = found.get("num_sampled_tokens", 0.0) / seconds
+        found["rollout/score_seconds"] = time.monotonic() - drawn
+        self.write_samples(step)
+        return batches, found
+
+    def finish(self, before: int, step: int) -> None:
+        """The round was trained: steps `before` + 1 to `step`."""
+        task = self.session.config.task
+        if keeps_reference(self.session.config) == "mixed":
+            if step // task.reference_every > before // task.reference_every:
+                self.session.state = mix_reference(self.session.state, task.reference_alpha)
+        self.session.source.version += 1
+        self.publish()
+
+    def publish(self) -> None:
+        """Bring the current weights to the engine."""
+        session = self.session
+        with self.watchdog.phase("bringing weights to the engine"):
+            self.published = self.rollouts.publisher.publish(
+                session.source.version, session.params, session.rebuild
+            )
+
+    def write_samples(self, step: int) -> None:
+        """Append the round's best and worst answers to samples.jsonl."""
+        if not is_main_process() or not self.session.source.samples:
+            return
+        with self.samples.open("a", encoding="utf-8") as file:
+            for sample in self.session.source.samples:
+                line = {"step": step, **sample}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

@@ -1,0 +1,158 @@
+"""One process's side of the hub: signs of life, meeting points, one step to stop at, one last word.
+
+    listener thread   hears the hub; on "quit" prints the line it was given and ends the process
+    beat thread       a line each second, so that a machine that vanished is noticed
+    loop thread       meet(name), stops_before(step), end(...)
+
+To stop, all processes must leave the loop after the same step, or the first collective of those who
+go on would wait for ever. Whoever hears a signal tells the hub; the hub says "halt"; each process
+answers with the step it has begun and begins no further one before it knows the largest of them.
+No process is asked anything while nobody stops.
+"""
+
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+
+class Peers:
+    """The connection to the hub; one per process, open until the process ends."""
+
+    def __init__(
+        self, address: str, process: int, size: int, start_timeout: float, peer_timeout: float
+    ):
+        """Connects and waits until all `size` processes have come; `service_port` is then known.
+
+        Raises UserError when the hub is not there in time. The hub ends the process itself when
+        another one is missing.
+        """
+        self.process, self.size, self.start_timeout = process, size, start_timeout
+        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+        self.stop_name = ""
+        self._begun, self._halted, self._stop_at = 0, False, None
+        self._open: set[str] = set()
+        self._changed = threading.Condition()
+        self._blamed = threading.Event()
+        self.service_port = 0
+        self._socket = self._connect(address)
+        self._lock = threading.Lock()
+        self._send({"process": process, "of": size, "host": platform.node()})
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+        beat = min(1.0, peer_timeout / 4)
+        threading.Thread(target=self._beat, args=(beat,), name="beats", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.service_port)
+
+    def meet(self, name: str) -> None:
+        """Return when every process has come here; those that do not come are named."""
+        self._send({"barrier": name})
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._open)
+
+    def ask_to_stop(self, name: str) -> None:
+        """A signal of that name arrived here: all stop after one and the same step."""
+        self._send({"stop": name})
+
+    def stops_before(self, step: int) -> bool:
+        """To be asked by the loop before each step, counted from 1: must it not begin?"""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._halted or self._stop_at is not None)
+            if self._stop_at is not None and step > self._stop_at:
+                return True
+            self._begun = step
+            return False
+
+    def finish(self) -> None:
+        """All is well here; what follows is only the end of the process."""
+        self._send({"bye": True})
+
+    def end(self, code: int, text: str, *, stumbled: bool = False) -> bool:
+        """Tell the others why this process ends, and let one of them, or this one, print it.
+
+        stumbled: the cause may well be another's end. Ends the process, but returns True where that
+        was the very cause, so that the caller can show its traceback.
+        """
+        self._send({"end": code, "text": text, "rank": 2 if stumbled else 1})
+        if not self._blamed.wait(15):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            os._exit(code)
+        return True
+
+    def _connect(self, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        last = time.monotonic() + self.start_timeout
+        while True:
+            try:
+                found = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+                found.settimeout(None)
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return found
+            except OSError as error:
+                if time.monotonic() > last:
+                    raise UserError(
+                        f"process {self.process} could not reach process 0 at {address} within"
+                        f" {self.start_timeout:g} s ({error.strerror or error}); is it running, and"
+                        " may this machine open that port there (parallel.coordinator,"
+                        " parallel.start_timeout)?"
+                    ) from None
+                time.sleep(0.2)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            try:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                pass  # the listener sees the end of the connection, too
+
+    def _beat(self, pause: float) -> None:
+        while True:
+            time.sleep(pause)
+            self._send({"beat": True})
+
+    def _listen(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            try:
+                for line in lines:
+                    self._hear(json.loads(line))
+            except OSError:
+                pass
+        leave(1, f"stopped: process {self.process} lost its connection to process 0's machine")
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"quit": code, "tell": line}:
+                if message.get("blamed"):
+                    self._blamed.set()
+                    return
+                leave(code, f"{'error' if code == 2 else 'stopped'}: {line}" if line else "")
+            case {"say": text}:
+                self.say(text)
+        with self._changed:
+            match message:
+                case {"start": port}:
+                    self.service_port = port
+                case {"open": name}:
+                    self._open.add(name)
+                case {"halt": _}:
+                    self._halted = True
+                    self._send({"at": self._begun})
+                case {"stop_at": step, "name": name}:
+                    self._stop_at, self.stop_name = step, name
+            self._changed.notify_all()
+
+
+def leave(code: int, line: str) -> None:
+    """End the process now, whatever its other threads wait for."""
+    sys.stdout.flush()
+    if line:
+        show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+        os.write(2, f"{show_cursor}{line}\n".encode())
+    os._exit(code)

@@ -1,0 +1,249 @@
+"""The processes of a run: how they find each other, before any device is touched.
+
+`find_launch` reads the launcher's variables, `join` brings everybody together. With one process
+none of this does anything.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax._src import distributed
+
+from jaxtrain.config import ParallelConfig
+from jaxtrain.errors import UserError
+from jaxtrain.parallel.hub import free_port
+from jaxtrain.parallel.peers import Peers
+
+
+class Launch(NamedTuple):
+    """What a launcher tells a process."""
+
+    address: str
+    """host:port on process 0's machine."""
+    process: int
+    size: int
+    local_process: int = 0
+    """Which of the processes on this machine."""
+    local_size: int = 1
+
+
+def find_launch(
+    launcher: str,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environ: Mapping[str, str],
+) -> Launch | None:
+    """Where the other processes are, by section `parallel` and the environment; None: there are
+    none, or a TPU pod, which jax knows about. UserError where a named launcher left no trace."""
+    if coordinator is not None:
+        return Launch(coordinator, process_id or 0, num_processes or 1)
+    if launcher in ("auto", "torchrun") and "WORLD_SIZE" in environ and "RANK" in environ:
+        return read_torchrun(environ)
+    if launcher in ("auto", "slurm") and int(environ.get("SLURM_STEP_NUM_TASKS", 0)):
+        return read_slurm(environ)
+    if launcher in ("torchrun", "slurm"):
+        names = {"torchrun": "WORLD_SIZE and RANK", "slurm": "SLURM_STEP_NUM_TASKS (set by srun)"}
+        raise UserError(
+            f'parallel.launcher is "{launcher}" but {names[launcher]} is not in the environment;'
+            " start the program by it, or set parallel.coordinator, num_processes, process_id"
+        )
+    return None
+
+
+def read_torchrun(environ: Mapping[str, str]) -> Launch:
+    """torchrun's variables. Its own store listens on MASTER_PORT, so ours takes the next one."""
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "29500")
+    if not address:
+        raise UserError("WORLD_SIZE and RANK are set but MASTER_ADDR is not: process 0's host name")
+    return Launch(
+        f"{address}:{int(port) + 1}",
+        int(environ["RANK"]),
+        int(environ["WORLD_SIZE"]),
+        int(environ.get("LOCAL_RANK", 0)),
+        int(environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
+
+
+def read_slurm(environ: Mapping[str, str]) -> Launch:
+    """The variables of a task under srun; the port follows from the job, so that two jobs on a
+    machine do not meet."""
+    size = int(environ["SLURM_STEP_NUM_TASKS"])
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    counts = expand_counts(tasks)
+    node = min(int(environ.get("SLURM_NODEID", 0)), len(counts) - 1)
+    port = 61440 + int(environ.get("SLURM_JOB_ID", 0)) % 4096
+    host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""))
+    return Launch(
+        f"{host}:{port}",
+        int(environ["SLURM_PROCID"]),
+        size,
+        int(environ.get("SLURM_LOCALID", 0)),
+        counts[node],
+    )
+
+
+def first_host(nodes: str) -> str:
+    """ "gpu[03-05,9],x" -> "gpu03"."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    if not match:
+        raise UserError(f"SLURM_STEP_NODELIST {nodes!r} names no machine")
+    return match[1] + (match[2] or "")
+
+
+def expand_counts(text: str) -> list[int]:
+    """SLURM's "8(x2),4" -> [8, 8, 4]."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        found += [int(match[1])] * int(match[2] or 1) if match else [1]
+    return found
+
+
+def choose_devices(launch: Launch, environ: Mapping[str, str]) -> list[int] | None:
+    """Which of the machine's GPUs are this process's; None: all that it sees.
+
+    Processes that share a machine share its GPUs evenly. A launcher that shows each process its own
+    (CUDA_VISIBLE_DEVICES with one entry) has done so already.
+    """
+    if launch.local_size == 1:
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [launch.local_process]
+    count = len([entry for entry in visible.split(",") if entry.strip()])
+    if count <= 1:
+        return None
+    if count % launch.local_size:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} names {count} GPUs for {launch.local_size} processes"
+            " on this machine; start as many processes as divide them"
+        )
+    share = count // launch.local_size
+    return list(range(launch.local_process * share, (launch.local_process + 1) * share))
+
+
+class Timeouts(NamedTuple):
+    """Seconds; see section `parallel` of the config."""
+
+    start: float = 300.0
+    meet: float = 1800.0
+    peer: float = 60.0
+
+
+_peers: Peers | None = None
+
+
+def peers() -> Peers | None:
+    """The other processes, once this one has joined them; None where there are none."""
+    return _peers
+
+
+def join_by_config(parallel: ParallelConfig | None) -> None:
+    """As section `parallel` and the environment say; without a section (the config could not be
+    read) as the environment alone does."""
+    known = parallel or ParallelConfig()
+    timeouts = Timeouts(known.start_timeout, known.meet_timeout, known.peer_timeout)
+    explicit = (known.coordinator, known.num_processes, known.process_id)
+    launch = (
+        None if known.launcher == "none" else find_launch(known.launcher, *explicit, os.environ)
+    )
+    if launch is None and is_tpu_pod(known.launcher, os.environ):
+        join_tpu_pod(timeouts)
+    else:
+        join(launch, os.environ, timeouts)
+
+
+def join(launch: Launch | None, environ: Mapping[str, str], timeouts: Timeouts) -> None:
+    """Meet the other processes and initialise jax.distributed; nothing with one process.
+
+    To be called before anything asks jax for devices. Raises UserError where they cannot be found.
+    """
+    global _peers
+    if launch is None or launch.size == 1 or _peers is not None:
+        return
+    host, _, port = launch.address.rpartition(":")
+    if launch.process == 0:
+        start_hub(port, launch.size, timeouts)
+        host = "localhost"
+    _peers = Peers(f"{host}:{port}", launch.process, launch.size, timeouts.start, timeouts.peer)
+    jax.distributed.initialize(
+        f"{host}:{_peers.service_port}",
+        launch.size,
+        launch.process,
+        choose_devices(launch, environ),
+        # The hub runs the service; process 0's own, which jax insists on, is for nobody.
+        coordinator_bind_address="localhost:0",
+        initialization_timeout=int(timeouts.start) + 1,
+        heartbeat_timeout_seconds=600,
+    )
+
+
+def start_hub(port: str, size: int, timeouts: Timeouts) -> None:
+    """The hub beside process 0; it ends by itself."""
+    command = [sys.executable, "-m", "jaxtrain.parallel.hub", port, str(size)]
+    command += map(str, timeouts)
+    hub = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    answer = hub.stdout.readline().strip()
+    if answer != "ready":
+        raise UserError(
+            f"process 0 cannot listen on port {port} ({answer or 'the hub ended'}); name another"
+            " one in parallel.coordinator, or MASTER_PORT"
+        )
+
+
+def is_tpu_pod(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Whether jax should be asked to find the other machines of a TPU slice."""
+    if launcher == "auto":
+        devices = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")]
+        named = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+        on_tpu = environ.get("JAX_PLATFORMS", "tpu").startswith("tpu")
+        return on_tpu and find_spec("libtpu") is not None and (named or bool(devices))
+    return launcher == "tpu"
+
+
+def join_tpu_pod(timeouts: Timeouts) -> None:
+    """As `join`, where jax knows by itself who takes part: the hub's address goes through jax."""
+    global _peers
+    jax.distributed.initialize(initialization_timeout=int(timeouts.start))
+    if jax.process_count() > 1:
+        client = distributed.global_state.client
+        if jax.process_index() == 0:
+            port = str(free_port())
+            start_hub(port, jax.process_count(), timeouts)
+            client.key_value_set("jaxtrain_hub", f"{socket.gethostname()}:{port}")
+        address = client.blocking_key_value_get("jaxtrain_hub", int(timeouts.start * 1000))
+        _peers = Peers(
+            address, jax.process_index(), jax.process_count(), timeouts.start, timeouts.peer
+        )
+
+
+def finish() -> None:
+    """The run is over here: wait for the others, then nobody misses this process."""
+    if _peers is not None:
+        _peers.meet("the end of the run")
+        _peers.finish()
+
+
+def report(error: BaseException, code: int) -> None:
+    """An error ends this process: one line for all processes that share its cause, and the end.
+
+    Returns, for the caller to go on with the error, where there is one process, or where this is
+    the one whose traceback (code 0: not meant for people) shows the cause.
+    """
+    if _peers is None:
+        return
+    text = str(error).strip()
+    if code:
+        _peers.end(code, text)
+        return
+    first = text.splitlines()[0][:300] if text else ""
+    _peers.end(1, f"{type(error).__name__}: {first}", stumbled=True)

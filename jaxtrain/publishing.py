@@ -1,0 +1,99 @@
+"""A run's parameters as the servers want them: the device's side of `rollout/publish_*.py`.
+
+The name map that loads and saves a model also publishes it, so a server gets exactly what an export
+would hold.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxtrain.adapters.peft import adapter_entries, write_peft
+from jaxtrain.assemble import Parts, abstract_params
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry, Piece
+from jaxtrain.models.build import family, to_host
+from jaxtrain.parameters import Params
+from jaxtrain.rollout.publish_lora import LoraPublisher
+from jaxtrain.rollout.publish_weights import WeightPublisher
+from jaxtrain.rollout.types import Publisher
+from jaxtrain.rollout.vllm import VllmEngine
+from jaxtrain.rollout.vllm_servers import Servers
+
+
+def open_vllm(
+    config: Config, parts: Parts, say: Callable[[str], None] = print
+) -> tuple[VllmEngine, Publisher]:
+    """The servers of section rollout.vllm, inspected, and what brings them the weights.
+
+    Nothing may be asked of the engine before the first publish. Raises UserError for servers that
+    do not come or cannot do what the run needs.
+    """
+    vllm = config.rollout.vllm
+    if jax.process_count() > 1:
+        raise UserError(
+            f"rollout.engine vllm works in one trainer process, here are {jax.process_count()};"
+            " train on the devices of one host"
+        )
+    if vllm.sync == "lora":
+        check_adapter(parts)
+    servers = Servers(vllm, config.sampling, say)
+    servers.open()
+    engine = VllmEngine(servers, adapters=vllm.sync == "lora")
+    if vllm.sync == "lora":
+        folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
+        return engine, open_lora(servers, folder, parts, config.model.path)
+    return engine, open_weights(servers, parts, delta=vllm.sync == "delta")
+
+
+def open_lora(
+    servers: Servers, folder: Path, parts: Parts, base_name: str | None = None
+) -> LoraPublisher:
+    """Publishes the run's adapter."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    entries = adapter_entries(parts.architecture, adapter)
+
+    def write(params: Params, target: Path) -> None:
+        write_peft(params, parts.architecture, adapter, target, base_name)
+
+    def measure(params: Params) -> int:
+        # The header of a few hundred bytes a tensor, and adapter_config.json.
+        return sum(params[entry.param].nbytes for entry in entries) + 2**20
+
+    return LoraPublisher(servers, folder, write, measure)
+
+
+def open_weights(servers: Servers, parts: Parts, *, delta: bool) -> WeightPublisher:
+    """Publishes all weights of a run without adapters."""
+    entries = family(parts.architecture.architecture).names(parts.architecture)
+    shapes = {}
+    for path, like in abstract_params(parts)[0].items():
+        entry = next(entry for entry in entries if entry.param == path)
+        shapes |= entry.op.shapes(like.shape)
+    return WeightPublisher(servers, lambda p: list_pieces(p, entries), shapes, delta=delta)
+
+
+def list_pieces(params: Params, entries: list[Entry]) -> Iterator[Piece]:
+    """All Hugging Face tensors of a model, one parameter on the host at a time."""
+    for entry in entries:
+        yield from entry.op.write(np.asarray(to_host(params[entry.param])), to_host)
+
+
+def check_adapter(parts: Parts) -> None:
+    """Refuse an adapter that vLLM would serve as something else."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    if adapter.full:
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter; set"
+            " adapter.train_embeddings and adapter.train_head to false, or train and sync in full"
+        )
+    if len({(slot.rank, slot.alpha) for slot in adapter.slots.values()}) > 1:
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
+            " adapter.rank_pattern and adapter.alpha_pattern"
+        )

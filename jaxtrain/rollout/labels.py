@@ -1,0 +1,182 @@
+"""Groups of episodes as labelled batches: trees or flat rows, loss weights and streams.
+
+    group:  prompt ─┬─ answer 1 (advantage  1.2)      one tree a group: the prompt is computed once
+                    ├─ answer 2 (advantage -0.3)      trained tokens are never shared
+                    └─ answer 3 (advantage -0.9)
+
+What the loss is a mean of is decided here, by weights and constant denominators, for a minibatch of
+N episodes with n_i trained tokens each:
+
+    average    weight of a token        denominator
+    token      1                        the sum of all weights
+    sequence   1 / n_i                  N, episodes without any trained token included
+    constant   1                        N x longest answer
+    microstep  1 / tokens of the step   microsteps that hold a trained token
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.data.merge import Branch, Saving, measure_saving, merge_prefixes
+from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.steps import Shape
+from jaxtrain.data.tree import Tree
+from jaxtrain.rollout.types import Episode, Group
+
+STREAMS = ("advantage", "sampler_logp", "old_logp", "ref_logp", "episode")
+EPISODE = "episode"
+"""Host-only stream: number of the token's episode in the round, from 0."""
+
+Average = Literal["token", "sequence", "microstep", "constant"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How a round becomes batches."""
+
+    shape: Shape
+    """Rows of a microstep, T and its buckets; the number of microsteps follows."""
+    average: Average
+    components: tuple[str, ...] = ("pg",)
+    """Loss components, all weighted alike."""
+    longest: int = 1
+    """sampling.max_new_tokens, for average "constant"."""
+    share_prompts: bool = True
+    mask_truncated: bool = False
+    num_minibatches: int = 1
+    dtype: type = np.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """A round, ready to be prepared and trained."""
+
+    batches: list[Batch]
+    """One a minibatch, [A, B, T]."""
+    saving: Saving
+    trained_tokens: int
+    packing_efficiency: float
+    too_long: int
+    """Episodes that fit no row and were left out."""
+
+
+def label(groups: Sequence[Group], labels: Labels) -> Labelled:
+    """Batches of groups whose advantages are known."""
+    row_tokens = labels.shape.row_tokens
+    count = min(labels.num_minibatches, len(groups))
+    parts = np.array_split(np.arange(len(groups)), count)
+    first = np.cumsum([0, *(len(group.episodes) for group in groups)])
+    batches, trees_of_all, too_long, trained = [], [], 0, 0
+    for part in parts:
+        trees, episodes = [], 0
+        for index in part:
+            group = groups[index]
+            branches = []
+            for place, episode in enumerate(group.episodes):
+                if len(episode.tokens) > row_tokens:
+                    too_long += 1
+                    continue
+                branch = make_branch(
+                    episode, float(group.advantages[place]), int(first[index]) + place, labels
+                )
+                if branch is not None:
+                    branches.append(branch)
+                episodes += 1
+            trees += grow(branches, row_tokens, labels.share_prompts)
+        if not trees:
+            continue
+        trees_of_all += trees
+        batch = pack(trees, labels)
+        batches.append(average_over(batch, labels, episodes))
+        trained += int(np.count_nonzero(batch.weights["pg"]))
+    saving = measure_saving(trees_of_all)
+    slots = sum(batch.tokens.size for batch in batches)
+    efficiency = saving.packed_tokens / max(slots, 1)
+    return Labelled(batches, saving, trained, efficiency, too_long)
+
+
+def make_branch(episode: Episode, advantage: float, number: int, labels: Labels) -> Branch | None:
+    """An episode's tokens with weights and streams; None when nothing of it is trained."""
+    trained = np.array(episode.sampled, bool)
+    trained[:1] = False  # nothing predicts a first token
+    cut_off = labels.mask_truncated and episode.finish_reason == "length"
+    count = 0 if cut_off else int(trained.sum())
+    if count == 0:
+        return None
+    weight = 1.0 / count if labels.average == "sequence" else 1.0
+    weights_n = trained * weight
+    length = len(episode.tokens)
+    return Branch(
+        np.asarray(episode.tokens, np.int32),
+        {name: weights_n for name in labels.components},
+        {
+            "advantage": np.where(trained, advantage, 0.0),
+            "sampler_logp": np.where(trained, episode.logprobs, 0.0),
+            EPISODE: np.where(trained, number, -1.0),
+            "old_logp": np.zeros(length),
+            "ref_logp": np.zeros(length),
+        },
+    )
+
+
+def grow(branches: Sequence[Branch], row_tokens: int, share: bool) -> list[Tree]:
+    """Trees of at most row_tokens; a group that is larger is cut into several, in order."""
+    if not share:
+        return [tree for branch in branches for tree in merge_prefixes([branch])]
+    trees: list[Tree] = []
+    chunk: list[Branch] = []
+    whole: list[Tree] = []
+    for branch in branches:
+        merged = merge_prefixes([*chunk, branch], share="context")
+        if chunk and any(tree.num_tokens > row_tokens for tree in merged):
+            trees += whole
+            chunk = []
+            merged = merge_prefixes([branch], share="context")
+        chunk.append(branch)
+        whole = merged
+    return trees + whole
+
+
+def pack(trees: Sequence[Tree], labels: Labels) -> Batch:
+    """Rows [A, B, T] of trees by first-fit-decreasing; A is rounded up to few different values."""
+    shape = labels.shape
+    places = fit_rows([tree.num_tokens for tree in trees], shape.row_tokens)
+    packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
+    used = max(sum(len(tree.tokens) for tree in row) for row in packed)
+    length = next(n for n in shape.lengths if n >= used)
+    packed += [[]] * (shape.rows * shape.count_microsteps(len(packed)) - len(packed))
+    return stack_batches(
+        [
+            build_batch(
+                packed[start : start + shape.rows],
+                length,
+                components=labels.components,
+                streams=STREAMS,
+                dtype=labels.dtype,
+            )
+            for start in range(0, len(packed), shape.rows)
+        ]
+    )
+
+
+def average_over(batch: Batch, labels: Labels, episodes: int) -> Batch:
+    """The batch with what its average needs: rescaled weights, constant denominators [A]."""
+    if labels.average == "token":
+        return batch
+    weights, microsteps = batch.weights, batch.tokens.shape[0]
+    if labels.average == "microstep":
+        counts_A = np.count_nonzero(batch.weights["pg"], axis=(1, 2))
+        share_A11 = 1.0 / np.maximum(counts_A, 1)[:, None, None]
+        weights = {name: (w * share_A11).astype(w.dtype) for name, w in batch.weights.items()}
+        denominator = np.count_nonzero(counts_A)
+    elif labels.average == "sequence":
+        denominator = episodes
+    else:
+        assert labels.average == "constant", labels.average
+        denominator = episodes * labels.longest
+    denoms = {name: np.full(microsteps, denominator, labels.dtype) for name in labels.components}
+    return batch._replace(weights=weights, denoms=denoms)

@@ -1,0 +1,261 @@
+"""From prompts to groups: asyncio slots that play episodes, judge them and drop the useless.
+
+    prompts ─> slot ─┐  G x Env.run, rewards,        finished groups           the loop
+    prompts ─> slot ─┼─ zero-advantage filter   ──>  (at most `ahead` more ──> take(n)
+    prompts ─> slot ─┘  refill, retries               than were asked for)
+
+A slot is a place in a round: it gives one group, or the reason why there is none. Slots are started
+by take() alone, and never more than were asked for so far plus `ahead`; that bound is the bounded
+queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one round while
+it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
+
+Where engines live in this process, `take` itself runs the event loop (inline): only the loop thread
+may launch device work. For engines over HTTP the event loop has a thread of its own, and slots go
+on while the trainer trains. Either way nothing but the event loop touches slots and prompts.
+"""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.advantage import is_flat, reward_table
+from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
+from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Group, Sampling
+
+
+class Interrupted(Exception):
+    """take() was asked to give up waiting: the run is to stop."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """What a place in a round came to."""
+
+    group: Group | None
+    """None: dropped, for a reason that `dropped` counts."""
+    asks: list[Ask]
+    """Prompts that it took, all of them done once the slot is taken."""
+    flat: list[Group] = field(default_factory=list)
+    """Groups whose rewards were all equal."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups left out, by reason."""
+    redone: int = 0
+    """Episodes that failed and were played again."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a slot does with a group."""
+
+    group_size: int
+    weights: dict[str, float]
+    """Rewards that count, by name; those that only an environment gives count 1."""
+    combine: str = "sum_then_normalise"
+    drop_flat: bool = True
+    """Groups whose rewards are all equal are dropped."""
+    max_asks: int = 1
+    """Prompts that a slot may take until a group is kept."""
+    retries: int = 2
+
+
+class GroupPlayer:
+    """Plays one prompt G times and judges the answers."""
+
+    def __init__(self, env: Env, engine: Engine, rewards: Any, sampling: Sampling, rules: Rules):
+        """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
+        the environment gave among them."""
+        self.env, self.engine, self.rewards = env, engine, rewards
+        self.sampling, self.rules = sampling, rules
+
+    async def play(self, ask: Ask, slot: Slot) -> Group | None:
+        """The group of a prompt; None when an episode failed too often."""
+        size = self.rules.group_size
+        first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
+        found = await asyncio.gather(
+            *(self.play_one(ask.row, first + member, slot) for member in range(size))
+        )
+        if any(isinstance(episode, EpisodeFailed) for episode in found):
+            reason = next(str(e) for e in found if isinstance(e, EpisodeFailed))
+            slot.dropped[f"failed: {reason}"] += 1
+            return None
+        scores = await self.rewards.score(found, ask.row)
+        if not scores[0]:
+            raise UserError(
+                "no reward judges the answers: add a [[rewards]] table with a function, or an env"
+                " that gives rewards itself, such as calculator"
+            )
+        return Group(ask.draw, ask.row, list(found), scores)
+
+    async def play_one(
+        self, row: dict[str, Any], index: int, slot: Slot
+    ) -> Episode | EpisodeFailed:
+        """One episode, played again when it fails."""
+        failure = EpisodeFailed("never played")
+        for attempt in range(self.rules.retries + 1):
+            slot.redone += attempt > 0
+            try:
+                return await self.env.run(row, self.engine, self.sampling, index)
+            except EpisodeFailed as error:
+                failure = error
+        return failure
+
+    def is_flat(self, group: Group) -> bool:
+        """Whether all its rewards are equal."""
+        names = reward_names([group])
+        weights = [self.rules.weights.get(name, 1.0) for name in names]
+        return is_flat(reward_table([group], names), weights, self.rules.combine)
+
+
+def reward_names(groups: Iterable[Group]) -> list[str]:
+    """Names of all rewards that occur, in order of appearance."""
+    return list(dict.fromkeys(name for g in groups for row in g.rewards for name in row))
+
+
+class Producer:
+    """Slots ahead of the trainer; see the module's docstring."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        player: GroupPlayer,
+        *,
+        ahead: int = 0,
+        ordered: bool = True,
+        threaded: bool = False,
+        choose_again: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        """ordered: slots come out in the order in which they were started, not finished.
+        choose_again: whether the next prompt may be one that waits for a second try."""
+        self.prompts, self.player, self.rules = prompts, player, player.rules
+        self.ahead, self.ordered, self.threaded = ahead, ordered, threaded
+        self.choose_again, self.should_stop = choose_again, should_stop
+        self._asked = self._started = 0
+        self._running: dict[asyncio.Task, int] = {}
+        self._finished: dict[int, Slot] = {}
+        self._taken = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = None
+        if threaded:
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, name="rollouts", daemon=True
+            )
+            self._thread.start()
+
+    def take(self, count: int) -> list[Slot]:
+        """The next `count` slots; waits for them.
+
+        Raises what an engine or a reward raised that ends a run (UserError, RunStopped), and
+        Interrupted once should_stop() says so.
+        """
+        return self._wait(self._take(count))
+
+    def state(self) -> dict[str, Any]:
+        """Cursor of the prompts: what was taken is done, all else will be asked again."""
+        return self._wait(self._prompts_state(), patient=True)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a cursor; before the first take()."""
+        assert not self._started, "restore() comes before take()"
+        self.prompts.restore(state)
+
+    def close(self) -> None:
+        """Cancel what is being played and stop the thread."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._cancel(), patient=True)
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=30)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _wait(self, work: Coroutine, patient: bool = False) -> Any:
+        """Run a coroutine on the event loop, wherever that is, from the loop thread."""
+        if not self.threaded:
+            return self._loop.run_until_complete(work)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+                if not patient and self.should_stop():
+                    future.cancel()
+                    raise Interrupted from None
+
+    async def _take(self, count: int) -> list[Slot]:
+        self._asked += count
+        while self._started < self._asked + self.ahead:
+            task = self._loop.create_task(self._fill())
+            self._running[task] = self._started
+            self._started += 1
+        slots: list[Slot] = []
+        while len(slots) < count:
+            while len(slots) < count and (slot := self._pop()) is not None:
+                slots.append(slot)
+            if len(slots) < count:
+                await self._progress()
+        for slot in slots:
+            for ask in slot.asks:
+                hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
+                self.prompts.settle(ask, again=hopeless)
+        return slots
+
+    def _pop(self) -> Slot | None:
+        """A finished slot that is due, the oldest first."""
+        if not self._finished:
+            return None
+        number = min(self._finished)
+        if self.ordered and number != self._taken:
+            return None
+        self._taken += 1
+        return self._finished.pop(number)
+
+    async def _progress(self) -> None:
+        """Wait until a slot is filled; raise what went wrong in one."""
+        if not self._running:
+            raise RunStopped("the rollout producer has no slot left to wait for")
+        done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=self._running.__getitem__):
+            number = self._running.pop(task)
+            self._finished[number] = task.result()
+
+    async def _fill(self) -> Slot:
+        """Play prompts until a group is kept or max_asks of them came to nothing."""
+        slot = Slot(None, [])
+        while len(slot.asks) < self.rules.max_asks:
+            ask = self.prompts.next(again=self.choose_again())
+            slot.asks.append(ask)
+            group = await self.player.play(ask, slot)
+            if group is None:
+                continue
+            if self.player.is_flat(group):
+                slot.flat.append(group)
+                if self.rules.drop_flat:
+                    slot.dropped["zero_advantage"] += 1
+                    continue
+            slot.group = group
+            break
+        return slot
+
+    async def _prompts_state(self) -> dict[str, Any]:
+        return self.prompts.state()
+
+    async def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+        await self.player.engine.close()
+
+
+def is_worthless(group: Group) -> bool:
+    """Whether no episode earned anything: worth a second try with a better policy."""
+    values = [value for row in group.rewards for value in row.values() if value is not None]
+    return bool(values) and max(abs(value) for value in values) < 1e-6

@@ -1,0 +1,106 @@
+"""Which prompt is asked when: a seeded order with a cursor of what is done, and second tries."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain.data.order import Order
+from jaxtrain.errors import UserError
+
+MAX_ATTEMPTS = 4
+"""Times that one prompt can be asked; episode numbers leave room for so many."""
+
+
+class Ask(NamedTuple):
+    """One prompt to be asked."""
+
+    draw: int
+    """Its number in the order of the run."""
+    attempt: int
+    """0, or more when it is asked again because nobody earned a reward."""
+    row: dict[str, Any]
+
+
+class Prompts:
+    """Endless order of prompts; `state` remembers which of them are done, in whatever order.
+
+    A prompt counts as done when its group was handed to the trainer or dropped for a reason. What
+    was asked but is not done when a run stops is asked again after a resume.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        weights: Sequence[float | None] = (),
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        if not any(len(rows) for rows in datasets):
+            raise UserError("data.datasets holds no prompt")
+        self.datasets = datasets
+        self.order = Order([len(rows) for rows in datasets], weights, seed=seed, shuffle=shuffle)
+        self._next = 0
+        self._low = 0
+        self._beyond: set[int] = set()
+        self._again: deque[tuple[int, int]] = deque()
+        self._retried: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return self.order.epoch_len
+
+    def next(self, again: bool = False) -> Ask:
+        """The next prompt; with `again` one that waits for a second try, if there is any."""
+        if again and self._again:
+            draw, attempt = self._again.popleft()
+            self._retried.append((draw, attempt))
+            return Ask(draw, attempt, self._row(draw))
+        while self._next in self._beyond:
+            self._next += 1
+        draw = self._next
+        self._next += 1
+        return Ask(draw, 0, self._row(draw))
+
+    def settle(self, ask: Ask, *, again: bool = False) -> None:
+        """A prompt is done; `again`: it shall be asked once more, later."""
+        if ask.attempt == 0:
+            self._beyond.add(ask.draw)
+            while self._low in self._beyond:
+                self._beyond.remove(self._low)
+                self._low += 1
+        else:
+            self._retried.remove((ask.draw, ask.attempt))
+        if again and ask.attempt + 1 < MAX_ATTEMPTS:
+            self._again.append((ask.draw, ask.attempt + 1))
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a second try."""
+        return len(self._again)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: everything below `low` is done, and `beyond`; `again` waits."""
+        return {
+            "low": self._low,
+            "beyond": sorted(self._beyond),
+            "again": [list(pair) for pair in (*self._retried, *self._again)],
+            "rows": [len(rows) for rows in self.datasets],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with what was not done; UserError if the data changed."""
+        rows = [len(rows) for rows in self.datasets]
+        if state["rows"] != rows:
+            raise UserError(
+                f"the prompts differ from those of the checkpoint (rows: {state['rows']} then,"
+                f' {rows} now); restore the data or start with run.resume = "never"'
+            )
+        self._low = self._next = state["low"]
+        self._beyond = set(state["beyond"])
+        self._again = deque((draw, attempt) for draw, attempt in state["again"])
+        self._retried = []
+
+    def _row(self, draw: int) -> dict[str, Any]:
+        dataset, index = self.order[draw]
+        return self.datasets[dataset][index]

@@ -1,0 +1,57 @@
+"""Replay buffer: informative groups that may stand in for those nothing can be learnt from."""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtrain.rollout.types import Group
+
+
+class ReplayBuffer:
+    """The `size` most informative groups of the last `max_lag` rounds.
+
+    A group's score is sum |advantage| x standard deviation of its rewards. A stored group keeps the
+    sampler's own log-probs, so that the importance weight stays that of the policy that drew it.
+    """
+
+    def __init__(self, size: int, max_lag: int, seed: int = 0):
+        self.size, self.max_lag, self.seed = size, max_lag, seed
+        self._heap: list[tuple[float, int, int, Group]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def store(self, groups: Sequence[Group], version: int) -> None:
+        """Keep fresh groups with advantages, trained under `version`, while they are among the best
+        so far; a full buffer lets the least informative one go."""
+        for group in groups:
+            spread = float(np.std(group.totals, ddof=1)) if len(group.totals) > 1 else 0.0
+            score = float(np.abs(group.advantages).sum()) * spread
+            if self.size == 0 or group.replayed or not score > 0:
+                continue
+            self._count += 1
+            entry = (score, self._count, version, group)
+            if len(self._heap) < self.size:
+                heapq.heappush(self._heap, entry)
+            elif score > self._heap[0][0]:
+                heapq.heapreplace(self._heap, entry)
+
+    def draw(self, count: int, version: int) -> list[Group]:
+        """At most `count` different groups, by chance in proportion to their score, each marked as
+        replayed. Those older than max_lag are let go first."""
+        self._heap = [e for e in self._heap if version - e[2] <= self.max_lag]
+        heapq.heapify(self._heap)
+        entries = sorted(self._heap, key=lambda entry: entry[1])
+        count = min(count, len(entries))
+        if count == 0:
+            return []
+        scores = np.array([max(score, 1e-8) for score, *_ in entries])
+        rng = np.random.default_rng((self.seed, version))
+        chosen = rng.choice(len(entries), count, replace=False, p=scores / scores.sum())
+        found = []
+        for index in chosen:
+            old = entries[index][3]
+            found.append(Group(old.draw, old.row, old.episodes, old.rewards, replayed=True))
+        return found

@@ -1,0 +1,218 @@
+"""Reinforcement learning: what section task means to the loss, the source and the preparation."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, RLTask
+from jaxtrain.data.steps import Shape
+from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
+from jaxtrain.rollout.labels import EPISODE, Labels
+from jaxtrain.rollout.mismatch import RoundComparison
+from jaxtrain.rollout.rounds import RoundSource, Table
+
+Who = Literal["policy", "reference"]
+
+
+class Scorer(Protocol):
+    """Log-probs without gradients."""
+
+    def logp(self, batch: Batch, who: Who) -> np.ndarray:
+        """float32 [A, B, T] of every token of a host batch under the current policy or the
+        reference, at the sampling temperature."""
+        ...
+
+
+def rl_loss(config: Config) -> Callable:
+    """The loss of a config's task."""
+    return partial(policy_loss, objective=read_objective(config), impl=config.model.logp)
+
+
+def rl_coef(task: RLTask) -> dict[str, float]:
+    """Factor of each component of the loss."""
+    coef = {"pg": 1.0}
+    if task.beta > 0 and task.knob("kl_in") == "loss":
+        coef["kl"] = task.beta
+    if task.entropy_coef > 0:
+        coef["entropy"] = task.entropy_coef
+    return coef
+
+
+def updates_per_round(task: RLTask) -> int:
+    """Optimizer steps under one policy version."""
+    return task.num_minibatches * task.num_iterations
+
+
+def scores_policy(task: RLTask) -> bool:
+    """Whether the policy's log-probs are computed before a round's first update.
+
+    Not for one update a round: there they are those of the update itself.
+    """
+    if task.objective == "m2po_mask" or (task.beta > 0 and task.knob("kl_in") == "reward"):
+        return True
+    return task.knob("old_logp") == "recomputed" and updates_per_round(task) > 1
+
+
+def scores_reference(task: RLTask) -> bool:
+    """Whether a reference policy is needed."""
+    return task.beta > 0
+
+
+def read_objective(config: Config) -> Objective:
+    """The numbers of the loss."""
+    task, temperature = config.task, config.sampling.temperature
+    from_sampler = task.knob("old_logp") == "sampler"
+    return Objective(
+        ratio=task.knob("ratio"),
+        clip=task.knob("clip"),
+        low=task.knob("epsilon"),
+        high=task.knob("epsilon_high"),
+        delta=task.delta,
+        own_old=not from_sampler and not scores_policy(task),
+        m2_threshold=task.m2_threshold if task.objective == "m2po_clip" else None,
+        correction="none" if from_sampler else task.importance_correction,
+        correction_max=task.importance_max,
+        correction_min=task.importance_min,
+        off_policy_threshold=task.off_policy_threshold,
+        top_entropy=task.top_entropy_quantile,
+        kl=task.kl_estimator if "kl" in rl_coef(task) else None,
+        kl_bias_correction=task.kl_bias_correction,
+        entropy_bonus=task.entropy_coef > 0,
+        temperature=None if temperature == 1.0 else temperature,
+    )
+
+
+def read_labels(config: Config, rows: int) -> Labels:
+    """How a round becomes batches of `rows` rows a microstep."""
+    task, data = config.task, config.data
+    # units: the number of microsteps follows from what the groups fill.
+    shape = Shape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1)
+    return Labels(
+        shape,
+        task.knob("average"),
+        tuple(rl_coef(task)),
+        longest=config.sampling.max_new_tokens,
+        share_prompts=task.share_prompts,
+        mask_truncated=task.mask_truncated_completions,
+        num_minibatches=task.num_minibatches,
+        dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
+    )
+
+
+LOOK_EVERY = 20
+"""Rounds between two looks at sampler and trainer that cost a forward pass of their own."""
+
+
+class Preparation:
+    """Everything about a round that needs the current weights, before its first update."""
+
+    def __init__(
+        self, task: RLTask, source: RoundSource, comparison: RoundComparison | None = None
+    ):
+        self.task, self.source, self.comparison = task, source, comparison
+        self._rounds = 0
+        self.metrics: dict[str, float] = {}
+
+    def __call__(self, batches: list[Batch], scorer: Scorer) -> list[Batch]:
+        """The round as it is trained: streams filled in, one batch for each update."""
+        task, self.metrics = self.task, {}
+        looks = self.comparison is not None and self._rounds % LOOK_EVERY == 0
+        self._rounds += 1
+        filled = []
+        for batch in batches:
+            streams = dict(batch.streams)
+            if scores_policy(task) or looks:
+                streams["policy_logp"] = scorer.logp(batch, "policy")
+            if scores_reference(task):
+                streams["ref_logp"] = scorer.logp(batch, "reference")
+            from_sampler = task.knob("old_logp") == "sampler"
+            old = "sampler_logp" if from_sampler else "policy_logp"
+            streams["old_logp"] = streams.get(old, streams["old_logp"])
+            filled.append(batch._replace(streams=streams))
+        if self.comparison is not None and (scores_policy(task) or looks):
+            self.metrics |= self.compare(filled)
+        if task.beta > 0 and task.knob("kl_in") == "reward":
+            filled = self.penalise(filled)
+        if task.objective == "m2po_mask":
+            filled = self.mask(filled)
+        wanted = ["advantage", "sampler_logp"]
+        if scores_policy(task) or from_sampler:
+            wanted.append("old_logp")
+        if "kl" in rl_coef(task):
+            wanted.append("ref_logp")
+        slim = [b._replace(streams={name: b.streams[name] for name in wanted}) for b in filled]
+        return slim * task.num_iterations
+
+    def compare(self, batches: list[Batch]) -> dict[str, float]:
+        """The sampler's log-probs of the round's trained tokens beside the trainer's."""
+        masks = [batch.weights["pg"] != 0 for batch in batches]
+        sampler, trainer = (
+            np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
+            for name in ("sampler_logp", "policy_logp")
+        )
+        return self.comparison(sampler, trainer, self.source.metrics.get("lag/max") == 0)
+
+    def penalise(self, batches: list[Batch]) -> list[Batch]:
+        """Advantages anew with -beta sum_t (old - reference) among each episode's rewards."""
+        table = self.source.table
+        assert table is not None, "a round was handed out"
+        kl_N = np.zeros(len(table.rewards_NK))
+        for batch in batches:
+            mask = batch.weights["pg"] != 0
+            gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
+            np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
+        self.metrics["kl"] = float(kl_N.mean())
+        with_kl = Table(
+            np.column_stack([table.rewards_NK, kl_N]),
+            (*table.weights, -self.task.beta),
+            table.sizes,
+        )
+        advantages_N = self.source.advantages(with_kl)
+        changed = []
+        for batch in batches:
+            place = np.maximum(batch.streams[EPISODE], 0).astype(int)
+            found = np.where(batch.weights["pg"] != 0, advantages_N[place], 0.0)
+            streams = {**batch.streams, "advantage": found.astype(np.float32)}
+            changed.append(batch._replace(streams=streams))
+        return changed
+
+    def mask(self, batches: list[Batch]) -> list[Batch]:
+        """M2PO's hard mask over the tokens of the whole round."""
+        masks = [batch.weights["pg"] != 0 for batch in batches]
+        gaps = [
+            np.maximum(b.streams["sampler_logp"][m], LOGP_FLOOR)
+            - np.maximum(b.streams["policy_logp"][m], LOGP_FLOOR)
+            for b, m in zip(batches, masks, strict=True)
+        ]
+        kept = m2_mask(np.concatenate(gaps).astype(np.float64), self.task.m2_threshold)
+        self.metrics["m2/masked_share"] = 1.0 - float(kept.mean())
+        parts = np.split(kept, np.cumsum([len(gap) for gap in gaps])[:-1])
+        changed = []
+        for batch, mask, part in zip(batches, masks, parts, strict=True):
+            keep = np.zeros(mask.shape, bool)
+            keep[mask] = part
+            weights = {name: np.where(keep, w, 0) for name, w in batch.weights.items()}
+            changed.append(batch._replace(weights=weights))
+        return changed
+
+
+def m2_mask(log_ratio_n: np.ndarray, threshold: float) -> np.ndarray:
+    """bool [n]: tokens that M2PO's hard mask keeps (arXiv 2510.01161, AReaL's form).
+
+    The largest squared log-ratios are dropped until the mean of the rest is below `threshold`; one
+    token always stays. log_ratio: sampler - policy before the update.
+    """
+    if not len(log_ratio_n):
+        return np.zeros(0, bool)
+    squares = log_ratio_n**2
+    order = np.argsort(-squares, kind="stable")
+    left = np.arange(len(squares), 0, -1)
+    suffix_means = np.cumsum(squares[order][::-1])[::-1] / left
+    good = np.flatnonzero(suffix_means < threshold)
+    first = int(good[0]) if len(good) else len(squares) - 1
+    kept = np.zeros(len(squares), bool)
+    kept[order[first:]] = True
+    return kept

@@ -1,0 +1,138 @@
+"""The worker's side: receives weights in the background, and commits them in one short call.
+
+    trainer          link thread of a worker        the worker itself
+    stage v7  ---->  receive, check, keep beside
+              <----  staged
+    POST /pause, /start_weight_update, /update_weights {version: 7}   is v7 staged here? else error
+    POST /finish_weight_update                                        load v7 into the model
+    POST /resume
+
+Requests wait only while the model is loaded, not while bytes travel. Until the commit begins the
+model holds the old version, whatever goes wrong. Tensors go through vLLM's own checkpoint loader,
+so fused, sharded and quantised layers come out as from a file.
+"""
+
+import dataclasses
+import socket
+import threading
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.shelf import WeightShelf, connect
+
+logger = init_logger("vllm.jaxtrain")
+
+
+@dataclasses.dataclass
+class LinkInfo(WeightTransferInitInfo):
+    """Where the trainer listens."""
+
+    host: str
+    port: int
+    token: str
+    """Proves that this server was asked to connect."""
+    server: str
+    """The trainer's name for this server."""
+
+
+@dataclasses.dataclass
+class CommitInfo(WeightTransferUpdateInfo):
+    """Which staged version to load."""
+
+    version: int
+    checksum: int
+
+
+class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
+    """Weight-transfer backend "jaxtrain"."""
+
+    init_info_cls, update_info_cls = LinkInfo, CommitInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        self.shelf = WeightShelf()
+        self.connection: socket.socket | None = None
+        self.wanted: CommitInfo | None = None
+
+    def init_transfer_engine(self, info: LinkInfo) -> None:
+        """Connect to the trainer and listen to it from a thread; an older link is closed."""
+        self.shutdown()
+        self.shelf.forget()
+        held = describe_model(self.model, self.model_config)
+        self.connection = connect(dataclasses.asdict(info), self.parallel_config.rank, held)
+        threading.Thread(target=self._listen, args=(self.connection,), daemon=True).start()
+
+    def start_weight_update(self) -> None:
+        self.wanted = None
+
+    def receive_weights(self, info: CommitInfo) -> None:
+        """Check that the version is staged; raises before anything has changed."""
+        self.shelf.check(info.version, info.checksum)
+        self.wanted = info
+
+    def finish_weight_update(self) -> None:
+        """Load the staged version into the model."""
+        if self.wanted is None:
+            raise ValueError("finish_weight_update without update_weights")
+        self.shelf.commit(
+            self.wanted.version,
+            lambda tensors: load_tensors(self.model, self.model_config, self.device, tensors),
+        )
+        self.wanted = None
+
+    def shutdown(self) -> None:
+        if self.connection is not None:
+            try:
+                self.connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it was dead already
+            self.connection.close()
+            self.connection = None
+
+    def _listen(self, link: socket.socket) -> None:
+        logger.info("the trainer's link ended: %s", self.shelf.listen(link))
+
+
+def load_tensors(model: torch.nn.Module, model_config, device, tensors: wire.Tensors) -> None:
+    """Load whole Hugging Face tensors into a served model.
+
+    Everything is loaded, not just what changed: a fused or repacked layer is rebuilt from all of
+    its parts or comes out wrong.
+    """
+    initialize_layerwise_reload(model)
+    model.load_weights((name, to_torch(t).to(device)) for name, t in tensors.items())
+    finalize_layerwise_reload(model, model_config)
+    if torch.device(device).type == "cpu":
+        # On CPU a head keeps its own repacked copy, which a tied embedding does not refresh.
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def to_torch(tensor: wire.Tensor) -> torch.Tensor:
+    """The tensor in its own dtype, on the same memory."""
+    return torch.from_numpy(tensor.bits).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+
+
+def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] | None]:
+    """{Hugging Face name: shape, or None where it is not known} of everything that is served."""
+    return describe(
+        [name for name, _ in model.named_parameters()],
+        getattr(model, "packed_modules_mapping", None) or {},
+        read_shapes(model_config.model),
+        bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
+    )

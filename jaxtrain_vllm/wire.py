@@ -1,0 +1,218 @@
+"""Weights over a TCP connection: the messages of trainer and server, and what a delta is.
+
+    worker  -> trainer   hello   {token, server, rank, tensors: {name: shape or null}}
+    trainer -> worker    stage   {version, kind, base, tensors, checksum} + bytes
+    worker  -> trainer   staged  {version}, or {error}: nothing has changed
+    trainer -> worker    status  {}
+    worker  -> trainer   status  {version, checksum} of what the model holds
+
+A message is b"JXW1", the header's length as u32 and its JSON, then header["bytes"] raw bytes. All
+numbers are little-endian. Tensors travel as raw bits: nothing here knows what a bfloat16 is.
+A delta holds new values, not differences, so that applying it is exact and can be repeated
+(AstraFlow's delta transfer); where they belong is told by positions or, if shorter, by one bit for
+each item of the tensor.
+"""
+
+import json
+import socket
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAGIC = b"JXW1"
+MAX_HEADER_BYTES = 64 * 2**20
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BITS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+class WireError(Exception):
+    """The other side sent something that is no message of this protocol, or hung up."""
+
+
+class Tensor(NamedTuple):
+    """The raw bits of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of ITEM_BYTES."""
+    bits: np.ndarray
+    """Unsigned, flat, as wide as an item."""
+
+
+Tensors = Mapping[str, Tensor]
+
+
+class Changes(NamedTuple):
+    """The items of a tensor whose bits differ from the last version's."""
+
+    positions: np.ndarray
+    """Ascending flat positions, u32 (u64 in a tensor of more than 2**32 items)."""
+    values: np.ndarray
+    """The new bits at those positions."""
+    size: int
+    """Items of the tensor."""
+
+    @property
+    def as_mask(self) -> bool:
+        """Whether one bit for each item of the tensor is shorter than the positions."""
+        return self.size < 8 * self.positions.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the changes take in a message."""
+        if not self.positions.size:
+            return 0
+        where = -(-self.size // 8) if self.as_mask else self.positions.nbytes
+        return where + self.values.nbytes
+
+
+def empty_bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Room for the bits of a tensor."""
+    return np.empty(int(np.prod(shape, dtype=np.int64)), BITS[ITEM_BYTES[dtype]])
+
+
+def find_changes(old: np.ndarray, new: np.ndarray) -> Changes:
+    """What turns the bits `old` into `new`, both flat and of one width."""
+    positions = np.flatnonzero(old != new)
+    index = np.dtype("<u4") if new.size <= 2**32 else np.dtype("<u8")
+    return Changes(positions.astype(index), new[positions], new.size)
+
+
+def apply_changes(bits: np.ndarray, changes: Changes) -> Changes:
+    """Write the changes into `bits`; returns what undoes them."""
+    undo = Changes(changes.positions, bits[changes.positions], bits.size)
+    bits[changes.positions] = changes.values
+    return undo
+
+
+def checksum(tensors: Tensors) -> int:
+    """CRC-32 of all names, shapes, dtypes and bits, whatever the order of the mapping."""
+    crc = 0
+    for name in sorted(tensors):
+        shape, dtype, bits = tensors[name]
+        crc = zlib.crc32(f"{name} {tuple(shape)} {dtype}\n".encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(bits).data.cast("B"), crc)
+    return crc
+
+
+def pack_full(tensors: Tensors) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """(descriptions for the header, payload) of whole tensors."""
+    described = [
+        {"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype}
+        for name, tensor in tensors.items()
+    ]
+    return described, [tensor.bits for tensor in tensors.values()]
+
+
+def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """(descriptions for the header, payload) of changes; unchanged tensors are left out."""
+    described, payload = [], []
+    for name, change in changes.items():
+        where = change.positions
+        if not where.size:
+            continue
+        item = {"name": name, "count": where.size, "index_bytes": where.itemsize}
+        if change.as_mask:
+            mask = np.zeros(change.size, bool)
+            mask[where] = True
+            item["index_bytes"], where = 0, np.packbits(mask)
+        described.append(item)
+        payload += [where, change.values]
+    return described, payload
+
+
+def unpack_full(described: list[dict[str, Any]], payload: memoryview) -> dict[str, Tensor]:
+    """The whole tensors of a message, copied out of it."""
+    found, start = {}, 0
+    for item in described:
+        shape, dtype = tuple(item["shape"]), item["dtype"]
+        if dtype not in ITEM_BYTES:
+            raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
+        bits = empty_bits(shape, dtype)
+        bits[:] = _take(payload, start, bits.size, bits.dtype)
+        found[item["name"]] = Tensor(shape, dtype, bits)
+        start += bits.nbytes
+    _check_end(start, payload)
+    return found
+
+
+def unpack_delta(
+    described: list[dict[str, Any]], payload: memoryview, base: Tensors
+) -> dict[str, Changes]:
+    """The changes of a message, checked against the tensors that they belong to."""
+    found, start = {}, 0
+    for item in described:
+        if item["name"] not in base:
+            raise WireError(f"a delta of {item['name']}, which the last version has not")
+        bits, count = base[item["name"]].bits, item["count"]
+        if item["index_bytes"]:
+            index = np.dtype(f"<u{item['index_bytes']}")
+            positions = _take(payload, start, count, index)
+            start += positions.nbytes
+        else:  # one bit for each item of the tensor
+            mask = _take(payload, start, -(-bits.size // 8), np.dtype("u1"))
+            start += mask.nbytes
+            positions = np.flatnonzero(np.unpackbits(mask, count=bits.size))
+            if positions.size != count:
+                raise WireError(f"{positions.size} places for {count} values of {item['name']}")
+        values = _take(payload, start, count, bits.dtype)
+        start += values.nbytes
+        if count and int(positions.max()) >= bits.size:
+            raise WireError(f"a delta of {item['name']} points outside of it")
+        found[item["name"]] = Changes(positions, values, bits.size)
+    _check_end(start, payload)
+    return found
+
+
+def _take(payload: memoryview, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+    if start + count * dtype.itemsize > len(payload):
+        raise WireError(f"a message of {len(payload)} bytes ends too early")
+    return np.frombuffer(payload, dtype, count, start)
+
+
+def _check_end(end: int, payload: memoryview) -> None:
+    if end != len(payload):
+        raise WireError(f"a message holds {len(payload)} bytes, its header describes {end}")
+
+
+def send_message(
+    connection: socket.socket, header: Mapping[str, Any], payload: Iterable[np.ndarray] = ()
+) -> int:
+    """Send a message; returns the bytes of its payload."""
+    parts = [np.ascontiguousarray(part).data.cast("B") for part in payload]
+    size = sum(len(part) for part in parts)
+    text = json.dumps({**header, "bytes": size}).encode()
+    connection.sendall(MAGIC + struct.pack("<I", len(text)) + text)
+    for part in parts:
+        connection.sendall(part)
+    return size
+
+
+def receive_message(connection: socket.socket) -> tuple[dict[str, Any], memoryview]:
+    """(header, payload) of the next message; WireError when there is none."""
+    start = _receive(connection, 8)
+    if bytes(start[:4]) != MAGIC:
+        raise WireError(f"expected a message, got {bytes(start)!r}")
+    (length,) = struct.unpack("<I", start[4:])
+    if length > MAX_HEADER_BYTES:
+        raise WireError(f"a header of {length} bytes")
+    try:
+        header = json.loads(bytes(_receive(connection, length)))
+        size = int(header["bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError(f"a header that is no JSON object with a size: {error!r}") from None
+    return header, _receive(connection, size)
+
+
+def _receive(connection: socket.socket, size: int) -> memoryview:
+    room = memoryview(bytearray(size))
+    seen = 0
+    while seen < size:
+        count = connection.recv_into(room[seen:])
+        if not count:
+            raise WireError(f"the other side hung up after {seen} of {size} bytes")
+        seen += count
+    return room

@@ -1,0 +1,65 @@
+"""The gated feed-forward layer of every expert on the tokens that chose it: its definition."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
+from jaxtrain_kernels.precision import accumulator
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+Factors = tuple[jax.Array, jax.Array] | None
+"""a [E, in, R] and b [E, R, out]: x W becomes x W + (x a) b (LoRA, the scale already in b)."""
+
+
+class Adapters(NamedTuple):
+    """Low-rank corrections of an expert's three matrices; None: there is none."""
+
+    gate: Factors = None
+    up: Factors = None
+    down: Factors = None
+
+
+NO_ADAPTERS = Adapters()
+
+
+def compose(
+    matmul, x, gates, w_gate, w_up, w_down, routing, *, adapters, activation, freeze_experts
+):
+    """`moe_ffn` with the routing of its choices, on any grouped matmul.
+
+    The definition, and what backends without a fused kernel run. The hidden state is rounded to
+    x's dtype once, after the gate; padding rows have gate 0, so that they add nothing anywhere.
+    """
+    segments = routing.segments
+
+    def project(x, w, factors):
+        y = matmul(x, w, segments, freeze_w=freeze_experts)
+        if factors is None:
+            return y
+        a, b = factors
+        return y + matmul(matmul(x, a, segments), b, segments)
+
+    rows_PD = gather_in(x, routing)
+    gate_PF = project(rows_PD, w_gate, adapters.gate)
+    up_PF = project(rows_PD, w_up, adapters.up)
+    hidden_PF = gated(gate_PF, up_PF, gather_gates(gates, routing), activation)
+    return combine(project(hidden_PF, w_down, adapters.down), routing)
+
+
+# The backward keeps the inputs only, and none of the float32 values in between.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def gated(gate_PF, up_PF, gates, activation: str):
+    """gates [P] * act(gate) * up, computed in at least float32; in the dtype of gate."""
+    wide = accumulator(gate_PF.dtype)
+    hidden_PF = ACTIVATIONS[activation](gate_PF.astype(wide)) * up_PF.astype(wide)
+    return (gates.astype(wide)[:, None] * hidden_PF).astype(gate_PF.dtype)

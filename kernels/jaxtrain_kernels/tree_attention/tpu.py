@@ -1,0 +1,166 @@
+"""The TPU backend of tree attention: what it takes, padding, lists of blocks, and its vjp."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain_kernels.mosaic import device_kind, require_local
+from jaxtrain_kernels.tree_attention import blocks, tpu_kernels
+from jaxtrain_kernels.tree_attention.tpu_kernels import FIRST, FLAG_BITS, LANES, LAST, MASKED, MEETS
+
+MAX_ENTRIES = 2**16  # pairs of blocks: two int32 each, in 1 MiB of scalar memory
+
+
+class Options(NamedTuple):
+    """What the kernels are compiled for, beside shapes."""
+
+    window: int | None
+    softcap: float | None
+    scale: float
+    q_block: int
+    k_block: int
+
+
+def attention(
+    q,
+    k,
+    v,
+    until,
+    *,
+    since=None,
+    positions=None,
+    key_positions=None,
+    window=None,
+    softcap=None,
+    scale,
+):
+    """See `jaxtrain_kernels.attention`; bfloat16, head dims up to 256, one TPU per call."""
+    kind = device_kind()
+    if "TPU" not in kind:
+        raise NotImplementedError(f"needs a TPU, the device is {kind!r}")
+    require_local()
+    B, T, _, H = q.shape
+    S = k.shape[1]
+    if H > 256:
+        raise NotImplementedError(f"head dim {H} is above 256")
+    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    options = Options(window, softcap, scale, choose_block(T), choose_block(S))
+    entries = B * -(-T // options.q_block) * -(-S // options.k_block)
+    if entries > MAX_ENTRIES:
+        raise NotImplementedError(f"{entries} pairs of blocks, more than {MAX_ENTRIES}")
+    return run(options, q, k, v, until, since, positions, key_positions)
+
+
+def choose_block(length: int) -> int:
+    """Tokens of a block: large ones for long rows, where padding to whole blocks is small."""
+    return 512 if length >= 2048 else 256 if length >= 512 else 128
+
+
+def run(options, q, k, v, until, since=None, positions=None, key_positions=None):
+    """`attention` behind its checks: head-major arrays of whole blocks and lanes."""
+    B, T, N, H = q.shape
+    S = k.shape[1]
+    since, until = blocks.normalise(since, until)
+    keys = blocks.Keys(
+        _padded(since, S, options.k_block, blocks.NEVER),
+        _padded(until, S, options.k_block, 0),
+        None if options.window is None else _padded(key_positions, S, options.k_block),
+    )
+    positions = None if options.window is None else _padded(positions, T, options.q_block)
+
+    def head_major(x, block):
+        x = _padded(x, x.shape[1], block)
+        x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0),) * 3 + ((0, -H % LANES, 0),))
+        return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
+
+    out = _attention(
+        options,
+        head_major(q, options.q_block),
+        head_major(k, options.k_block),
+        head_major(v, options.k_block),
+        keys,
+        positions,
+    )
+    return out.reshape(N, B, -1, out.shape[-1]).transpose(1, 2, 0, 3)[:, :T, :, :H]
+
+
+def _padded(x, length, block, value=0):
+    """Axis 1 of `length` made a multiple of `block`."""
+    widths = [(0, 0, 0)] * x.ndim
+    widths[1] = (0, -length % block, 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
+
+
+def list_pairs(some: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
+    """Entries of [B, tiles, blocks] (see blocks.meet) by tile; a tile that meets nobody has one."""
+    B, tiles, others = some.shape
+    lonely = ~some.any(-1, keepdims=True)
+    block = jnp.arange(others, dtype=jnp.int32)[None, None]
+    listed = some | (lonely & (block == 0))
+    before = jnp.cumsum(listed, -1, dtype=jnp.int32)
+    first = before == 1
+    last = before == listed.sum(-1, dtype=jnp.int32, keepdims=True)
+    flags = FIRST * first + LAST * last + MEETS * some + MASKED * ~every
+    row = jnp.arange(B, dtype=jnp.int32)[:, None, None]
+    codes = ((row * others + block) << FLAG_BITS) + flags.astype(jnp.int32)
+    tile = row * tiles + jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
+    (at,) = jnp.nonzero(listed.reshape(-1), size=listed.size, fill_value=0)
+    return tpu_kernels.Pairs(
+        listed.sum(dtype=jnp.int32),
+        jnp.broadcast_to(tile, listed.shape).reshape(-1)[at],
+        codes.reshape(-1)[at],
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options, q, k, v, keys, positions):
+    return _forward(options, q, k, v, keys, positions)[0]
+
+
+def _meeting(options, keys, positions, length):
+    """Which blocks meet, and what the kernels read of the masks, rows end to end."""
+    B = keys.since.shape[0]
+    T = length // B
+    some, every = blocks.meet(keys, positions, T, options.q_block, options.k_block, options.window)
+    settings = tpu_kernels.Settings(
+        options.q_block,
+        options.k_block,
+        T // options.q_block,
+        options.scale,
+        options.softcap,
+        options.window,
+    )
+    flat = [x.reshape(1, -1) for x in (keys.since, keys.until)]
+    flat += [None if x is None else x.reshape(1, -1) for x in (positions, keys.positions)]
+    return some, every, flat, settings
+
+
+def _forward(options, q, k, v, keys, positions):
+    some, every, flat, settings = _meeting(options, keys, positions, q.shape[1])
+    return tpu_kernels.forward(q, k, v, *flat, list_pairs(some, every), settings)
+
+
+def _attention_fwd(options, q, k, v, keys, positions):
+    out, lse = _forward(options, q, k, v, keys, positions)
+    # A remat policy that saves these names spares the backward a second forward.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, keys, positions, out, lse)
+
+
+def _attention_bwd(options, residuals, d_out):
+    q, k, v, keys, positions, out, lse = residuals
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    some, every, flat, settings = _meeting(options, keys, positions, q.shape[1])
+    arrays = (q, k, v, d_out, lse, delta[:, None], *flat)
+    dq = tpu_kernels.dq(*arrays, list_pairs(some, every), settings)
+    pairs = list_pairs(some.swapaxes(1, 2), every.swapaxes(1, 2))
+    dk, dv = tpu_kernels.dkv(*arrays, pairs, settings)
+    return dq, dk, dv, None, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)

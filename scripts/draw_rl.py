@@ -1,0 +1,41 @@
+"""Draw rewards and held-out accuracy of RL runs: docs/images/rl_calculator.png.
+
+python scripts/draw_rl.py OUTPUT.png METRICS.jsonl [METRICS.jsonl ...]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+WINDOW = 5
+
+
+def draw(output: str, files: list[str]) -> None:
+    """One colour a file: rounds as dots, their running mean as a line, evaluations at the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for number, file in enumerate(files):
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        steps = [line["step"] for line in lines if "reward" in line]
+        rewards = np.array([line["reward"] for line in lines if "reward" in line])
+        means = [rewards[max(0, i - WINDOW + 1) : i + 1].mean() for i in range(len(rewards))]
+        (line,) = left.plot(steps, means, label=f"seed {number}")
+        left.plot(steps, rewards, ".", color=line.get_color(), alpha=0.3)
+        held_out = [(x["step"], x["eval/accuracy"]) for x in lines if "eval/accuracy" in x]
+        right.plot(*zip(*held_out, strict=True), "o-", color=line.get_color())
+    left.set(title=f"mean reward of a round (mean of {WINDOW})", xlabel="step", ylim=(0, 1))
+    right.set(title="held-out questions right, temperature 1", xlabel="step", ylim=(0, 1))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(sys.argv[1], sys.argv[2:])

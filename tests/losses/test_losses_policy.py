@@ -1,0 +1,319 @@
+"""Policy losses against numbers worked out by hand and a plain float64 loop over sequences.
+
+The reference below reads like the papers: one sequence at a time, plain Python numbers. Tolerances:
+1e-12 relative in float64, where both only differ by the order of sums.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxtrain.batch import Batch
+from jaxtrain.losses.policy import (
+    Objective,
+    importance_weight,
+    kl_estimate,
+    m2_range,
+    policy_terms,
+    top_entropy_mask,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_batch(seed=0, rows=2, length=12, weights=None):
+    """Rows of two or three branches with a few untrained tokens each, and the policy's numbers."""
+    rng = np.random.default_rng(seed)
+    owner = np.sort(rng.integers(0, 3, (rows, length)), axis=1).astype(np.int32)
+    trained = rng.random((rows, length)) < 0.8
+    trained[:, 0] = False
+    advantage = rng.normal(size=(rows, 3))[np.arange(rows)[:, None], owner]
+    streams = {
+        "advantage": np.where(trained, advantage, 0.0),
+        "old_logp": rng.normal(-1.5, 0.4, (rows, length)),
+        "sampler_logp": rng.normal(-1.5, 0.4, (rows, length)),
+        "ref_logp": rng.normal(-1.5, 0.4, (rows, length)),
+    }
+    zeros = np.zeros((rows, length), np.int32)
+    weight = trained * (rng.uniform(0.5, 2.0, (rows, length)) if weights is None else weights)
+    batch = Batch(
+        zeros, zeros, zeros - 1, zeros, {"pg": weight, "kl": weight}, owner=owner, streams=streams
+    )
+    logp = rng.normal(-1.5, 0.4, (rows, length))
+    entropy = rng.uniform(0.0, 3.0, (rows, length))
+    return batch, logp, entropy
+
+
+def reference(batch, logp, entropy, objective):
+    """(pg, kl) sums of the specification, token by token; no top-entropy mask, no m2."""
+    pg = kl = 0.0
+    rows, length = logp.shape
+    weight, streams, owner = batch.weights["pg"], batch.streams, batch.owner
+    for b in range(rows):
+        for t in range(length):
+            if weight[b, t] == 0:
+                continue
+            own = [s for s in range(length) if owner[b, s] == owner[b, t] and weight[b, s]]
+            old = logp if objective.own_old else streams["old_logp"]
+            gaps = [logp[b, s] - old[b, s] for s in own]
+            token_ratio = math.exp(logp[b, t] - old[b, t])
+            ratio = {
+                "token": token_ratio,
+                "sequence": math.exp(sum(gaps) / len(own)),
+                "sequence_sum": math.exp(sum(gaps)),
+            }[objective.ratio]
+            advantage = streams["advantage"][b, t]
+            if objective.clip == "ppo":
+                bounded = ratio if objective.delta is None else min(ratio, objective.delta)
+                clipped = min(max(ratio, 1 - objective.low), 1 + objective.high)
+                gain = min(bounded * advantage, clipped * advantage)
+            elif objective.clip == "cispo":
+                gain = min(ratio, objective.high) * advantage * logp[b, t]
+            elif objective.clip == "reinforce":
+                gain = advantage * logp[b, t]
+            else:
+                gain = ratio * advantage
+            loss = -gain
+            if objective.off_policy_threshold is not None:
+                drift = sum(streams["sampler_logp"][b, s] - logp[b, s] for s in own) / len(own)
+                if advantage < 0 and drift > objective.off_policy_threshold:
+                    loss = 0.0
+            level, _, form = objective.correction.partition("_")
+            if level != "none":
+                differences = [old[b, s] - streams["sampler_logp"][b, s] for s in own]
+                of_token = old[b, t] - streams["sampler_logp"][b, t]
+                importance = math.exp(of_token if level == "token" else sum(differences))
+                least = objective.correction_min or 0.0
+                if form == "truncate":
+                    importance = min(max(importance, least), objective.correction_max)
+                elif not least <= importance <= objective.correction_max:
+                    importance = 0.0
+                loss *= importance
+            pg += weight[b, t] * loss
+            if objective.kl:
+                gap = streams["ref_logp"][b, t] - logp[b, t]
+                found = {"k1": -gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[objective.kl]
+                kl += weight[b, t] * found * (token_ratio if objective.kl_bias_correction else 1.0)
+    return pg, kl
+
+
+OBJECTIVES = {
+    "grpo": Objective(low=0.2, high=0.2, kl="k3"),
+    "dapo": Objective(low=0.2, high=0.28, delta=1.5),
+    "gspo": Objective(ratio="sequence", low=0.05, high=0.1),
+    "rloo": Objective(ratio="sequence_sum", low=0.2, high=0.2),
+    "cispo": Objective(clip="cispo", high=1.1, kl="k1"),
+    "reinforce": Objective(clip="reinforce", kl="k2"),
+    "bare": Objective(clip="none", kl="k3", kl_bias_correction=True),
+    "own old": Objective(own_old=True, correction="token_truncate", correction_max=1.2),
+    "floor": Objective(correction="token_truncate", correction_max=1.3, correction_min=0.8),
+    "token mask": Objective(correction="token_mask", correction_max=1.3, correction_min=0.7),
+    "sequence": Objective(correction="sequence_truncate", correction_max=1.5),
+    "sequence mask": Objective(correction="sequence_mask", correction_max=1.5),
+    "off policy": Objective(off_policy_threshold=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_loss_is_the_specifications(name):
+    batch, logp, entropy = make_batch()
+    objective = OBJECTIVES[name]
+    sums, _ = policy_terms(jnp.asarray(logp), jnp.asarray(entropy), batch, objective)
+    pg, kl = reference(batch, logp, entropy, objective)
+    np.testing.assert_allclose(sums["pg"], pg, rtol=1e-12)
+    if objective.kl:
+        np.testing.assert_allclose(sums["kl"], kl, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "rloo", "bare", "off policy"])
+def test_gradients_are_those_of_finite_differences(name):
+    """Away from clip edges, which random numbers never hit; of all that stops no gradient."""
+    batch, logp, entropy = make_batch(3)
+
+    def total(logp):
+        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
+        return sum(sums.values())
+
+    check_grads(total, (jnp.asarray(logp),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def token(advantage, logp, old, **changes):
+    """The loss of one token with weight 1, and its gradient by the policy's log-prob."""
+    one = np.ones((1, 2))
+    mask = np.array([[0.0, 1.0]])
+    ints = np.zeros((1, 2), np.int32)
+    streams = {"advantage": mask * advantage, "old_logp": one * old, "sampler_logp": one * old}
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": mask}, owner=ints, streams=streams)
+
+    def loss(value):
+        objective = Objective(**changes)
+        return policy_terms(jnp.full((1, 2), value), jnp.zeros((1, 2)), batch, objective)[0]["pg"]
+
+    return [float(x) for x in jax.value_and_grad(loss)(jnp.asarray(logp, jnp.float64))]
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, slope",
+    [
+        (1.0, 2.0, -2.0, -2.0),  # on policy: the plain policy gradient, -A
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),  # clipped at 1.2
+        (0.5, 2.0, -1.0, -1.0),  # a worse ratio with A > 0 is never clipped
+        (0.5, -1.0, 0.8, 0.0),  # clipped at 0.8
+        (1.5, -1.0, 1.5, 1.5),
+    ],
+)
+def test_one_token_by_hand(ratio, advantage, loss, slope):
+    found = token(advantage, math.log(ratio) - 1.0, -1.0)
+    np.testing.assert_allclose(found, [loss, slope], rtol=1e-12, atol=1e-12)
+
+
+def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
+    assert token(-1.0, math.log(10.0), 0.0)[0] == pytest.approx(10.0)
+    assert token(-1.0, math.log(10.0), 0.0, delta=3.0) == pytest.approx([3.0, 0.0])
+
+
+def test_cispo_caps_the_weight_but_keeps_the_gradient():
+    loss, slope = token(1.0, math.log(8.0) - 3.0, -3.0, clip="cispo", high=5.0)
+    assert loss == pytest.approx(-5.0 * (math.log(8.0) - 3.0))
+    assert slope == pytest.approx(-5.0)  # -cap x A, where ppo would give 0
+
+
+def test_an_own_old_policy_has_ratio_one_and_its_gradient():
+    assert token(2.0, -1.3, -7.0, own_old=True) == pytest.approx([-2.0, -2.0])
+
+
+def test_sequence_ratio_is_the_mean_over_the_sequences_trained_tokens():
+    """Two tokens with log-ratios log 1.1 and log 1.3, one untrained with log 9: sqrt(1.43)."""
+    ints = np.zeros((1, 3), np.int32)
+    streams = {
+        "advantage": np.array([[1.0, 0.0, 1.0]]),
+        "old_logp": np.zeros((1, 3)),
+        "sampler_logp": np.zeros((1, 3)),
+    }
+    batch = Batch(
+        ints, ints, ints - 1, ints, {"pg": np.array([[0.5, 0, 0.5]])}, owner=ints, streams=streams
+    )
+    logp = jnp.log(jnp.array([[1.1, 9.0, 1.3]]))
+    sums, metrics = policy_terms(
+        logp, jnp.zeros((1, 3)), batch, Objective(ratio="sequence", low=0.5, high=0.5)
+    )
+    np.testing.assert_allclose(sums["pg"], -math.sqrt(1.1 * 1.3), rtol=1e-12)
+    np.testing.assert_allclose(metrics["ratio/max"][0], math.sqrt(1.1 * 1.3), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "sequence mask"])
+def test_all_masked_is_zero_without_nan(name):
+    batch, logp, entropy = make_batch(weights=0.0)
+
+    def total(logp):
+        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
+        return sum(sums.values())
+
+    value, slope = jax.value_and_grad(total)(jnp.asarray(logp))
+    assert float(value) == 0.0
+    assert not np.asarray(slope).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "sequence mask"])
+@pytest.mark.parametrize("where", ["policy", "old_logp", "sampler_logp", "ref_logp", "all"])
+def test_impossible_tokens_stay_finite(name, where):
+    batch, logp, entropy = make_batch(5)
+    t = int(np.flatnonzero(batch.weights["pg"][0])[0])
+    if where in ("policy", "all"):
+        logp[0, t] = -np.inf
+    for key in batch.streams:
+        if where in (key, "all") and key != "advantage":
+            batch.streams[key][0, t] = -np.inf
+
+    def total(logp):
+        sums, _ = policy_terms(logp, jnp.asarray(entropy), batch, OBJECTIVES[name])
+        return sum(sums.values())
+
+    value, slope = jax.value_and_grad(total)(jnp.asarray(logp))
+    assert np.isfinite(float(value))
+    assert np.isfinite(np.asarray(slope)).all()
+
+
+def test_kl_estimators_by_hand():
+    logp, ref = jnp.array([-1.0]), jnp.array([-1.5])
+    np.testing.assert_allclose(kl_estimate(logp, ref, "k1"), [0.5], rtol=1e-12)
+    np.testing.assert_allclose(kl_estimate(logp, ref, "k2"), [0.125], rtol=1e-12)
+    np.testing.assert_allclose(kl_estimate(logp, ref, "k3"), [math.exp(-0.5) - 0.5], rtol=1e-12)
+    same = kl_estimate(ref, ref, "k3")
+    assert float(same[0]) == 0.0
+
+
+def test_masked_importance_is_zero_never_the_bound():
+    gap = jnp.log(jnp.array([[4.0, 0.1, 1.0]]))
+    objective = Objective(correction="token_mask", correction_max=3.0, correction_min=0.5)
+    owner = np.zeros((1, 3), np.int32)
+    found = importance_weight(gap, np.ones((1, 3), bool), owner, objective)
+    np.testing.assert_allclose(found, [[0.0, 0.0, 1.0]])
+
+
+def slow_m2_range(log_ratio, advantage, mask, threshold):
+    """AstraFlow's rule as the specification states it."""
+    squares = sorted(
+        (
+            r**2
+            for r, a, m in zip(log_ratio, advantage, mask, strict=True)
+            if m and ((a > 0 and r > 0) or (a < 0 and r < 0))
+        ),
+        reverse=True,
+    )
+    if not squares or sum(squares) / len(squares) <= threshold:
+        return 0.95, 20.0
+    means = [sum(squares[i:]) / len(squares[i:]) for i in range(len(squares))]
+    k = next((i for i, mean in enumerate(means) if mean < threshold), len(squares) - 1)
+    reach = math.sqrt(squares[k])
+    return min(1 - math.exp(-reach), 0.95), min(math.exp(reach) - 1, 20.0)
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 0.04, 0.3, 100.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_m2_range_is_the_sorted_rule(seed, threshold):
+    rng = np.random.default_rng(seed)
+    ratio, advantage = rng.normal(0, 0.5, (2, 9)), rng.normal(size=(2, 9))
+    mask = rng.random((2, 9)) < 0.7
+    low, high, _ = m2_range(
+        jnp.asarray(ratio), jnp.asarray(advantage), jnp.asarray(mask), threshold
+    )
+    want = slow_m2_range(ratio.ravel(), advantage.ravel(), mask.ravel(), threshold)
+    np.testing.assert_allclose([low, high], want, rtol=1e-12)
+
+
+def test_m2_range_of_nothing_is_wide_open():
+    low, high, moment = m2_range(jnp.ones((1, 3)), jnp.ones((1, 3)), jnp.zeros((1, 3), bool), 0.04)
+    assert (float(low), float(high), float(moment)) == (0.95, 20.0, 0.0)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_top_entropy_is_numpys_quantile_of_the_trained_tokens(share):
+    rng = np.random.default_rng(1)
+    entropy, mask = rng.random((3, 7)), rng.random((3, 7)) < 0.6
+    found = np.asarray(top_entropy_mask(jnp.asarray(entropy), jnp.asarray(mask), share))
+    want = entropy >= np.quantile(entropy[mask], 1 - share)
+    np.testing.assert_array_equal(found[mask], want[mask])
+
+
+def test_clip_ratios_count_tokens():
+    batch, _, entropy = make_batch(2)
+    weight = batch.weights["pg"] != 0
+    logp = batch.streams["old_logp"] + np.log(1.5)
+    _, metrics = policy_terms(jnp.asarray(logp), jnp.asarray(entropy), batch, Objective())
+    total, count = metrics["clip_ratio/high_mean"]
+    assert count == weight.sum()
+    assert total == (weight & (batch.streams["advantage"] > 0)).sum()
+    assert metrics["clip_ratio/low_mean"][0] == 0
+    gap = (batch.streams["old_logp"] - batch.streams["sampler_logp"])[weight]
+    found = metrics["sampling/sampling_logp_difference/max"]
+    np.testing.assert_allclose(found[0], np.abs(gap).max(), rtol=1e-12)

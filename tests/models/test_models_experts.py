@@ -1,0 +1,87 @@
+"""Families with experts: any mesh computes what one device does; config.json in both spellings."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from test_models_build import value_and_grads as value_and_grads_of
+from tiny_models import RAW
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.parallel.mesh import make_mesh
+
+MESHES = [
+    {"expert": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2},
+    pytest.param({"expert": 4}, marks=pytest.mark.slow),
+    pytest.param({"context": 2, "expert": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return value_and_grads_of(None, "qwen3_moe_mixed")
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_sharded_gradients_equal_one_device(sizes, one_device):
+    value, grads = one_device
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        found, found_grads = value_and_grads_of(mesh, "qwen3_moe_mixed")
+    # float32 sums split over devices.
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_experts_are_spread_over_their_axis():
+    model = build.init(build.config_from_hf(RAW["qwen3_moe"]), 0, mesh=make_mesh(expert=2, fsdp=2))
+    for name in ("gate", "up", "down"):
+        kernel = getattr(model.stack.block.mlp.experts, name).kernel[...]
+        assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+        assert kernel.addressable_shards[0].data.shape[1] == 4  # of 8 experts
+
+
+def test_layers_of_each_kind():
+    config = build.config_from_hf({**RAW["qwen3_moe_mixed"], "decoder_sparse_step": 2})
+    assert config.kinds() == ("dense", "dense", "dense", "block")  # 1 is in mlp_only_layers
+    shapes = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
+    assert shapes["stack", "dense", "mlp", "up", "kernel"].get_value().shape == (3, 32, 48)
+    experts = shapes["stack", "block", "mlp", "experts", "down", "kernel"].get_value()
+    assert experts.shape == (1, 4, 24, 32)
+
+
+def test_both_spellings_of_the_number_of_experts():
+    new = RAW["qwen3_moe"]
+    old = {("num_experts" if k == "num_local_experts" else k): v for k, v in new.items()}
+    config = build.config_from_hf(new)
+    assert build.config_from_hf(old) == config
+    written = config.to_hf()
+    assert written["num_experts"] == written["num_local_experts"] == 8
+    assert build.config_from_hf(written) == config
+    with pytest.raises(UserError, match="two names of one number"):
+        build.config_from_hf({**new, "num_experts": 7})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be from 1 to the 8 experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
+    ],
+)
+def test_impossible_numbers_are_refused(change, words):
+    with pytest.raises(UserError, match=words):
+        build.config_from_hf({**RAW["qwen3_moe"], **change})
+
+
+def test_flops_count_the_chosen_experts_only():
+    """qwen3_moe: attention 32*(64+32+32)+64*32, router 32*8, 3 experts of 3*32*24; head 97*32."""
+    config = build.config_from_hf(RAW["qwen3_moe"])
+    layer = 32 * (64 + 32 + 32) + 64 * 32 + 32 * 8 + 3 * 3 * 32 * 24
+    norms = 2 * (2 * 32 + 2 * 16) + 32
+    weights = 2 * layer + 97 * 32 + norms
+    attention = 12 * 4 * 16 * 2 * (10 + 1) / 2
+    assert build.flops_per_token(config, 10) == pytest.approx(6 * weights + attention)

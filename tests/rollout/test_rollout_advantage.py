@@ -1,0 +1,89 @@
+"""Advantages against the estimators' formulas, by hand and written out one by one."""
+
+import numpy as np
+import pytest
+
+from jaxtrain.rollout.advantage import (
+    EPSILON,
+    compute_advantages,
+    is_flat,
+    leave_one_out,
+    weigh,
+)
+
+REWARDS = np.array([[1.0], [0.0], [0.0], [1.0], [1.0], [3.0]])
+"""Two groups: 1, 0, 0, 1 and 1, 3."""
+SIZES = [4, 2]
+
+
+def compute(rewards=REWARDS, sizes=SIZES, weights=(1.0,), **how):
+    return compute_advantages(np.asarray(rewards, float), sizes, weights, **how)
+
+
+def test_group_mean_and_unbiased_deviation_by_hand():
+    # Deviations: sqrt(1/3) of 1, 0, 0, 1 and sqrt(2) of 1, 3.
+    first, second = 0.5 / (np.sqrt(1 / 3) + EPSILON), 1.0 / (np.sqrt(2.0) + EPSILON)
+    want = [first, -first, -first, first, -second, second]
+    np.testing.assert_allclose(compute(), want, rtol=1e-12)
+
+
+def test_no_scale_is_dr_grpo():
+    np.testing.assert_allclose(compute(scale="none"), [0.5, -0.5, -0.5, 0.5, -1.0, 1.0])
+
+
+def test_batch_scale_keeps_the_groups_means():
+    want = np.array([0.5, -0.5, -0.5, 0.5, -1.0, 1.0]) / (np.std(REWARDS, ddof=1) + EPSILON)
+    np.testing.assert_allclose(compute(scale="batch"), want, rtol=1e-12)
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    found = compute(baseline="leave_one_out", scale="none")
+    want = [1 - 1 / 3, 0 - 2 / 3, 0 - 2 / 3, 1 - 1 / 3, 1 - 3, 3 - 1]
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    np.testing.assert_allclose(leave_one_out(np.array([5.0])), [0.0])
+
+
+def test_no_baseline_is_the_reward_itself():
+    np.testing.assert_allclose(compute(baseline="none", scale="none"), REWARDS[:, 0])
+
+
+def test_batch_baseline():
+    want = REWARDS[:, 0] - REWARDS.mean()
+    np.testing.assert_allclose(compute(baseline="batch", scale="none"), want, rtol=1e-12)
+
+
+def test_gdpo_normalises_each_reward_and_then_the_batch():
+    rng = np.random.default_rng(0)
+    rewards = np.column_stack([rng.normal(size=6), 100 * rng.normal(size=6)])
+    normal = np.empty_like(rewards)
+    for group in (slice(0, 4), slice(4, 6)):
+        part = rewards[group]
+        normal[group] = (part - part.mean(0)) / (part.std(0, ddof=1) + EPSILON)
+    totals = normal @ [1.0, 0.5]
+    want = (totals - totals.mean()) / (totals.std(ddof=1) + EPSILON)
+    found = compute(rewards, weights=(1.0, 0.5), combine="normalise_then_sum")
+    np.testing.assert_allclose(found, want, rtol=1e-10)
+
+
+def test_missing_rewards_do_not_count():
+    rewards = [[1.0, np.nan], [np.nan, np.nan], [3.0, np.nan], [np.nan, 2.0]]
+    totals = weigh(np.array(rewards), (1.0, 0.5))
+    np.testing.assert_allclose(totals, [1.0, np.nan, 3.0, 1.0])
+    found = compute(rewards, [4], (1.0, 0.5), scale="none")
+    # The mean is that of the three that were judged; who was not gets nothing.
+    np.testing.assert_allclose(found, [1 - 5 / 3, 0.0, 3 - 5 / 3, 1 - 5 / 3])
+
+
+@pytest.mark.parametrize("combine", ["sum_then_normalise", "normalise_then_sum"])
+def test_equal_rewards_are_flat_and_give_nothing(combine):
+    rewards = np.full((4, 2), 0.1)
+    assert is_flat(rewards, (1.0, 1.0), combine)
+    np.testing.assert_allclose(compute(rewards, [4], (1.0, 1.0), combine=combine), 0.0, atol=1e-9)
+
+
+def test_opposite_rewards_are_flat_as_a_sum_only():
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0]])
+    assert is_flat(rewards, (1.0, 1.0), "sum_then_normalise")
+    assert not is_flat(rewards, (1.0, 1.0), "normalise_then_sum")
+    # A reward that is only reported decides nothing.
+    assert is_flat(np.array([[1.0, 0.0], [1.0, 1.0]]), (1.0, 0.0), "normalise_then_sum")

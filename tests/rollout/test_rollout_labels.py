@@ -1,0 +1,223 @@
+"""Groups as batches: a tree is its flat rows for loss and gradient, and averages are what they say.
+
+In float64 the two packings differ by the order of sums alone: 1e-10 relative, as for trees
+elsewhere; a mask wrong in one pair would show at 1e-3.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.batch import check_batch
+from jaxtrain.config.rl import OBJECTIVES, RLTask
+from jaxtrain.data.steps import Shape
+from jaxtrain.losses.policy import Objective, policy_loss
+from jaxtrain.models import build
+from jaxtrain.parameters import split_model
+from jaxtrain.rollout.labels import EPISODE, Labels, label
+from jaxtrain.rollout.types import Episode, Group
+from jaxtrain.step import denominator
+
+VOCABULARY = 31
+ARCHITECTURE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+
+
+def make_episode(rng, prompt, turns=1, finish="stop"):
+    """Turns of drawn tokens with a tool's tokens in between."""
+    tokens, sampled = list(prompt), [False] * len(prompt)
+    for turn in range(turns):
+        if turn:
+            tokens += rng.integers(0, VOCABULARY, 2).tolist()
+            sampled += [False, False]
+        count = int(rng.integers(1, 5))
+        tokens += rng.integers(0, VOCABULARY, count).tolist()
+        sampled += [True] * count
+    logprobs = [float(rng.normal(-2, 0.3)) if s else 0.0 for s in sampled]
+    versions = [0 if s else -1 for s in sampled]
+    return Episode(tokens, sampled, logprobs, versions, finish)
+
+
+def make_groups(seed=0, sizes=(4, 3, 2)):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for draw, size in enumerate(sizes):
+        prompt = rng.integers(0, VOCABULARY, int(rng.integers(2, 6))).tolist()
+        episodes = [make_episode(rng, prompt, turns=1 + i % 2) for i in range(size)]
+        if size > 3:  # two answers that begin, or are, the same
+            episodes[1] = episodes[0]
+        group = Group(draw, {}, episodes, [{} for _ in episodes])
+        group.advantages = rng.normal(size=size)
+        groups.append(group)
+    return groups
+
+
+def make_labels(**changes):
+    shape = Shape(changes.pop("rows", 2), 1, changes.pop("row_tokens", 40), units=1)
+    options = {"average": "token", "dtype": np.float64, "components": ("pg", "kl")}
+    return Labels(shape, **{**options, **changes})
+
+
+@functools.cache
+def start():
+    with jax.enable_x64(True):
+        model = build.init(
+            build.config_from_hf(ARCHITECTURE), 0, param_dtype="float64", dtype="float64"
+        )
+        return split_model(model)
+
+
+def loss_and_gradient(labelled, objective):
+    params, rebuild = start()
+
+    def total(params, batch, denoms):
+        sums, _ = policy_loss(rebuild(params), batch, objective, "reference")
+        return sums["pg"] / denoms["pg"] + 0.1 * sums["kl"] / denoms["kl"]
+
+    grad = jax.jit(jax.value_and_grad(total))
+    (batch,) = labelled.batches
+    denoms = {name: denominator(batch, name) for name in ("pg", "kl")}
+    found = [
+        grad(params, jax.tree.map(lambda leaf, a=a: leaf[a], batch), denoms)
+        for a in range(len(batch.tokens))
+    ]
+    return functools.reduce(lambda x, y: jax.tree.map(np.add, x, y), found)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
+def test_a_group_tree_is_its_flat_rows(average):
+    """Loss and gradients; answers that are equal stay two branches."""
+    objective = Objective(
+        ratio="sequence" if average == "sequence" else "token",
+        kl="k3",
+        correction="token_truncate",
+        off_policy_threshold=0.5,
+    )
+    with jax.enable_x64(True):
+        found = [
+            loss_and_gradient(
+                label(make_groups(), make_labels(average=average, share_prompts=share, longest=9)),
+                objective,
+            )
+            for share in (True, False)
+        ]
+    (tree_loss, tree_slope), (flat_loss, flat_slope) = found
+    np.testing.assert_allclose(tree_loss, flat_loss, rtol=1e-10)
+    for path, value in tree_slope.items():
+        size = np.abs(flat_slope[path]).max()
+        assert size > 0, f"{path} has no gradient, so this test says nothing of it"
+        np.testing.assert_allclose(value, flat_slope[path], atol=1e-10 * size, err_msg=path)
+
+
+def test_every_drawn_token_trains_once_and_nothing_else():
+    groups = make_groups()
+    for share in (True, False):
+        labelled = label(groups, make_labels(share_prompts=share))
+        for batch in labelled.batches:
+            check_batch(batch)
+        drawn = sum(e.num_sampled for group in groups for e in group.episodes)
+        assert labelled.trained_tokens == drawn
+        (batch,) = labelled.batches
+        mask = batch.weights["pg"] != 0
+        counts = np.bincount(batch.streams[EPISODE][mask].astype(int))
+        assert counts.tolist() == [e.num_sampled for g in groups for e in g.episodes]
+        # An episode's tokens have one owner in one row, and its advantage.
+        advantages = np.concatenate([group.advantages for group in groups])
+        places = batch.streams[EPISODE][mask].astype(int)
+        np.testing.assert_allclose(batch.streams["advantage"][mask], advantages[places], rtol=1e-6)
+
+
+def test_the_tokens_saved_are_the_shared_prompts():
+    groups = make_groups()
+    saving = label(groups, make_labels()).saving
+    flat = sum(len(e.tokens) for group in groups for e in group.episodes)
+    prompts = [
+        (len(g.episodes) - 1) * next(i for i, s in enumerate(g.episodes[0].sampled) if s)
+        for g in groups
+    ]
+    assert saving.flat_tokens == flat
+    assert saving.saved_tokens == sum(prompts)
+    assert label(groups, make_labels(share_prompts=False)).saving.saved_tokens == 0
+
+
+def test_a_group_larger_than_a_row_is_cut_into_several_trees():
+    rng = np.random.default_rng(0)
+    episodes = [make_episode(rng, range(10)) for _ in range(12)]
+    group = Group(0, {}, episodes, [{} for _ in episodes], advantages=np.ones(12))
+    labelled = label([group], make_labels(row_tokens=24))
+    assert labelled.trained_tokens == sum(e.num_sampled for e in episodes)
+    assert labelled.batches[0].tokens.shape[0] * 2 > 1
+    long = make_episode(rng, range(25))
+    group = Group(0, {}, [*episodes, long], [{} for _ in range(13)], advantages=np.ones(13))
+    assert label([group], make_labels(row_tokens=24)).too_long == 1
+
+
+def weigh(average, **changes):
+    """{episode: sum of its weights / denominator} of one group of three."""
+    rng = np.random.default_rng(1)
+    episodes = [make_episode(rng, [1, 2], finish=f) for f in ("stop", "length", "stop")]
+    group = Group(0, {}, episodes, [{}, {}, {}], advantages=np.ones(3))
+    labelled = label([group], make_labels(average=average, **changes))
+    (batch,) = labelled.batches
+    mask = batch.weights["pg"] != 0
+    share = batch.weights["pg"][mask] / float(denominator(batch, "pg"))
+    counts = [e.num_sampled for e in episodes]
+    return np.bincount(batch.streams[EPISODE][mask].astype(int), share, minlength=3), counts
+
+
+def test_averages_by_hand():
+    with jax.enable_x64(True):
+        found, counts = weigh("token")
+        np.testing.assert_allclose(found, np.array(counts) / sum(counts))
+        np.testing.assert_allclose(weigh("sequence")[0], [1 / 3] * 3)
+        np.testing.assert_allclose(weigh("constant", longest=7)[0], np.array(counts) / (3 * 7))
+        # One microstep: the same as over tokens.
+        np.testing.assert_allclose(weigh("microstep")[0], np.array(counts) / sum(counts))
+
+
+def test_masked_truncated_answers_still_count_in_the_mean_of_sequences():
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(weigh("sequence", mask_truncated=True)[0], [1 / 3, 0, 1 / 3])
+        found, counts = weigh("token", mask_truncated=True)
+        kept = counts[0] + counts[2]
+        np.testing.assert_allclose(found, [counts[0] / kept, 0, counts[2] / kept])
+
+
+def test_microsteps_weigh_alike_whatever_their_tokens():
+    groups = make_groups(sizes=(4, 4, 4, 2))
+    labelled = label(groups, make_labels(average="microstep", rows=1, row_tokens=32))
+    (batch,) = labelled.batches
+    assert len(batch.tokens) > 1
+    sums = batch.weights["pg"].sum((1, 2))
+    np.testing.assert_allclose(sums[sums > 0], 1.0)
+    assert batch.denoms["pg"].tolist() == [np.count_nonzero(sums)] * len(batch.tokens)
+
+
+def test_minibatches_divide_the_groups():
+    groups = make_groups(sizes=(2, 2, 2, 2))
+    labelled = label(groups, make_labels(num_minibatches=2))
+    seen = [
+        set(b.streams[EPISODE][b.weights["pg"] != 0].astype(int).tolist()) for b in labelled.batches
+    ]
+    assert seen == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+def test_every_objective_sets_every_knob():
+    knobs = set(OBJECTIVES["grpo"])
+    assert all(set(preset) == knobs for preset in OBJECTIVES.values())
+    task = RLTask(objective="dr_grpo", scale_rewards="batch")
+    assert (task.knob("average"), task.knob("scale_rewards")) == ("constant", "batch")

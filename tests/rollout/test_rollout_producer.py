@@ -1,0 +1,380 @@
+"""The producer and the rounds made of it, with an engine whose policy is known: exact advantages,
+lag and drops, nothing trained twice, nothing lost."""
+
+import asyncio
+import collections
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxtrain.config import SamplingConfig
+from jaxtrain.data.steps import Shape
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.labels import EPISODE, Labels
+from jaxtrain.rollout.producer import GroupPlayer, Interrupted, Producer, Rules
+from jaxtrain.rollout.prompts import Prompts
+from jaxtrain.rollout.replay import ReplayBuffer
+from jaxtrain.rollout.rounds import Estimator, RoundSource
+from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed, Group
+
+SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=4)
+GROUP = 4
+
+
+class KnownPolicy:
+    """Answers token 10 + (index mod group size) with log-prob -0.5, stamped with its version."""
+
+    def __init__(self, delay=lambda index: 0.0):
+        self.version, self.delay = 0, delay
+        self.running = self.most = 0
+        self.calls: list[int] = []
+        self.closed = False
+        self.threads: set[str] = set()
+
+    async def generate(self, prompt, sampling, stop_ids=(), index=0):
+        self.calls.append(index)
+        self.threads.add(threading.current_thread().name)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        version = self.version
+        try:
+            await asyncio.sleep(self.delay(index))
+        finally:
+            self.running -= 1
+        return Completion([10 + index % GROUP], [-0.5], "stop", [version])
+
+    def counters(self):
+        return {}
+
+    async def close(self):
+        self.closed = True
+
+
+class OneToken:
+    """An env of one turn; `failures` says how often an episode fails before it succeeds."""
+
+    def __init__(self, failures=None):
+        self.failures = collections.Counter(failures or {})
+
+    async def run(self, row, engine, sampling, index):
+        if self.failures[index] > 0:
+            self.failures[index] -= 1
+            raise EpisodeFailed("server gone")
+        answer = await engine.generate([row["id"] % 5], sampling, (), index)
+        return Episode(
+            tokens=[row["id"] % 5, *answer.tokens],
+            sampled=[False, True],
+            logprobs=[0.0, *answer.logprobs],
+            versions=[-1, *answer.versions],
+            finish_reason=answer.finish_reason,
+            completion=str(answer.tokens[0]),
+        )
+
+
+class Judge:
+    """Rewards by a function of (row, place in the group)."""
+
+    def __init__(self, reward=lambda row, place: float(place)):
+        self.reward = reward
+
+    async def score(self, episodes, row):
+        return [{"r": self.reward(row, i)} for i, _ in enumerate(episodes)]
+
+
+def make(engine=None, env=None, judge=None, rows=100, rules=None, **options):
+    prompts = Prompts([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
+    rules = Rules(GROUP, {"r": 1.0}, **(rules or {}))
+    player = GroupPlayer(
+        env or OneToken(), engine or KnownPolicy(), judge or Judge(), SAMPLING, rules
+    )
+    return Producer(prompts, player, **options)
+
+
+def make_source(producer, per_round=2, **options):
+    labels = Labels(Shape(1, 1, 32, units=1), "token")
+    return RoundSource(producer, labels, Estimator(), prompts_per_round=per_round, **options)
+
+
+def drawn(slots):
+    return [slot.group.draw for slot in slots]
+
+
+@pytest.fixture
+def closing():
+    made = []
+    yield made.append
+    for producer in made:
+        producer.close()
+
+
+def test_rounds_come_in_the_order_of_the_prompts(closing):
+    producer = make(KnownPolicy(delay=lambda index: 0.001 * (50 - index % 50)))
+    closing(producer)
+    assert drawn(producer.take(3)) == [0, 1, 2]
+    assert drawn(producer.take(2)) == [3, 4]
+    assert [e.tokens[1] for e in producer.take(1)[0].group.episodes] == [10, 11, 12, 13]
+
+
+def test_sync_draws_nothing_ahead(closing):
+    engine = KnownPolicy()
+    producer = make(engine)
+    closing(producer)
+    producer.take(2)
+    assert len(engine.calls) == len(set(engine.calls)) == 2 * GROUP
+
+
+def test_ahead_is_the_bound_of_what_is_drawn_before_it_is_asked_for(closing):
+    engine = KnownPolicy()
+    producer = make(engine, ahead=3, threaded=True)
+    closing(producer)
+    producer.take(2)
+    wait_until(lambda: len(engine.calls) >= 5 * GROUP)
+    time.sleep(0.05)
+    assert len(engine.calls) == 5 * GROUP
+    assert engine.threads == {"rollouts"}
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def test_asynchronous_slots_come_as_they_finish(closing):
+    slow_first = KnownPolicy(delay=lambda index: 0.5 if index < GROUP else 0.0)
+    producer = make(slow_first, ahead=2, ordered=False, threaded=True)
+    closing(producer)
+    assert sorted(drawn(producer.take(2))) == [1, 2]
+    assert drawn(producer.take(1)) == [3]
+    wait_until(lambda: slow_first.running == 0)
+    assert drawn(producer.take(1)) == [0]
+
+
+def test_failed_episodes_are_played_again_then_their_group_is_dropped(closing):
+    first = {0: 2, 4 * GROUP + 1: 3}  # the first episode of prompt 0; the second of prompt 1
+    producer = make(env=OneToken(first), rules={"retries": 2})
+    closing(producer)
+    kept, lost = producer.take(2)
+    assert kept.redone == 2 and kept.group is not None
+    assert lost.group is None and lost.dropped == {"failed: server gone": 1}
+
+
+def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
+    equal = Judge(lambda row, place: 1.0 if row["id"] % 2 == 0 else float(place))
+    producer = make(judge=equal)
+    closing(producer)
+    slots = producer.take(4)
+    assert [slot.group is None for slot in slots] == [True, False, True, False]
+    assert slots[0].dropped == {"zero_advantage": 1}
+    first = Judge(lambda row, place: 1.0 if row["id"] < 3 else float(place))
+    refilling = make(judge=first, rules={"max_asks": 3})
+    closing(refilling)
+    assert all(slot.group is not None for slot in refilling.take(4))
+    keeping = make(judge=equal, rules={"drop_flat": False})
+    closing(keeping)
+    assert all(slot.group is not None for slot in keeping.take(4))
+
+
+def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
+    producer = make(rows=12, ahead=2, threaded=True)
+    closing(producer)
+    before = drawn(producer.take(3))
+    state = producer.state()
+    resumed = make(rows=12)
+    closing(resumed)
+    resumed.restore(state)
+    after = drawn(resumed.take(9))
+    assert sorted(before + after) == list(range(12))
+
+
+def test_prompts_taken_out_of_order_leave_no_hole_in_the_cursor(closing):
+    slow = KnownPolicy(delay=lambda index: 0.5 if index // (4 * GROUP) == 1 else 0.0)
+    producer = make(slow, rows=8, ahead=2, ordered=False, threaded=True)
+    closing(producer)
+    before = drawn(producer.take(3))
+    assert 1 not in before
+    resumed = make(rows=8)
+    closing(resumed)
+    resumed.restore(producer.state())
+    assert sorted(before + drawn(resumed.take(5))) == list(range(8))
+
+
+def test_a_cursor_of_other_data_is_refused(closing):
+    producer, other = make(rows=8), make(rows=9)
+    closing(producer), closing(other)
+    with pytest.raises(UserError, match="the prompts differ"):
+        other.restore(producer.state())
+
+
+def test_prompts_nobody_earned_on_are_asked_again_with_new_draws(closing):
+    engine = KnownPolicy()
+    judge = Judge(lambda row, place: 0.0 if row["id"] == 0 else float(place))
+    again = iter([False, False, True, True])
+    producer = make(engine, judge=judge, choose_again=lambda: next(again))
+    closing(producer)
+    producer.take(2)
+    assert producer.prompts.waiting == 1
+    calls = len(engine.calls)
+    slots = producer.take(2)
+    assert slots[0].flat[0].row == {"id": 0} and slots[1].group.draw == 2
+    assert not set(engine.calls[calls:]) & set(engine.calls[:calls])
+
+
+def test_what_ends_a_run_reaches_the_loop(closing):
+    class Broken(KnownPolicy):
+        async def generate(self, *args, **kwargs):
+            raise RunStopped("no server left")
+
+    for threaded in (False, True):
+        producer = make(Broken(), threaded=threaded)
+        closing(producer)
+        with pytest.raises(RunStopped, match="no server left"):
+            producer.take(1)
+
+
+def test_waiting_can_be_interrupted_and_closing_leaves_nothing_behind():
+    engine = KnownPolicy(delay=lambda index: 60.0)
+    stop = threading.Event()
+    producer = make(engine, threaded=True, should_stop=stop.is_set)
+    threading.Timer(0.1, stop.set).start()
+    begin = time.monotonic()
+    with pytest.raises(Interrupted):
+        producer.take(1)
+    producer.close()
+    assert time.monotonic() - begin < 10
+    assert engine.running == 0 and engine.closed
+    assert "rollouts" not in {thread.name for thread in threading.enumerate()}
+    producer.close()
+
+
+def test_a_round_has_exact_advantages_and_metrics(closing):
+    producer = make()
+    closing(producer)
+    source = make_source(producer)
+    (batch,) = next(source)
+    mask = batch.weights["pg"] != 0
+    assert mask.sum() == 2 * GROUP
+    places = batch.streams[EPISODE][mask].astype(int)
+    rewards = np.arange(GROUP) - 1.5
+    want = np.tile(rewards / (np.std(rewards, ddof=1) + 1e-4), 2)
+    np.testing.assert_allclose(batch.streams["advantage"][mask], want[places], rtol=1e-6)
+    np.testing.assert_allclose(batch.streams["sampler_logp"][mask], -0.5)
+    found = source.metrics
+    assert found["reward"] == 1.5 and found["frac_reward_zero_std"] == 0
+    assert found["reward_std"] == pytest.approx(np.std(rewards, ddof=1))
+    assert found["completions/mean_length"] == 1 and found["completions/clipped_ratio"] == 0
+    assert found["lag/max"] == 0
+    assert found["prompt_tokens_saved"] == (2 * (GROUP - 1)) / (2 * GROUP * 2)
+    assert [sample["reward"] for sample in source.samples] == [3.0, 0.0]
+
+
+def test_dropped_groups_still_count_in_the_mean_reward(closing):
+    equal = Judge(lambda row, place: 9.0 if row["id"] == 0 else float(place))
+    producer = make(judge=equal)
+    closing(producer)
+    source = make_source(producer)
+    next(source)
+    assert source.metrics["reward"] == (9.0 + 1.5) / 2
+    assert source.metrics["frac_reward_zero_std"] == 0.5
+    assert source.metrics["dropped/zero_advantage"] == 1
+    assert source.counters()["dropped"] == {"zero_advantage": 1}
+
+
+def test_stale_groups_are_dropped_and_replaced(closing):
+    engine = KnownPolicy()
+    producer = make(engine, ahead=4, ordered=False, threaded=True)
+    closing(producer)
+    source = make_source(producer, max_lag=1)
+    next(source)
+    wait_until(lambda: len(engine.calls) >= 6 * GROUP)  # four groups of version 0 wait
+    wait_until(lambda: engine.running == 0)
+    source.version = engine.version = 1
+    next(source)
+    assert source.metrics["lag/max"] == 1
+    source.version = engine.version = 3
+    next(source)
+    assert source.metrics["dropped/stale"] >= 2
+    assert source.metrics["lag/max"] <= 1
+
+
+def test_prefetch_lags_one_round(closing):
+    engine = KnownPolicy()
+    producer = make(engine, ahead=2, threaded=True)
+    closing(producer)
+    source = make_source(producer)
+    lags = []
+    for version in range(4):
+        source.version = engine.version = version
+        next(source)
+        lags.append(source.metrics["lag/max"])
+        wait_until(lambda: engine.running == 0)
+    assert lags == [0, 1, 1, 1]
+
+
+def test_a_run_without_anything_to_learn_from_stops_with_the_reason(closing):
+    producer = make(judge=Judge(lambda row, place: 1.0))
+    closing(producer)
+    with pytest.raises(RunStopped, match="16 zero_advantage"):
+        next(make_source(producer))
+
+
+def test_no_reward_at_all_is_an_error(closing):
+    class Nobody:
+        async def score(self, episodes, row):
+            return [{} for _ in episodes]
+
+    producer = make(judge=Nobody())
+    closing(producer)
+    with pytest.raises(UserError, match="no reward judges"):
+        producer.take(1)
+
+
+def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):
+    judge = Judge(lambda row, place: float(place) if row["id"] < 2 else 1.0)
+    producer = make(judge=judge)
+    closing(producer)
+    source = make_source(producer, replay=ReplayBuffer(4, max_lag=2))
+    next(source)
+    source.version = 1
+    (batch,) = next(source)
+    assert source.metrics["groups/replayed"] == 2
+    assert source.metrics["reward"] == 1.0  # that of the fresh groups alone
+    advantages = batch.streams["advantage"][batch.weights["pg"] != 0]
+    assert sorted(np.round(advantages, 2)) == sorted(2 * [-1.16, -0.39, 0.39, 1.16])
+    source.version = 4  # too old by now
+    with pytest.raises(RunStopped):
+        next(source)
+
+
+def test_the_replay_buffer_keeps_the_most_informative():
+    def group(draw, scale):
+        found = Group(draw, {}, [], [], advantages=scale * np.array([-1.0, 1.0]))
+        found.totals = np.array([0.0, scale])
+        return found
+
+    buffer = ReplayBuffer(2, max_lag=10)
+    buffer.store([group(0, 1.0), group(1, 3.0), group(2, 2.0), group(3, 0.0)], version=0)
+    assert sorted(g.draw for g in buffer.draw(5, version=1)) == [1, 2]
+    assert all(g.replayed for g in buffer.draw(2, version=1))
+
+
+def test_state_travels_through_json(closing):
+    import json
+
+    producer = make()
+    closing(producer)
+    source = make_source(producer)
+    next(source)
+    source.version = 1
+    state = json.loads(json.dumps(source.state()))
+    other = make()
+    closing(other)
+    resumed = make_source(other)
+    resumed.restore(state)
+    assert resumed.version == 1
+    assert resumed.counters()["rounds"] == 1
+    next(resumed)
+    assert [s["prompt_number"] for s in resumed.samples] == [2, 2] or resumed.samples

@@ -1,0 +1,449 @@
+"""Weights on their way to servers: what arrives, what a failure leaves behind, what is refused."""
+
+import contextlib
+import errno
+import json
+import socket
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_vllm import STOP, FakeVllm
+from test_rollout_vllm import DRAW, ask
+
+from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.hf.ops import Piece, whole
+from jaxtrain.hf.safetensors import write_folder
+from jaxtrain.rollout.publish_lora import LoraPublisher, reserve
+from jaxtrain.rollout.publish_weights import WeightPublisher, collect
+from jaxtrain.rollout.vllm import VllmEngine
+from jaxtrain.rollout.vllm_servers import Servers
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.shelf import WeightShelf
+
+SHAPES = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
+HELD = {name: list(shape) for name, shape in SHAPES.items()}
+
+
+def draw_params(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def pieces(params):
+    for name, array in params.items():
+        yield Piece(name, array.shape, whole(array.shape), array)
+
+
+@contextlib.contextmanager
+def open_servers(fakes, adapters=False, **settings):
+    said: list[str] = []
+    defaults = {"health_seconds": 0.05, "wait_seconds": 3, "request_seconds": 5}
+    config = VllmConfig(servers=[fake.url for fake in fakes], **{**defaults, **settings})
+    servers = Servers(config, DRAW, said.append)
+    try:
+        servers.open()
+        yield VllmEngine(servers, adapters=adapters, first_pause=0.01), servers, said
+    finally:
+        servers.close()
+        for fake in fakes:
+            if fake.thread.is_alive():
+                fake.kill()
+
+
+@contextlib.contextmanager
+def open_weights(fakes, delta=False, shapes=None, **settings):
+    with open_servers(fakes, **settings) as (engine, servers, said):
+        publisher = WeightPublisher(servers, pieces, shapes or SHAPES, delta=delta)
+        yield engine, publisher, said
+        publisher.close()
+
+
+def bits(params, dtype=ml_dtypes.bfloat16):
+    return {name: array.astype(dtype).view(np.uint16).ravel() for name, array in params.items()}
+
+
+def assert_holds(fake, params):
+    for shelf in fake.shelves:
+        assert set(shelf.tensors) == set(params)
+        for name, wanted in bits(params).items():
+            np.testing.assert_array_equal(shelf.tensors[name].bits, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_weights_arrive_on_every_worker_and_label_every_token(world_size):
+    fakes = [FakeVllm(tensors=HELD, world_size=world_size) for _ in range(2)]
+    with open_weights(fakes) as (engine, publisher, _):
+        for version in (0, 1):
+            params = draw_params(version)
+            metrics = publisher.publish(version, params)
+            for fake in fakes:
+                assert_holds(fake, params)
+            answers = ask(engine, 4)
+            assert {v for answer in answers for v in answer.versions} == {version}
+            assert metrics["sync/delta"] == 0
+            assert metrics["sync/bytes"] == 2 * (16 * 8 + 8) * 2 * world_size
+
+
+def test_the_order_of_calls_around_a_commit():
+    """Without the pause the prefix cache would keep keys and values of the old weights."""
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake]) as (_, publisher, _):
+        publisher.publish(0, draw_params())
+        wanted = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+        assert [path for path, _ in fake.log][-5:] == [*wanted, "/resume"]
+        assert dict(fake.log)["/pause"] == {"mode": "keep"}
+
+
+def test_a_delta_is_what_changed_and_a_full_sync_comes_now_and_then():
+    fake = FakeVllm(tensors=HELD)
+    params = draw_params()
+    sent = []
+    with open_weights([fake], delta=True, full_every=3) as (_, publisher, _):
+        for version in range(5):
+            metrics = publisher.publish(version, params)
+            assert_holds(fake, params)
+            sent.append((metrics["sync/delta"], metrics["sync/bytes"]))
+            params = {name: array.copy() for name, array in params.items()}
+            params["model.norm.weight"][version] += 1.0
+    whole_bytes = (16 * 8 + 8) * 2.0
+    # One value of two bytes, and a bit for each of the 8 items of that tensor.
+    assert sent == [(0, whole_bytes), (1, 3.0), (1, 3.0), (0, whole_bytes), (1, 3.0)]
+
+
+def test_a_change_too_small_for_the_format_sends_nothing():
+    fake = FakeVllm(tensors=HELD)
+    params = draw_params()
+    with open_weights([fake], delta=True) as (engine, publisher, _):
+        publisher.publish(0, params)
+        metrics = publisher.publish(1, {n: a * np.float32(1 + 1e-6) for n, a in params.items()})
+        assert metrics["sync/bytes"] == 0 and ask(engine)[0].versions == [1] * 4
+
+
+def test_a_delta_that_changes_nearly_everything_is_sent_in_full():
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake], delta=True) as (_, publisher, _):
+        publisher.publish(0, draw_params(0))
+        assert publisher.publish(1, draw_params(1))["sync/delta"] == 0
+
+
+def test_a_restarted_server_gets_everything_before_it_is_asked():
+    fake = FakeVllm(tensors=HELD)
+    params = draw_params()
+    with open_weights([fake], delta=True, wait_seconds=10) as (engine, publisher, said):
+        publisher.publish(0, params)
+        params["model.norm.weight"][0] += 1
+        publisher.publish(1, params)
+        fake.kill()
+        fake.start()
+        assert ask(engine)[0].versions == [1] * 4
+        assert_holds(fake, params)
+    assert any("is back with version 1" in line for line in said)
+
+
+def test_a_broken_link_is_made_again():
+    fake = FakeVllm(tensors=HELD)
+    params = draw_params()
+    with open_weights([fake], delta=True) as (_, publisher, said):
+        publisher.publish(0, params)
+        fake.links[0].shutdown(socket.SHUT_RDWR)
+        params["model.norm.weight"][0] += 1
+        publisher.publish(1, params)
+        assert_holds(fake, params)
+    assert not any("dropped" in line for line in said)
+
+
+def test_a_server_that_fails_the_sync_is_dropped_and_the_others_go_on():
+    fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
+    with open_weights(fakes) as (engine, publisher, said):
+        publisher.publish(0, draw_params())
+        fakes[0].refuse_stage = True
+        publisher.publish(1, draw_params(1))
+        answers = ask(engine, 4)
+        assert {v for answer in answers for v in answer.versions} == {1}
+        assert fakes[1].answered == 4
+    assert any("weight sync" in line and "dropped" in line for line in said)
+
+
+def test_when_no_server_takes_the_weights_the_run_stops():
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake], wait_seconds=0.5) as (_, publisher, _):
+        fake.refuse_stage = True
+        with pytest.raises(RunStopped, match="did not take the weights: no"):
+            publisher.publish(0, draw_params())
+
+
+@pytest.mark.parametrize(
+    "held, told",
+    [
+        ({}, "missing there: model.embed_tokens.weight"),
+        ({**HELD, "model.layers.9.bias": [4]}, "only there: model.layers.9.bias"),
+        ({**HELD, "model.norm.weight": [9]}, r"is \(9,\) there, \(8,\) in the trainer"),
+    ],
+)
+def test_another_model_is_refused_by_its_whole_list_of_tensors(held, told):
+    fake = FakeVllm(tensors=held)
+    with open_weights([fake]) as (_, publisher, _), pytest.raises(UserError, match=told):
+        publisher.publish(0, draw_params())
+
+
+def test_a_tied_head_may_be_listed_and_shapes_may_be_unknown():
+    fake = FakeVllm(tensors={**dict.fromkeys(HELD), "lm_head.weight": None})
+    with open_weights([fake]) as (_, publisher, _):
+        publisher.publish(0, draw_params())
+        assert_holds(fake, draw_params())
+
+
+def test_answers_are_cut_and_continued_where_the_server_tells_no_versions():
+    """/v1/completions: the tokens before the change keep their version."""
+    fake = FakeVllm(tensors=HELD, scale_out=False)
+    fake.token_seconds = 0.5
+    with open_weights([fake]) as (engine, publisher, _):
+        publisher.publish(0, draw_params())
+        late = fake.after(2, publisher.publish, 1, draw_params(1))
+        [answer] = ask(engine)
+        late.join()
+    assert answer.tokens == [100, 101, 102, STOP]
+    assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
+    assert len(fake.asked) == 2 and fake.asked[1]["prompt"][:3] == [1, 2, 100]
+
+
+def test_one_gpu_for_both_sleeps_while_training_and_wakes_in_parts():
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake], sleep=True) as (engine, publisher, _):
+        publisher.publish(0, draw_params())
+        publisher.sleep()
+        assert fake.asleep and engine.servers.take() is None
+        publisher.publish(1, draw_params(1))
+        assert not fake.asleep and ask(engine)[0].versions == [1] * 4
+    order = [body.get("tags", path) for path, body in fake.log if path != "/version" and body]
+    start = order.index("weights")
+    assert "/update_weights" in order[start:] and order[-1] == "kv_cache"
+
+
+def test_rounding_is_that_of_the_trainer():
+    """Round to nearest, ties to even, as jax casts: else deltas would be dense."""
+    values = np.array([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0, 3e-40], np.float32)
+    found = collect([Piece("a", (4,), whole((4,)), values)], {"a": (4,)}, "bfloat16")
+    np.testing.assert_array_equal(found["a"].bits, [0x3F80, 0x3F82, 0xBF80, 0x0003])
+
+
+def test_a_flipped_bit_on_the_way_is_noticed_and_rolled_back():
+    shelf = WeightShelf()
+    first = collect(pieces(draw_params(0)), SHAPES, "bfloat16")
+    described, payload = wire.pack_full(first)
+    header = {"kind": "full", "version": 0, "checksum": wire.checksum(first), "tensors": described}
+    assert shelf.answer(header, join(payload)) == {"staged": 0}
+    shelf.commit(0, lambda tensors: None)
+    second = {n: t._replace(bits=t.bits.copy()) for n, t in first.items()}
+    second["model.norm.weight"].bits[3] ^= 1
+    changes = {n: wire.find_changes(first[n].bits, second[n].bits) for n in first}
+    described, payload = wire.pack_delta(changes)
+    damaged = bytearray(join(payload))
+    damaged[-1] ^= 4
+    header = {"kind": "delta", "version": 1, "base": 0, "tensors": described}
+    header["checksum"] = wire.checksum(second)
+    answer = shelf.answer(header, memoryview(damaged))
+    assert "checksum" in answer["error"] and shelf.version == 0
+    assert wire.checksum(shelf.tensors) == wire.checksum(first)
+    with pytest.raises(ValueError, match="not staged"):
+        shelf.check(1, header["checksum"])
+    assert shelf.answer(header, join(payload)) == {"staged": 1}
+    # Staged twice without a commit: the first is taken out again before the second goes in.
+    assert shelf.answer(header, join(payload)) == {"staged": 1}
+    shelf.commit(1, lambda tensors: None)
+    assert wire.checksum(shelf.tensors) == wire.checksum(second)
+    assert "a delta on version 0" in shelf.answer(header, join(payload))["error"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.5, 1.0])
+def test_a_delta_comes_out_as_it_went_in(size, share):
+    """As positions or as a mask, whichever is shorter; in neither case longer than said."""
+    rng = np.random.default_rng(size)
+    old = wire.Tensor((size,), "float32", rng.integers(0, 2**32, size, np.uint32))
+    new = np.where(rng.random(size) < share, old.bits ^ 1, old.bits)
+    changes = wire.find_changes(old.bits, new)
+    described, payload = wire.pack_delta({"a": changes})
+    assert sum(part.nbytes for part in payload) == changes.nbytes
+    assert changes.nbytes <= changes.positions.nbytes + changes.values.nbytes
+    found = wire.unpack_delta(described, join(payload), {"a": old})
+    for change in found.values():
+        undo = wire.apply_changes(old.bits, change)
+        np.testing.assert_array_equal(old.bits, new)
+        wire.apply_changes(old.bits, undo)
+    assert bool(found) == bool((old.bits != new).any())
+    if described and not described[0]["index_bytes"]:
+        described[0]["count"] += 1
+        with pytest.raises(wire.WireError, match="places for"):
+            wire.unpack_delta(described, join(payload), {"a": old})
+
+
+def join(payload):
+    return memoryview(b"".join(part.tobytes() for part in payload))
+
+
+def test_a_stranger_who_knows_no_token_is_not_taken_for_a_worker():
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake]) as (_, publisher, _):
+        links = publisher.links
+        with socket.create_connection((links.host, links.port)) as stranger:
+            wire.send_message(stranger, {"token": "guess", "server": fake.url})
+            assert stranger.recv(1) == b""
+        publisher.publish(0, draw_params())
+        assert_holds(fake, draw_params())
+
+
+def test_a_served_model_is_taken_apart_into_hugging_face_tensors():
+    layer = "model.layers.0"
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    experts = [f"{layer}.mlp.experts.{i}.{part}_proj.weight" for i in (0, 1) for part in "ud"]
+    attention = [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
+    stored = {name: [4, 4] for name in (*experts, *attention, "model.embed_tokens.weight")}
+    served = ["model.embed_tokens.weight", f"{layer}.self_attn.qkv_proj.base_layer.weight"]
+    served += [f"{layer}.mlp.experts.w13_weight", f"{layer}.mlp.experts.w2_weight"]
+    assert describe([*served, "lm_head.weight"], fused, stored, tied=True) == stored
+    assert describe([*served, "lm_head.weight"], fused, stored, tied=False) == {
+        **stored,
+        "lm_head.weight": None,
+    }
+    assert set(describe(served[:2], fused, {}, tied=True)) == {served[0], *attention}
+
+
+def test_shapes_are_read_from_the_files(tmp_path):
+    assert read_shapes(str(tmp_path)) == {} and read_shapes("no/such-model") == {}
+    write_folder(
+        tmp_path, {n: (s, np.dtype("float32")) for n, s in SHAPES.items()}, pieces(draw_params())
+    )
+    assert read_shapes(str(tmp_path)) == HELD
+
+
+# -- adapters
+
+
+def write_adapter(params, folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"r": params}))
+
+
+@contextlib.contextmanager
+def open_lora(fakes, folder, write=write_adapter, **settings):
+    with open_servers(fakes, adapters=True, sync="lora", **settings) as (engine, servers, said):
+        publisher = LoraPublisher(servers, folder, write, lambda params: 1000)
+        yield engine, publisher, said
+        if any(fake.thread.is_alive() for fake in fakes):
+            publisher.close()
+
+
+def test_each_version_is_a_new_adapter_and_old_ones_go(tmp_path):
+    fakes = [FakeVllm(), FakeVllm()]
+    with open_lora(fakes, tmp_path, keep_adapters=2) as (engine, publisher, _):
+        for version in range(4):
+            publisher.publish(version, 8)
+            assert {v for a in ask(engine, 4) for v in a.versions} == {version}
+            names = sorted(path.name for path in tmp_path.iterdir())
+            assert len(names) == min(version + 1, 2)
+            assert all(sorted(fake.adapters) == names for fake in fakes)
+            assert fakes[0].asked[-1]["model"] == names[-1]
+    assert list(tmp_path.iterdir()) == [] and fakes[0].log[-1][1] is not None
+
+
+def test_a_restarted_server_loads_the_newest_adapter_again(tmp_path):
+    fake = FakeVllm()
+    with open_lora([fake], tmp_path, wait_seconds=10) as (engine, publisher, said):
+        publisher.publish(0, 8)
+        publisher.publish(1, 8)
+        fake.kill()
+        fake.start()
+        assert ask(engine)[0].versions == [1] * 4
+        assert len(fake.adapters) == 1
+        publisher.publish(2, 8)
+        assert ask(engine)[0].versions == [2] * 4
+
+
+def test_an_adapter_that_someone_took_away_is_loaded_again(tmp_path):
+    fake = FakeVllm()
+    with open_lora([fake], tmp_path) as (engine, publisher, said):
+        publisher.publish(0, 8)
+        fake.adapters.clear()
+        assert ask(engine)[0].tokens == [100, 101, 102, STOP]
+    assert any("does not serve" in line for line in said)
+
+
+def test_a_load_that_fails_says_what_to_change(tmp_path):
+    fake = FakeVllm()
+    with open_lora([fake], tmp_path) as (_, publisher, _):
+        with pytest.raises(UserError, match="--max-lora-rank of at least adapter.rank"):
+            publisher.publish(0, 128)
+
+    with open_lora([FakeVllm()], tmp_path, write=lambda p, folder: None) as (_, publisher, _):
+        with pytest.raises(UserError, match="rollout.vllm.adapter_dir to a folder that the server"):
+            publisher.publish(0, 8)
+
+
+def test_a_full_disk_costs_old_versions_then_the_run_but_never_a_half_adapter(tmp_path):
+    full = [False]
+
+    def write(params, folder):
+        (folder / "adapter_model.safetensors").write_bytes(b"half")
+        if full[0] and len(list(tmp_path.glob("jaxtrain-*"))) >= full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_adapter(params, folder)
+
+    fake = FakeVllm()
+    with open_lora([fake], tmp_path, write, keep_adapters=4) as (engine, publisher, said):
+        for version in range(3):
+            publisher.publish(version, 8)
+        full[0] = 3
+        publisher.publish(3, 8)
+        assert ask(engine)[0].versions == [3] * 4
+        assert len(list(tmp_path.iterdir())) == 2 and len(fake.adapters) == 2
+        assert any("is full: deleting all versions but the newest" in line for line in said), said
+        full[0] = 1
+        with pytest.raises(RunStopped, match="version 4 cannot be written: No space left"):
+            publisher.publish(4, 8)
+        assert ask(engine)[0].versions == [3] * 4  # what was there still serves
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_room_is_reserved_before_memory_maps_are_written(tmp_path):
+    """A write to a mapped page that finds no room is a signal, not an exception."""
+    reserve(tmp_path, 10**6)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError):
+        reserve(tmp_path, 2**60)
+
+
+def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
+    fake = FakeVllm()
+    old = tmp_path / "jaxtrain-00000000-7"
+    old.mkdir()
+    fake.adapters = {old.name: str(old), "someone-else": "/other/place"}
+    with open_lora([fake], tmp_path):
+        assert set(fake.adapters) == {"someone-else"} and not old.exists()
+
+
+@pytest.mark.parametrize(
+    "settings, adapter, mode, told",
+    [
+        ({"servers": []}, "none", "sync", "needs rollout.vllm.servers"),
+        ({"servers": ["localhost:8000"]}, "none", "sync", "is no URL"),
+        ({"servers": ["http://a", "http://a/"]}, "none", "sync", "names a server twice"),
+        ({"sync": "lora"}, "none", "sync", "needs adapter.kind lora"),
+        ({"sync": "lora"}, "dora", "sync", "needs adapter.kind lora, which is dora"),
+        ({"sync": "delta"}, "lora", "sync", "sends whole weights, but adapter.kind lora"),
+        ({"sleep": True}, "none", "async", "stops the servers while training"),
+        ({"listen": "0.0.0.0"}, "none", "sync", "not where servers can connect"),
+        ({"servers": ["http://far:1"]}, "none", "sync", "cannot be reached from http://far:1"),
+    ],
+)
+def test_settings_that_cannot_work_together(settings, adapter, mode, told):
+    config = VllmConfig(**{"servers": ["http://a"], **settings})
+    assert any(told in problem for problem in find_vllm_conflicts(config, adapter, mode))
+
+
+def test_settings_that_can():
+    for sync, adapter in (("lora", "lora"), ("full", "none"), ("delta", "none")):
+        config = VllmConfig(servers=["http://a", "http://b"], sync=sync, listen="10.0.0.7")
+        assert not list(find_vllm_conflicts(config, adapter, "async"))

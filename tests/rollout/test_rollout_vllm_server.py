@@ -1,0 +1,373 @@
+"""A real vLLM server on CPU: after every kind of sync it computes what we compute.
+
+JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM. A server is up after half a
+minute, so all of this is slow.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.assemble import abstract_params, assemble, open_params
+from jaxtrain.config import validate_config
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.models import build
+from jaxtrain.publishing import open_vllm
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("JAXTRAIN_VLLM_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not Path(PYTHON or "/nowhere").is_file(),
+        reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
+    ),
+]
+
+CLOSE = 1e-3
+"""float32 on both sides; sums in another order give 1e-5, another weight or position 1e-1."""
+
+
+def make_model(folder: Path, seed: int, tied: bool) -> Path:
+    tokenizer = load_tokenizer("builtin")
+    raw = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = build.config_from_hf(raw)
+    build.save(build.init(config, seed, param_dtype="float32"), config, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class RealServer:
+    """`python -m jaxtrain_vllm.serve` as a child."""
+
+    def __init__(self, model: Path, sync: str, log: Path):
+        self.model, self.sync, self.log = model, sync, log
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        command = [PYTHON, "-m", "jaxtrain_vllm.serve", "--model", str(self.model)]
+        command += ["--port", str(self.port), "--sync", self.sync, "--"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self.process = subprocess.Popen(
+            command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT,
+            cwd=self.log.parent, start_new_session=True,
+        )  # fmt: skip
+
+    def kill(self, sign=signal.SIGKILL) -> None:
+        """The whole group: API server, engine core, workers."""
+        try:
+            os.killpg(self.process.pid, sign)
+            self.process.wait(30)
+        except ProcessLookupError:
+            pass
+
+
+@pytest.fixture(scope="module", params=["weights-tied", "lora-untied"])
+def server(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    kind, tied = request.param.split("-")
+    model = make_model(folder / "model", seed=0, tied=tied == "tied")
+    found = RealServer(model, "lora" if kind == "lora" else "delta", folder / "server.log")
+    yield found
+    found.kill(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def weights_server(server):
+    if server.sync == "lora":
+        pytest.skip("this server takes adapters")
+    return server
+
+
+@pytest.fixture(scope="module")
+def lora_server(server):
+    if server.sync != "lora":
+        pytest.skip("this server takes whole weights")
+    return server
+
+
+def make_config(server, output_dir, sync, model=None, **vllm):
+    table = {
+        "run": {"max_steps": 1, "output_dir": str(output_dir)},
+        "task": {"kind": "rl"},
+        "model": {"path": str(model or server.model), "compute_dtype": "float32"},
+        "data": {"datasets": [{"path": "builtin:calculator"}], "sequence_len": 512},
+        "env": {"kind": "calculator"},
+        "sampling": {"temperature": 1.0, "max_new_tokens": 40, "seed": 5},
+        "rollout": {
+            "engine": "vllm",
+            "vllm": {
+                "servers": [f"http://127.0.0.1:{server.port}"],
+                "sync": sync,
+                "health_seconds": 1.0,
+                "wait_seconds": 180.0,
+                **vllm,
+            },
+        },
+    }
+    if sync == "lora":
+        table["adapter"] = {"kind": "lora", "rank": 4, "alpha": 8.0}
+    return validate_config(table, "test")
+
+
+def score(model, prompt, answer, temperature=1.0):
+    """float [len(answer)] log-probs by our model, in one causal pass."""
+    tokens = np.array([[*prompt, *answer]], np.int32)
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    cache = model.init_cache(1, tokens.shape[1])
+    hidden, _ = model.decode(jnp.asarray(tokens), jnp.asarray(positions), cache)
+    logp = jax.nn.log_softmax(model.logits(hidden[0]).astype(jnp.float32) / temperature)
+    start = len(prompt) - 1
+    return np.array([logp[start + i, token] for i, token in enumerate(answer)])
+
+
+def ask(engine, prompts, sampling, stop_ids=()):
+    async def run():
+        try:
+            return await asyncio.gather(
+                *(engine.generate(p, sampling, stop_ids, i) for i, p in enumerate(prompts))
+            )
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def prompts(count=4, length=20):
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, length).tolist() for _ in range(count)]
+
+
+def change(params, share, seed):
+    """Some entries of every parameter moved by a step that bfloat16 sees."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: array + (rng.random(array.shape) < share) * rng.normal(size=array.shape) * 0.1
+        for name, array in ((n, np.asarray(a)) for n, a in params.items())
+    }
+
+
+def cast(params, dtype):
+    return {n: jnp.asarray(a, dtype).astype(jnp.float32) for n, a in params.items()}
+
+
+def worst(engine, rebuild, params, config, version):
+    """Largest difference between served log-probs and ours."""
+    model = rebuild(params)
+    found = 0.0
+    for prompt, answer in zip(prompts(), ask(engine, prompts(), config.sampling), strict=True):
+        assert set(answer.versions) == {version}
+        ours = score(model, prompt, answer.tokens)
+        found = max(found, float(np.abs(ours - answer.logprobs).max()))
+    return found
+
+
+@pytest.mark.parametrize("sync, dtype", [("full", "float32"), ("delta", "bfloat16")])
+def test_served_weights_are_the_trainers(weights_server, tmp_path, sync, dtype):
+    """The second case is also a second trainer on a server that knew another."""
+    config = make_config(weights_server, tmp_path, sync, weight_dtype=dtype)
+    parts = assemble(config)
+    rebuild = abstract_params(parts)[1]
+    params = open_params(parts, 0)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        for version in range(3):
+            metrics = publisher.publish(version, params, None)
+            assert metrics["sync/delta"] == (sync == "delta" and version > 0)
+            found = worst(engine, rebuild, cast(params, dtype), config, version)
+            print(f"{sync} {dtype} version {version}: {found:.1e}, {metrics}")
+            assert found < CLOSE
+            params = change(params, 0.02, version)
+        before = worst(engine, rebuild, cast(params, dtype), config, 2)
+        assert before > 10 * CLOSE, "the test would not notice missing updates"
+    finally:
+        publisher.close()
+
+
+def test_an_answer_that_spans_an_update_is_of_both_weights(weights_server, tmp_path):
+    """Each part of it has the log-probs of its own version, over the whole prefix."""
+    config = make_config(weights_server, tmp_path, "delta", weight_dtype="float32")
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 450})
+    parts = assemble(config)
+    rebuild = abstract_params(parts)[1]
+    first = open_params(parts, 0)
+    second = change(first, 0.02, 7)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        publisher.publish(0, first, None)
+
+        def update():
+            while not engine.servers.all[0].in_flight:
+                time.sleep(0.01)
+            time.sleep(0.4)
+            publisher.publish(1, second, None)
+
+        late = threading.Thread(target=update)
+        late.start()
+        answers = ask(engine, prompts(8), sampling)
+        late.join()
+    finally:
+        publisher.close()
+    mixed = [(p, a) for p, a in zip(prompts(8), answers, strict=True) if len(set(a.versions)) == 2]
+    assert mixed, [set(answer.versions) for answer in answers]
+    for prompt, answer in mixed[:2]:
+        versions = np.array(answer.versions)
+        assert (np.diff(versions) >= 0).all()
+        for version, params in enumerate((first, second)):
+            ours = score(rebuild(cast(params, "float32")), prompt, answer.tokens)
+            off = np.abs(ours - answer.logprobs)
+            assert off[versions == version].max() < CLOSE
+            assert off[versions != version].max() > 10 * CLOSE
+
+
+def test_temperature_stop_texts_and_stop_tokens(weights_server, tmp_path):
+    config = make_config(weights_server, tmp_path, "full", weight_dtype="float32")
+    parts = assemble(config)
+    params = open_params(parts, 0)
+    model = abstract_params(parts)[1](params)
+    warm = config.sampling.model_copy(update={"temperature": 1.7})
+    greedy = config.sampling.model_copy(update={"temperature": 0.0})
+    engine, publisher = open_vllm(config, parts)
+    try:
+        publisher.publish(0, params, None)
+        [answer] = ask(engine, prompts(1), warm)
+        ours = score(model, prompts(1)[0], answer.tokens, 1.7)
+        assert np.abs(ours - answer.logprobs).max() < CLOSE
+        again = ask(engine, prompts(1), warm)[0]
+        assert again == answer, "the same seed, index and weights give the same answer"
+        [plain] = ask(engine, prompts(1), greedy)
+        stop = plain.tokens[5]
+        [cut] = ask(engine, prompts(1), greedy, [stop])
+        first = plain.tokens.index(stop)
+        assert (cut.tokens, cut.finish_reason) == (plain.tokens[: first + 1], "stop")
+        tokenizer = parts.tokenizer
+        letter = next(
+            text for text in map(tokenizer.decode, plain.tokens[3:])
+            if len(text) == 1 and text.isascii() and text.isprintable()
+        )  # fmt: skip
+        texted = greedy.model_copy(update={"stop": [letter]})
+        [found] = ask(engine, prompts(1), texted)
+        assert found.finish_reason == "stop" and letter in tokenizer.decode(found.tokens)
+        assert letter not in tokenizer.decode(found.tokens[:-1])
+    finally:
+        publisher.close()
+
+
+def test_a_server_that_slept_takes_weights_and_answers(weights_server, tmp_path):
+    config = make_config(weights_server, tmp_path, "full", weight_dtype="float32", sleep=True)
+    parts = assemble(config)
+    params = open_params(parts, 0)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        publisher.publish(0, params, None)
+        publisher.sleep()
+        params = change(params, 0.02, 3)
+        publisher.publish(1, params, None)
+        rebuild = abstract_params(parts)[1]
+        assert worst(engine, rebuild, cast(params, "float32"), config, 1) < CLOSE
+    finally:
+        publisher.close()
+
+
+def test_another_model_is_refused_before_anything_is_sent(weights_server, tmp_path):
+    other = make_model(tmp_path / "untied", seed=0, tied=False)
+    config = make_config(weights_server, tmp_path, "full", model=other)
+    parts = assemble(config)
+    _, publisher = open_vllm(config, parts)
+    try:
+        with pytest.raises(ValueError, match="missing there: lm_head.weight"):
+            publisher.publish(0, open_params(parts, 0), None)
+    finally:
+        publisher.close()
+
+
+def test_served_adapters_are_the_trainers(lora_server, tmp_path):
+    config = make_config(lora_server, tmp_path, "lora")
+    parts = assemble(config)
+    rebuild = abstract_params(parts)[1]
+    params = open_params(parts, 0)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        for version in range(4):
+            metrics = publisher.publish(version, params, None)
+            found = worst(engine, rebuild, params, config, version)
+            print(f"lora version {version}: {found:.1e}, {metrics}")
+            assert found < CLOSE
+            rng = np.random.default_rng(version)
+            params = {
+                name: array + 0.1 * rng.normal(size=array.shape).astype(np.float32)
+                if ".adapter." in name
+                else array
+                for name, array in params.items()
+            }
+        assert len(list((tmp_path / "adapters").iterdir())) == 2
+        assert worst(engine, rebuild, params, config, 3) > 10 * CLOSE
+    finally:
+        publisher.close()
+
+
+def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):
+    """Last, as it costs a restart."""
+    server = weights_server
+    config = make_config(server, tmp_path, server.sync)
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 300})
+    parts = assemble(config)
+    rebuild = abstract_params(parts)[1]
+    params = change(open_params(parts, 0), 0.02, 11)
+    said = []
+    engine, publisher = open_vllm(config, parts, said.append)
+
+    def restart():
+        time.sleep(0.5)
+        server.kill()
+        server.start()
+
+    try:
+        publisher.publish(0, params, None)
+        thread = threading.Thread(target=restart)
+        thread.start()
+        answers = ask(engine, prompts(), sampling)
+        thread.join()
+        served = cast(params, "bfloat16")
+        for prompt, answer in zip(prompts(), answers, strict=True):
+            ours = score(rebuild(served), prompt, answer.tokens)
+            assert np.abs(ours - answer.logprobs).max() < CLOSE
+            assert set(answer.versions) == {0}
+    finally:
+        publisher.close()
+    print(said)
+    assert any("its requests are asked again; none left" in line for line in said)
+    assert any("is back with version 0" in line for line in said)

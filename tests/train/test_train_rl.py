@@ -1,0 +1,200 @@
+"""Reinforcement learning through the front door: a toy task's reward rises, a resumed run is the
+run that was never stopped, and what the config asks for is what the numbers show."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.main import main
+
+CONFIG = f"""
+[run]
+max_steps = 4
+export = false
+
+[model]
+tokenizer = "builtin"
+compute_dtype = "float32"
+
+[model.architecture]
+architectures = ["Qwen3ForCausalLM"]
+model_type = "qwen3"
+vocab_size = 512
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+max_position_embeddings = 64
+tie_word_embeddings = false
+
+[parallel]
+data = 1
+fsdp = -1
+
+[data]
+sequence_len = 64
+micro_batch_size = 1
+
+[[data.datasets]]
+path = "builtin:calculator"
+options = {{ num_rows = 200 }}
+
+[task]
+kind = "rl"
+
+[rollout]
+prompts_per_step = 4
+group_size = 4
+
+[env]
+kind = "python"
+path = "{Path(__file__).with_name("rl_toy_env.py")}:EvenTokens"
+
+[sampling]
+temperature = 1.0
+max_new_tokens = 8
+
+[optim]
+learning_rate = 1e-2
+lr_scheduler = "constant"
+
+[log]
+plot = false
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "rl.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(config, folder, *words) -> list[dict]:
+    code = main(["--config", str(config), f"run.output_dir={folder}", *words])
+    assert code == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def read_params(folder, step):
+    from jaxtrain.trained import open_trained
+
+    trained = open_trained(str(folder), [], step)
+    return {path: np.asarray(value) for path, value in trained.params.items()}
+
+
+def test_the_reward_of_a_toy_task_rises(config, tmp_path):
+    lines = run(config, tmp_path / "run", "run.max_steps=40", "rollout.group_size=8")
+    rewards = [line["reward"] for line in lines]
+    # Half of all tokens are even; random choice stays within 0.05 of that with 256 draws.
+    assert abs(rewards[0] - 0.5) < 0.15
+    assert np.mean(rewards[-4:]) > 0.8
+    first = lines[0]
+    # The sampler and the trainer compute the same numbers but for the order of sums in float32.
+    assert first["sampling/sampling_logp_difference/max"] < 1e-4
+    assert first["ratio/min"] == first["ratio/max"] == 1.0
+    assert first["policy_version"] == 0 and lines[-1]["policy_version"] == 39
+    assert all(line["lag/max"] == 0 for line in lines)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    assert samples[0]["reward"] >= samples[1]["reward"]
+    assert samples[0]["rewards"] == {"even": samples[0]["reward"]}
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
+    options = ("checkpoint.every=2", "optim.name=sgd")
+    whole = run(config, tmp_path / "whole", *options)
+    run(config, tmp_path / "parts", *options, "run.max_steps=2")
+    parts = run(config, tmp_path / "parts", *options, "run.allow_config_change=true")
+    for a, b in zip(whole, parts, strict=True):
+        assert {k: a[k] for k in ("loss", "reward", "num_tokens", "policy_version")} == {
+            k: b[k] for k in ("loss", "reward", "num_tokens", "policy_version")
+        }
+    left, right = read_params(tmp_path / "whole", 4), read_params(tmp_path / "parts", 4)
+    for path, value in left.items():
+        np.testing.assert_array_equal(value, right[path], err_msg=path)
+
+
+def test_minibatches_and_iterations_are_steps_under_one_version(config, tmp_path):
+    lines = run(
+        config,
+        tmp_path / "run",
+        *("task.num_minibatches=2", "task.num_iterations=2", "run.max_steps=8"),
+        *("task.beta=0.01", "task.objective=dapo"),
+    )
+    versions = [line["policy_version"] for line in lines if "policy_version" in line]
+    assert versions == [0, 1] and "policy_version" in lines[4]
+    # The first minibatch starts from the old policy and the reference; later ones have moved.
+    assert lines[0]["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+    assert lines[1]["ratio/max"] > 1.01
+    assert lines[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert lines[4]["kl"] > 1e-4
+
+
+def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tmp_path):
+    options = ("task.beta=0.01", "task.reference=mixed", "task.reference_every=2")
+    options += ("task.reference_alpha=1.0", "checkpoint.every=3")
+    whole = run(config, tmp_path / "whole", *options)
+    # After step 2 the reference is the policy, so step 3 has no divergence.
+    assert whole[1]["kl"] > 1e-5
+    assert whole[2]["kl"] == pytest.approx(0.0, abs=1e-6)
+    run(config, tmp_path / "parts", *options, "run.max_steps=3")
+    parts = run(config, tmp_path / "parts", *options, "run.allow_config_change=true")
+    assert parts[3]["kl"] == whole[3]["kl"]
+
+
+def test_a_dry_run_traces_the_step_and_samples_nothing(config, tmp_path, capsys):
+    assert main(["--config", str(config), f"run.output_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert "200 prompts" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    assert main(["preprocess", "--config", str(config)]) == 2
+
+
+@pytest.mark.slow  # a compilation each; the losses themselves have fast tests
+@pytest.mark.parametrize(
+    "objective", ["dr_grpo", "bnpo", "gdpo", "gspo", "cispo", "rloo", "reinforce", "m2po_clip"]
+)
+def test_every_objective_takes_a_step(config, tmp_path, objective):
+    (line,) = run(
+        config,
+        tmp_path / "run",
+        *("run.max_steps=1", f"task.objective={objective}"),
+    )
+    assert line["grad_norm"] > 0 and np.isfinite(line["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["task.objective=m2po_mask"], "m2/masked_share"),
+        (["task.objective=rloo", "task.beta=0.1"], "kl"),
+        (["adapter.kind=lora", "task.beta=0.1", "task.entropy_coef=0.01"], "kl"),
+    ],
+)
+def test_what_needs_more_than_the_loss_is_there(config, tmp_path, words, name):
+    (line,) = run(config, tmp_path / "run", "run.max_steps=1", *words)
+    assert name in line and line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sampling.temperature=0"], "sampling.temperature above 0"),
+        (["sampling.top_p=0.9"], "sampling.top_p cuts"),
+        (["rollout.mode=async"], "needs an engine beside the trainer"),
+        (["rollout.group_size=1"], "task.baseline group compares"),
+        (["task.num_minibatches=3"], "does not divide"),
+        (["task.reference=adapter_off", "task.beta=0.1"], "needs an adapter"),
+        (["task.kind=sft"], "has no effect without task.kind"),
+        (["task.objectiv=grpo"], "did you mean 'objective'"),
+    ],
+)
+def test_mistakes_are_named(config, tmp_path, capsys, words, message):
+    assert main(["--config", str(config), f"run.output_dir={tmp_path / 'run'}", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
