@@ -59,7 +59,7 @@ class Rewards:
         return [e.rewards for e in episodes]
 
     def total(self, scores):
-        return sum(scores.values())
+        return sum(scores.values()) if None not in scores.values() else None
 
 
 def test_every_row_is_answered_k_times_with_its_own_draws():
@@ -81,6 +81,16 @@ def test_failed_episodes_count_as_unsolved():
     assert numbers["failed"] == 2 and numbers["avg@4"] == 0 and numbers["reward"] == 0
     nothing = asyncio.run(answer_set([{"n": 0}], Env({0}), None, Rewards(), None, k=1))
     assert summarise(nothing, 1, 1.0)["reward"] == 0
+
+
+def test_answers_without_a_verdict_are_counted():
+    class Silent(Rewards):
+        async def score(self, episodes, row):
+            return [{"right": None if e.completion.endswith("1") else 1.0} for e in episodes]
+
+    found = asyncio.run(answer_set([{"n": 0}], Env(), None, Silent(), None, k=4))
+    numbers = summarise(found, 4, threshold=1.0)
+    assert numbers["unjudged"] == 1 and numbers["avg@4"] == 0.75 and numbers["reward"] == 0.75
 
 
 def test_answers_can_be_read():
@@ -114,10 +124,14 @@ def config(**sections):
 
 
 def test_impossible_sets_are_refused():
-    config(eval={"sets": [{"path": "a.jsonl"}]}, env={"max_turns": 3})
+    env = {"kind": "calculator", "max_turns": 3}
+    config(eval={"sets": [{"path": "a.jsonl"}]}, env=env)
+    config(eval={"sets": [{"path": "a.jsonl"}]}, rewards=[{"function": "math"}])
+    with pytest.raises(UserError, match=r"nothing judges the answers; add a \[\[rewards\]\]"):
+        config(eval={"sets": [{"path": "a.jsonl"}]})
     with pytest.raises(UserError, match="temperature is 0"):
-        config(eval={"sets": [{"path": "a.jsonl", "k": 2}]})
+        config(eval={"sets": [{"path": "a.jsonl", "k": 2}]}, env=env)
     with pytest.raises(UserError, match="eval.sets.1.name"):
-        config(eval={"sets": [{"path": "a.jsonl"}, {"path": "b/a.jsonl"}]})
+        config(eval={"sets": [{"path": "a.jsonl"}, {"path": "b/a.jsonl"}]}, env=env)
     with pytest.raises(UserError, match=r"env.max_turns has no effect.*eval.sets"):
         config(env={"max_turns": 3})
