@@ -49,6 +49,14 @@ MODELS = {
         "sliding_window": 4,
         "max_window_layers": 1,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 IMPLS = ("xla", "reference")
 ROWS, ROW_TOKENS = 2, 48
@@ -285,7 +293,7 @@ def test_every_family_that_says_it_mixes_by_attention_only_trains_trees_exactly(
     for module in ARCHITECTURES.values():
         assert module.Config.mixes_by_attention_only
     batch, branches = build_forest(FIXED["k_of_4_beside_k_of_1"])
-    for name in ("llama", "qwen2"):  # the others are above
+    for name in ("llama", "qwen2", "qwen3_moe", "mixtral"):  # the others are above
         with float64():
             params, packed, alone = functions(name, "reference", gradients=False)
             _, logits = jax.device_get(packed(params, batch))
