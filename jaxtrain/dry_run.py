@@ -21,6 +21,7 @@ from jaxtrain.data.workload import describe_tree
 from jaxtrain.optim import build_optimizer, build_schedule
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.preprocess import show_packing
+from jaxtrain.problem_sets import read_problems
 from jaxtrain.rollout.labels import STREAMS
 from jaxtrain.session import count_microsteps
 from jaxtrain.step import abstract_state, make_step
@@ -33,6 +34,9 @@ def dry_run(config: Config) -> None:
     """Check data, model and shapes; print parameters, memory per device, packing and a sample."""
     console = Console()
     parts = assemble(config)
+    for index, one in enumerate(config.eval.sets):
+        count = len(read_problems(index, one))
+        console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
     if isinstance(config.task, RLTask):
         for dataset in config.data.datasets:
             console.print(f"{dataset.path}: {len(open_rows(dataset)):,} prompts", markup=False)

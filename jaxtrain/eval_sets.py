@@ -32,6 +32,8 @@ class Answered:
     """Weighted sum of the rewards of each answer; 0 where every function had nothing to say."""
     failed: int = 0
     """Answers that came to nothing: they count as unsolved, with reward 0."""
+    unjudged: int = 0
+    """Answers that no function had a number for, be it that it failed: reward 0, too."""
 
 
 async def answer_set(
@@ -61,12 +63,14 @@ async def answer_set(
         played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
         found = [episode for episode in played if episode is not None]
         scores = await rewards.score(found, dict(row)) if found else []
+        totals = [rewards.total(score) for score in scores]
         return Answered(
             row=row,
             episodes=found,
             scores=scores,
-            totals=[rewards.total(score) or 0.0 for score in scores],
+            totals=[total or 0.0 for total in totals],
             failed=k - len(found),
+            unjudged=totals.count(None),
         )
 
     return list(await asyncio.gather(*(answer(i, row) for i, row in enumerate(rows))))
@@ -95,8 +99,10 @@ def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[st
         there = [score[name] for score in scores if score.get(name) is not None]
         if there and len(scores[0]) > 1:
             found[f"rewards/{name}"] = mean(there)
-    failed = sum(one.failed for one in answered)
-    return {**found, "failed": float(failed)} if failed else found
+    for name in ("failed", "unjudged"):
+        if count := sum(getattr(one, name) for one in answered):
+            found[name] = float(count)
+    return found
 
 
 def mean(numbers: Sequence[float]) -> float:

@@ -1,8 +1,9 @@
-"""Held-out loss, and calculator problems that the model solves by itself."""
+"""Held-out loss, sets of problems, and calculator problems that the model solves by itself."""
 
 import json
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.parameters import Params
+from jaxtrain.parameters import Params, Rebuild
+from jaxtrain.problem_sets import ProblemSets, open_problem_sets
 from jaxtrain.rollout.local import LocalSampler
+from jaxtrain.rollout.local_engine import LocalEngine
+from jaxtrain.rollout.types import Engine
+from jaxtrain.rollouts import open_engine
 from jaxtrain.session import Session
-from jaxtrain.sinks import Sinks
+from jaxtrain.sinks import JsonLines
 from jaxtrain.step import make_eval
 from jaxtrain.tasks import build_task
 from jaxtrain.trained import open_trained
@@ -36,9 +41,19 @@ from jaxtrain.trained import open_trained
 class Evaluation:
     """What section `eval` asks for; remembers the first and the last result."""
 
-    def __init__(self, config: Config, parts: Parts, sinks: Sinks, folder: Path):
-        self.config, self.parts, self.sinks = config, parts, sinks
-        self.samples = folder / "samples.jsonl"
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        say: Callable[[str], None],
+        samples: Path,
+        sets: ProblemSets | None = None,
+        engine: Engine | None = None,
+    ):
+        """samples: jsonl file for answers. engine: servers that hold the current weights whenever
+        an evaluation comes; None: the process answers the sets itself."""
+        self.config, self.parts, self.say = config, parts, say
+        self.samples, self.sets, self.engine = samples, sets, engine
         self.history: list[dict[str, float]] = []
         self.sampler: LocalSampler | None = None
 
@@ -55,15 +70,28 @@ class Evaluation:
             )
             name = "eval" if index == 0 else f"eval/{index}"
             found.update({f"{name}/{key}": value for key, value in means.items()})
-        if self.config.eval.problems:
-            found["eval/accuracy"] = self.solve(session, step)
+        found.update(self.generate(session.params, session.rebuild, step))
         self.history.append(found)
         return found
 
-    def solve(self, session: Session, step: int) -> float:
+    def generate(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
+        """What the weights answer: {"eval/accuracy": ..., "eval/gsm8k/avg@4": ...}."""
+        found: dict[str, float] = {}
+        if self.config.eval.problems:
+            found["eval/accuracy"] = self.solve(rebuild(params), step)
+        if self.sets is not None:
+            engine = self.engine
+            if engine is None:
+                model = rebuild(params)
+                engine = LocalEngine(self.open_sampler(model))
+                engine.use(model, step)
+            found.update(self.sets.run(engine, step, self.samples))
+        return found
+
+    def solve(self, model: Any, step: int) -> float:
         """Share of held-out questions that the model answers rightly, calling the tool itself."""
         rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        sampler = self.open_sampler(session.rebuild(session.params))
+        sampler = self.open_sampler(model)
         episodes = solve_problems(
             lambda prompts: [
                 answer.tokens for answer in sampler.generate(prompts, self.config.sampling)
@@ -78,7 +106,7 @@ class Evaluation:
                     line |= {"stop": episode.stop, "text": episode.transcript}
                     file.write(json.dumps(line) + "\n")
         for episode in episodes[: self.config.eval.show]:
-            self.sinks.say(describe_episode(episode))
+            self.say(describe_episode(episode))
         return accuracy(episodes)
 
     def open_sampler(self, model: Any) -> LocalSampler:
@@ -88,6 +116,7 @@ class Evaluation:
                 model,
                 end_of_turn_ids(self.parts.tokenizer),
                 max_len=self.parts.architecture.max_position_embeddings,
+                max_batch=self.config.rollout.max_batch,
                 to_text=self.parts.tokenizer.decode,
             )
         self.sampler.use(model)
@@ -100,7 +129,7 @@ class Evaluation:
         first, last = self.history[0], self.history[-1]
         lines = []
         for key, value in last.items():
-            if key in ("eval/loss", "eval/accuracy"):
+            if key in ("eval/loss", "eval/accuracy") or "/avg@" in key:
                 before = f"{first[key]:.4g} -> " if len(self.history) > 1 and key in first else ""
                 lines.append(f"held-out {key[5:]}: {before}{value:.4g}")
         return "\n".join(lines)
@@ -142,21 +171,64 @@ def held_out_loss(
 
 
 def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
-    """The verb `eval`: held-out loss of a run's newest checkpoint, or of a config's model."""
+    """The verb `eval`: held-out loss and answered problems of a run's newest checkpoint, or of a
+    config's model. What is generated goes to the folder `eval` in the run's."""
     if run is not None:
         trained = open_trained(str(run), overrides)
-        config, parts = trained.config, trained.parts
+        config, parts, step = trained.config, trained.parts, trained.step
         params, rebuild = trained.params, trained.rebuild
-        print(f"{run}, step {trained.step}")
+        print(f"{run}, step {step}")
     else:
-        config = load_config(config_path, overrides)
+        config, step = load_config(config_path, overrides), 0
         parts = assemble(config)
         params, rebuild = open_params(parts, config.run.seed), abstract_params(parts)[1]
-    if not config.data.eval_datasets:
-        raise UserError("eval: data.eval_datasets is empty; add data.eval_datasets.0.path=...")
-    evaluate = make_eval(rebuild, build_task(config).loss)
+    datasets, generates = config.data.eval_datasets, config.eval.problems or config.eval.sets
+    if not datasets and not generates:
+        raise UserError(
+            "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
+            " data.eval_datasets.0.path=..., eval.sets.0.path=... or eval.problems=..."
+        )
     with jax.set_mesh(parts.mesh):
-        for dataset in config.data.eval_datasets:
+        if datasets:
+            evaluate = make_eval(rebuild, build_task(config).loss)
+        for dataset in datasets:
             means = held_out_loss(evaluate, params, open_eval(config, parts, dataset), parts.mesh)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             print(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
+        if generates:
+            of_run = run is not None and (run / "checkpoints").is_dir()
+            folder = (run if of_run else Path(config.run.output_dir)) / "eval"
+            generate_into(folder, config, parts, params, rebuild, step)
+
+
+def generate_into(
+    folder: Path, config: Config, parts: Parts, params: Params, rebuild: Rebuild, step: int
+) -> None:
+    """Let the weights answer what section eval asks; prints the numbers, appends them to
+    metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew."""
+    samples = folder / "samples.jsonl"
+    with ExitStack() as stack:
+        sets = open_problem_sets(config, parts, print)
+        if sets is not None:
+            stack.callback(sets.close)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            samples.write_text("")
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+        engine = None
+        if sets is not None and config.rollout.engine == "vllm":
+            # Adapters go to this folder, beside those of a run that may be under way.
+            place = config.run.model_copy(update={"output_dir": str(folder)})
+            engine, publisher = open_engine(config.model_copy(update={"run": place}), parts, print)
+            stack.callback(publisher.close)
+            publisher.publish(0, params, rebuild)
+        evaluation = Evaluation(config, parts, print, samples, sets, engine)
+        found = evaluation.generate(params, rebuild, step)
+        file = JsonLines(folder / "metrics.jsonl")
+        file.start(step, step)
+        stack.callback(file.close, None)
+        file.write(step, found)
+    for name, value in found.items():
+        print(f"{name:<32} {value:.6g}")
+    print(f"answers: {samples}")

@@ -15,7 +15,7 @@ usage:
   jaxtrain --config FILE [section.key=value ...]      train
   jaxtrain --config FILE --dry-run                    check everything, allocate nothing
   jaxtrain preprocess --config FILE                   tokenise, validate, show samples
-  jaxtrain eval RUN | --config FILE                   held-out loss
+  jaxtrain eval RUN | --config FILE                   held-out loss, problems answered
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
   jaxtrain export RUN [--output FOLDER]               write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
@@ -121,7 +121,7 @@ def run_preprocess(argv: list[str]) -> None:
 
 
 def run_eval(argv: list[str]) -> None:
-    """Held-out loss of a run's newest checkpoint, or of a config's model."""
+    """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
     parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
     args = parser.parse_args(argv)
     from jaxtrain.evaluate import evaluate_command

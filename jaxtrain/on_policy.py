@@ -40,8 +40,7 @@ class OnPolicy:
         step: optimizer steps done, for samples.jsonl.
         """
         source = self.session.source
-        if self.published is None:
-            self.publish()
+        self.ready()
         start = time.monotonic()
         with self.watchdog.phase("waiting for answers and rewards"):
             batches = next(source)
@@ -65,6 +64,11 @@ class OnPolicy:
                 self.session.state = mix_reference(self.session.state, task.reference_alpha)
         self.session.source.version += 1
         self.publish()
+
+    def ready(self) -> None:
+        """Bring the first weights to the engine, if nobody has yet."""
+        if self.published is None:
+            self.publish()
 
     def publish(self) -> None:
         """Bring the current weights to the engine."""

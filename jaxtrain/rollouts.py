@@ -34,6 +34,7 @@ class Rollouts:
     source: RoundSource
     publisher: Publisher
     prepare: Preparation
+    engine: Engine
     total_steps: int
     """Optimizer steps of the run."""
     closing: ExitStack
@@ -110,7 +111,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
         stack.callback(source.close)
         comparison = RoundComparison(config.sampling.temperature, say)
         prepare = Preparation(task, source, comparison)
-        return Rollouts(source, publisher, prepare, int(total_steps), stack.pop_all())
+        return Rollouts(source, publisher, prepare, engine, int(total_steps), stack.pop_all())
 
 
 def draw_sampling(config: Config) -> Sampling:

@@ -25,7 +25,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.manifest import write_atomically
 
 CONTENT = (
-    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png"
+    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
     " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
 ).split()
 """What a run leaves in its folder, and all that run.overwrite deletes."""
@@ -48,7 +48,7 @@ FREE_KEYS = (
     "model.logp",
 )
 """Keys that may differ when a run is resumed: they do not shape the weights that come out, but for
-rounding. `find_changes` knows three more that depend on their values."""
+rounding. `find_changes` knows more that depend on their values or on the task."""
 
 PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers tokenizers datasets"
 
@@ -168,7 +168,11 @@ def find_changes(
         old, new = before.get(key), after.get(key)
         longer = key in ("run.max_steps", "run.num_epochs") and old and new and new > old
         split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
-        if not (longer or split or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)):
+        # Only reinforcement learning trains on these; elsewhere they serve eval.sets.
+        judged = key.split(".")[0] in ("env", "rewards") and after.get("task.kind") != "rl"
+        if not (
+            longer or split or judged or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)
+        ):
             forbidden.append(key)
     shown = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differing]
     refused = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in forbidden]

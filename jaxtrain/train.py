@@ -27,6 +27,7 @@ from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import peers
 from jaxtrain.plot import plot_runs
+from jaxtrain.problem_sets import open_problem_sets
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
 from jaxtrain.rollout.producer import Interrupted
@@ -68,12 +69,17 @@ def train(config: Config, command: list[str]) -> int:
         with watchdog.phase("opening the data"):
             session = open_session(config, parts, sinks.say)
             stack.callback(session.rollouts.close if session.rollouts else session.source.close)
+            sets = open_problem_sets(config, parts, sinks.say)
+            if sets is not None:
+                stack.callback(sets.close)
         with watchdog.phase("reading the weights"):
             start_state(session, checkpoints)
         folder.rewind(session.start)
         sinks.say(describe_start(session))
         sinks.start(session.total_steps, session.start)
-        evaluation = Evaluation(config, parts, sinks, folder.path)
+        engine = session.rollouts.engine if config.rollout.engine == "vllm" else None
+        samples = folder.path / "samples.jsonl"
+        evaluation = Evaluation(config, parts, sinks.say, samples, sets, engine)
         run = Loop(session, folder.path, sinks, watchdog, signals, checkpoints, evaluation)
         with stack.enter_context(
             ProfileWindow(
@@ -128,6 +134,8 @@ class Loop:
         """Train until the last step or a signal; the state is saved at the end of either."""
         session = self.session
         if self.config.eval.at_start and self.step == 0:
+            if self.on_policy is not None:
+                self.on_policy.ready()  # servers answer the sets with the run's own weights
             self.evaluate()
         while self.step < session.total_steps and not self.stopping():
             before = self.step

@@ -35,6 +35,7 @@ LAYERS = [
         "scorer",
         "session",
         "on_policy",
+        "problem_sets",
         "trained",
         "reading",
         "evaluate",

@@ -45,8 +45,14 @@ class EvalSetConfig(Section):
         return DatasetConfig(**{key: getattr(self, key) for key in keys})
 
 
-def find_eval_set_conflicts(sets: list[EvalSetConfig], sampling: Any) -> Iterator[str]:
-    """One sentence for each impossible combination within the sections."""
+def find_eval_set_conflicts(config: Any) -> Iterator[str]:
+    """One sentence for each impossible combination around the sections."""
+    sets, sampling = config.eval.sets, config.sampling
+    if sets and config.env.kind == "single_turn" and not config.rewards:
+        yield (
+            "eval.sets: nothing judges the answers; add a [[rewards]] table with a function, or set"
+            ' env.kind to "calculator", or to "python" with an environment that gives rewards'
+        )
     labels = [one.label for one in sets]
     for index, one in enumerate(sets):
         if one.label in labels[:index]:

@@ -107,7 +107,7 @@ def find_conflicts(config: Config):
     yield from find_adapter_conflicts(config.adapter)
     yield from find_env_conflicts(config.env)
     yield from find_reward_conflicts(config.rewards)
-    yield from find_eval_set_conflicts(config.eval.sets, config.sampling)
+    yield from find_eval_set_conflicts(config)
     if isinstance(config.task, RLTask):
         yield from find_rl_conflicts(config)
     else:

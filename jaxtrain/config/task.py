@@ -132,7 +132,8 @@ class EvalConfig(Section):
     share of right answers, before and after training."""
     sets: list[EvalSetConfig] = []
     """Sets of problems that the model answers k times each, through section env, judged by the
-    rewards: avg@k, pass@k."""
+    rewards: avg@k, pass@k. With rollout.engine vllm its servers answer, else the process itself.
+    Every answer goes to samples.jsonl."""
     show: int = Field(3, ge=0)
     """How many of those conversations to print; of each set, so many of the best and the worst
     answers."""

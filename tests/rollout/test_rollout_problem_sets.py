@@ -1,0 +1,126 @@
+"""eval.sets answered by (scripted) vLLM servers that got the run's weights: loop and verb."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fake_vllm import FakeVllm
+
+from jaxtrain.main import main
+
+CONFIG = """
+[run]
+max_steps = 1
+export = false
+output_dir = "OUT"
+
+[model]
+tokenizer = "builtin"
+compute_dtype = "float32"
+
+[model.architecture]
+architectures = ["Qwen3ForCausalLM"]
+model_type = "qwen3"
+vocab_size = 512
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+max_position_embeddings = 64
+
+[adapter]
+kind = "lora"
+rank = 4
+
+[parallel]
+data = 1
+fsdp = -1
+
+[data]
+sequence_len = 64
+
+[[data.datasets]]
+path = "builtin:calculator"
+options = { num_rows = 50 }
+
+[task]
+kind = "rl"
+
+[rollout]
+engine = "vllm"
+prompts_per_step = 2
+group_size = 2
+zero_advantage = "keep"
+
+[rollout.vllm]
+servers = ["URL"]
+sync = "lora"
+health_seconds = 0.1
+
+[env]
+kind = "python"
+path = "ENV:EvenTokens"
+
+[sampling]
+temperature = 1.0
+max_new_tokens = 8
+
+[eval]
+at_start = true
+
+[[eval.sets]]
+path = "builtin:calculator"
+options = { num_rows = 5 }
+k = 2
+
+[log]
+plot = false
+"""
+
+
+@pytest.fixture
+def fake():
+    fake = FakeVllm()
+    yield fake
+    fake.kill()
+
+
+@pytest.fixture
+def config(fake, tmp_path):
+    env = Path(__file__).parents[1] / "train" / "rl_toy_env.py"
+    text = CONFIG.replace("URL", fake.url).replace("ENV", str(env))
+    (tmp_path / "rl.toml").write_text(text.replace("OUT", str(tmp_path / "run")))
+    return tmp_path / "rl.toml"
+
+
+def count_versions(fake) -> Counter:
+    """{version: requests for tokens}."""
+    return Counter(body["model"].rpartition("-")[2] for body in fake.asked)
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_loop_asks_the_servers_under_each_version(fake, config, tmp_path):
+    assert main(["--config", str(config)]) == 0
+    # Before the first step 5 x 2 answers and the round's 2 x 2; after it the sets once more.
+    assert count_versions(fake) == {"0": 14, "1": 10}
+    answers = [line for line in read(tmp_path / "run" / "samples.jsonl") if "set" in line]
+    assert [a["step"] for a in answers] == [0] * 10 + [1] * 10
+    evals = [x for x in read(tmp_path / "run" / "metrics.jsonl") if "eval/calculator/avg@2" in x]
+    assert [line["step"] for line in evals] == [0, 1]
+    rewards = [a["reward"] for a in answers if a["step"] == 1]
+    assert evals[1]["eval/calculator/reward"] == pytest.approx(sum(rewards) / 10)
+
+
+def test_the_verb_brings_the_weights_and_asks_the_servers(fake, config, tmp_path):
+    assert main(["eval", "--config", str(config)]) == 0
+    assert count_versions(fake) == {"0": 10}
+    assert len(read(tmp_path / "run" / "eval" / "samples.jsonl")) == 10
+    assert not (tmp_path / "run" / "adapters").exists()
+    loaded = [body for path, body in fake.log if path == "/v1/load_lora_adapter"]
+    assert [str(tmp_path / "run" / "eval") in body["lora_path"] for body in loaded] == [True]

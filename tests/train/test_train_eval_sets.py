@@ -1,0 +1,137 @@
+"""Sets of problems: pass@k against its definition, answers by scripted engines."""
+
+import asyncio
+import io
+import itertools
+import json
+
+import pytest
+
+from jaxtrain.config import EvalSetConfig, SamplingConfig, validate_config
+from jaxtrain.errors import UserError
+from jaxtrain.eval_sets import (
+    FIRST_INDEX,
+    Answered,
+    answer_set,
+    pass_at,
+    set_sampling,
+    show_extremes,
+    summarise,
+    write_answers,
+)
+from jaxtrain.rollout.types import Episode, EpisodeFailed
+
+
+@pytest.mark.parametrize("k, solved", [(1, 0), (1, 1), (4, 0), (4, 1), (4, 3), (4, 4), (6, 2)])
+def test_pass_at_j_is_the_share_of_draws_with_a_solution(k, solved):
+    answers = [True] * solved + [False] * (k - solved)
+    for j in range(1, k + 1):
+        draws = list(itertools.combinations(answers, j))
+        assert pass_at(j, k, solved) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def episode(text="", tokens=1, finish="stop", **rewards):
+    return Episode(
+        [0] * tokens, [True] * tokens, [0.0] * tokens, [-1] * tokens, finish, text, "q", rewards
+    )
+
+
+class Env:
+    """Answers with the row's number and the episode's, or fails; counts who runs at once."""
+
+    def __init__(self, failing=()):
+        self.failing, self.running, self.most, self.seen = set(failing), 0, 0, []
+
+    async def run(self, row, engine, sampling, index):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        self.seen.append(index)
+        number = index - FIRST_INDEX
+        if number in self.failing:
+            raise EpisodeFailed("gone")
+        return episode(f"{row['n']}.{number}", tokens=number + 1, right=float(number % 2))
+
+
+class Rewards:
+    async def score(self, episodes, row):
+        return [e.rewards for e in episodes]
+
+    def total(self, scores):
+        return sum(scores.values()) if None not in scores.values() else None
+
+
+def test_every_row_is_answered_k_times_with_its_own_draws():
+    env, rows = Env(), [{"n": 0}, {"n": 1}, {"n": 2}]
+    found = asyncio.run(answer_set(rows, env, None, Rewards(), None, k=4, max_running=5))
+    assert sorted(env.seen) == [FIRST_INDEX + i for i in range(12)] and env.most <= 5
+    assert [one.row["n"] for one in found] == [0, 1, 2]
+    assert [e.completion for e in found[1].episodes] == ["1.4", "1.5", "1.6", "1.7"]
+    numbers = summarise(found, 4, threshold=1.0)
+    assert numbers["avg@4"] == 0.5 and numbers["reward"] == 0.5
+    assert numbers["pass@1"] == pytest.approx(0.5)
+    assert numbers["pass@2"] == pytest.approx(1 - 1 / 6) and numbers["pass@4"] == 1.0
+    assert numbers["mean_length"] == 6.5 and "failed" not in numbers
+
+
+def test_failed_episodes_count_as_unsolved():
+    found = asyncio.run(answer_set([{"n": 0}], Env({1, 3}), None, Rewards(), None, k=4))
+    numbers = summarise(found, 4, threshold=1.0)
+    assert numbers["failed"] == 2 and numbers["avg@4"] == 0 and numbers["reward"] == 0
+    nothing = asyncio.run(answer_set([{"n": 0}], Env({0}), None, Rewards(), None, k=1))
+    assert summarise(nothing, 1, 1.0)["reward"] == 0
+
+
+def test_answers_without_a_verdict_are_counted():
+    class Silent(Rewards):
+        async def score(self, episodes, row):
+            return [{"right": None if e.completion.endswith("1") else 1.0} for e in episodes]
+
+    found = asyncio.run(answer_set([{"n": 0}], Env(), None, Silent(), None, k=4))
+    numbers = summarise(found, 4, threshold=1.0)
+    assert numbers["unjudged"] == 1 and numbers["avg@4"] == 0.75 and numbers["reward"] == 0.75
+
+
+def test_answers_can_be_read():
+    one = Answered({}, [episode("bad " * 99, finish="length"), episode("good")], [{}, {}], [0, 1])
+    lines = show_extremes([one], 1, width=40)
+    assert lines[0].startswith("best: reward 1, 1 tokens") and "good" in lines[2]
+    assert lines[3].startswith("worst: reward 0") and "(length)" in lines[3]
+    assert all(len(line) <= 40 + 12 for line in lines)
+    assert len(show_extremes([one], 5)) == 6, "nothing is both best and worst"
+    file = io.StringIO()
+    write_answers(file, 7, "mine", [one])
+    rows = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert [(row["step"], row["set"], row["reward"]) for row in rows] == [
+        (7, "mine", 0),
+        (7, "mine", 1),
+    ]
+
+
+def test_a_set_changes_only_what_it_names():
+    sampling = SamplingConfig(temperature=1.0, max_new_tokens=9)
+    one = EvalSetConfig(path="a/gsm8k_test.jsonl", temperature=0.0)
+    assert one.label == "gsm8k_test" and EvalSetConfig(path="builtin:calculator").label == (
+        "calculator"
+    )
+    assert set_sampling(sampling, one) == sampling.model_copy(update={"temperature": 0.0})
+
+
+def config(**sections):
+    base = {"run": {"max_steps": 1}, "model": {"path": "m"}, "data": {"datasets": [{"path": "d"}]}}
+    return validate_config({**base, **sections}, "test")
+
+
+def test_impossible_sets_are_refused():
+    env = {"kind": "calculator", "max_turns": 3}
+    config(eval={"sets": [{"path": "a.jsonl"}]}, env=env)
+    config(eval={"sets": [{"path": "a.jsonl"}]}, rewards=[{"function": "math"}])
+    with pytest.raises(UserError, match=r"nothing judges the answers; add a \[\[rewards\]\]"):
+        config(eval={"sets": [{"path": "a.jsonl"}]})
+    with pytest.raises(UserError, match="temperature is 0"):
+        config(eval={"sets": [{"path": "a.jsonl", "k": 2}]}, env=env)
+    with pytest.raises(UserError, match="eval.sets.1.name"):
+        config(eval={"sets": [{"path": "a.jsonl"}, {"path": "b/a.jsonl"}]}, env=env)
+    with pytest.raises(UserError, match=r"env.max_turns has no effect.*eval.sets"):
+        config(env={"max_turns": 3})
