@@ -372,7 +372,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-0.6b"])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=["tree8k"])
-    parser.add_argument("--impl", nargs="*", default=["auto"], help="auto, xla, reference, or one of attention alone; or none")
+    parser.add_argument(
+        "--impl",
+        nargs="*",
+        default=["auto"],
+        help="auto, xla, reference, or one of attention alone; or none",
+    )
     parser.add_argument("--remat", nargs="+", default=["none"])
     parser.add_argument("--layers", nargs="+", choices=["scan", "unroll"], default=["scan"])
     parser.add_argument("--depth", type=int, default=0, help="layers instead of the model's")
