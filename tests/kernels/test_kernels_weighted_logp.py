@@ -179,7 +179,7 @@ def test_a_failed_guess_is_repaired(monkeypatch):
 
 @pytest.mark.parametrize(
     "tokens, width, vocabulary, rows",
-    [(8192, 1024, 151936, 1792), (16384, 4096, 151936, 3584), (100, 1024, 151936, 128)],
+    [(8192, 1024, 151936, 1664), (16384, 4096, 151936, 3328), (100, 1024, 151936, 128)],
 )
 def test_rows_of_a_chunk(tokens, width, vocabulary, rows):
     assert mosaic_gpu.choose_rows(tokens, width, vocabulary) == rows
