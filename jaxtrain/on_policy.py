@@ -59,7 +59,7 @@ class OnPolicy:
     def finish(self, before: int, step: int) -> None:
         """The round was trained: steps `before` + 1 to `step`."""
         task = self.session.config.task
-        if keeps_reference(self.session.config) == "mixed":
+        if keeps_reference(self.session.config, self.session.parts.adapter) == "mixed":
             if step // task.reference_every > before // task.reference_every:
                 self.session.state = mix_reference(self.session.state, task.reference_alpha)
         self.session.source.version += 1

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.adapters.attach import split_trained
+from jaxtrain.adapters.spec import Adapter
 from jaxtrain.assemble import Parts, abstract_params, open_frozen, open_params
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import Config, RLTask
@@ -64,6 +65,7 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
     else:
         microsteps = count_microsteps(config, parts.mesh)
         source, total_steps = open_data(config, parts, microsteps, say)
+    reference = keeps_reference(config, parts.adapter)
     shapes, rebuild = abstract_params(parts)
     schedule = build_schedule(config.optim, total_steps)
     trained, frozen = split_trained(shapes, parts.adapter)
@@ -82,29 +84,36 @@ def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Se
             rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
         ),
         evaluate=make_eval(rebuild, task.loss),
-        state=abstract_state(trained, optimizer, keep_reference=keeps_reference(config) == "mixed"),
+        state=abstract_state(trained, optimizer, keep_reference=reference == "mixed"),
         frozen=frozen,
         rollouts=rollouts,
     )
 
 
-def keeps_reference(config: Config) -> str | None:
-    """What kind of reference policy a run needs: adapter_off, frozen or mixed; None needs none."""
+def keeps_reference(config: Config, adapter: Adapter | None) -> str | None:
+    """What kind of reference policy a run needs: adapter_off, frozen or mixed; None needs none.
+
+    Raises UserError where the adapter of adapter.path trains tables in full: without it the model
+    is not the base.
+    """
     task = config.task
     if not isinstance(task, RLTask) or not scores_reference(task):
         return None
+    full = () if adapter is None else adapter.full
+    if task.reference == "adapter_off" and full:
+        raise UserError(
+            f"task.reference adapter_off: the adapter of adapter.path trains {', '.join(full)} in"
+            ' full, which stays when the adapter is off; set task.reference to "frozen"'
+        )
     if task.reference != "auto":
         return task.reference
-    # Tables that are trained in full stay trained when adapters are off.
-    adapter = config.adapter
-    tables = adapter.train_embeddings or adapter.train_head
-    return "frozen" if adapter.kind == "none" or tables else "adapter_off"
+    return "frozen" if adapter is None or full else "adapter_off"
 
 
 def open_scorer(session: Session) -> Scorer:
     """Log-probs of the session's policy and reference, as they are when asked."""
     config = session.config
-    kind = keeps_reference(config)
+    kind = keeps_reference(config, session.parts.adapter)
     held = {"frozen": lambda: session.reference, "mixed": lambda: session.state.reference}
     reference = None
     if kind in held:
@@ -159,7 +168,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     Weights that are trained are not even read when there is a checkpoint, so that resuming needs
     no more memory than training.
     """
-    kind = keeps_reference(session.config)
+    kind = keeps_reference(session.config, session.parts.adapter)
     restored = checkpoints.restore(session.state)
     if restored is None:
         params = open_params(session.parts, session.config.run.seed)

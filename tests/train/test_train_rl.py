@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.adapters.spec import Adapter
+from jaxtrain.config import AdapterConfig, Config, RLTask
+from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.session import keeps_reference
 
 CONFIG = f"""
 [run]
@@ -198,3 +202,19 @@ def test_mistakes_are_named(config, tmp_path, capsys, words, message):
     assert main(["--config", str(config), f"run.output_dir={tmp_path / 'run'}", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_tables_that_an_adapter_folder_trains_in_full_are_part_of_the_reference():
+    """With adapter.path the config does not say so: only the folder's adapter does."""
+
+    def kept(reference, adapter):
+        task = RLTask.model_construct(kind="rl", beta=0.1, reference=reference)
+        return keeps_reference(Config.model_construct(task=task, adapter=AdapterConfig()), adapter)
+
+    tables = Adapter({}, ("embed.embedding",))
+    assert kept("auto", None) == "frozen"
+    assert kept("auto", Adapter({})) == "adapter_off"
+    assert kept("auto", tables) == "frozen"
+    assert kept("frozen", tables) == "frozen"
+    with pytest.raises(UserError, match="embed.embedding"):
+        kept("adapter_off", tables)
