@@ -1,4 +1,4 @@
-"""decode_attention against float64 numpy, by the 2x rule; the GPU kernel interpreted and lowered."""
+"""decode_attention against float64 numpy; the GPU kernel interpreted and lowered."""
 
 import functools
 
@@ -46,7 +46,6 @@ def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softca
 
 
 def arrays(case, dtype):
-    """The case's arrays, with what no row may see not a number... but finite for `xla`."""
     inputs = case.inputs()
     q, k, v = (jnp.asarray(inputs[name], dtype) for name in ("q", "k", "v"))
     until, since = case.interval()
@@ -131,7 +130,7 @@ def test_float32_queries_of_a_bfloat16_cache():
     for name, kernel in kernels.items():
         found = kernel(wide, k, v, 1, until, since)
         assert found.dtype == jnp.float32
-        # Results of order 1 that one side has rounded to bfloat16, as the weights were: 2 roundings.
+        # Results of order 1, rounded to bfloat16 on one side, as the weights were: 2 roundings.
         np.testing.assert_allclose(found, want, rtol=0, atol=2**-7, err_msg=name)
 
 
