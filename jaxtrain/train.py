@@ -68,7 +68,7 @@ def train(config: Config, command: list[str]) -> int:
         stack.callback(checkpoints.close)
         with watchdog.phase("opening the data"):
             session = open_session(config, parts, sinks.say)
-            stack.callback(session.rollouts.close if session.rollouts else session.source.close)
+            stack.callback(session.close)
             sets = open_problem_sets(config, parts, sinks.say)
             if sets is not None:
                 stack.callback(sets.close)
