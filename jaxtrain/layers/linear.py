@@ -46,9 +46,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
-            kernel = self.kernel[...]
-            axes = self.kernel.get_metadata()["axes"][-kernel.ndim :]
-            return self.correct(x, x @ gathered(kernel.astype(self.dtype), *axes))
+            return self.correct(x, x @ gathered(self.kernel, self.dtype))
         return self.correct(x, self.kernel.multiply(x))
 
     def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
