@@ -167,15 +167,14 @@ class Loop:
         """One optimizer step; `found` goes into its line of metrics."""
         session = self.session
         profile.before(self.step + 1, session.state)
-        compiles = self.announce(batch)
+        compiled = self.announce(batch)
         with self.watchdog.phase("running a step (a new shape compiles first)"):
             placed = feed(batch, session.parts.mesh)
             session.state, output = session.step(session.state, placed, session.frozen)
-            if compiles:
-                self.reader.restart()
             self.settle()
         self.step += 1
-        self.pending = Pending(self.step, output, batch, session.source.counters(), found)
+        counters = session.source.counters()
+        self.pending = Pending(self.step, output, batch, counters, found, compiled)
 
     def stopping(self) -> bool:
         """Whether a signal, here or on another process, forbids the next step on all of them."""
