@@ -9,12 +9,14 @@ from typing import Any
 import jax
 
 from jaxtrain.assemble import Parts
-from jaxtrain.config import Config
+from jaxtrain.config import Config, RLTask
 from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.calculator import end_of_turn_ids
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.local_weights import make_copier, make_sampler_mesh
 from jaxtrain.parallel.feed import row_shards
+from jaxtrain.parallel.mesh import split_devices
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine, LocalPublisher
@@ -93,7 +95,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             player,
             ahead=ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",
-            threaded=rollout.engine != "local",
+            threaded=works_ahead(config),
             choose_again=second_tries,
         )
         rows = data.micro_batch_size * row_shards(parts.mesh)
@@ -129,6 +131,15 @@ def open_engine(
         from jaxtrain.publishing import open_vllm
 
         return open_vllm(config, parts, say)
+    devices = split_devices(reserved_devices(config))[1] or list(parts.mesh.devices.flat)
+    ahead = works_ahead(config)
+    if ahead and not config.rollout.devices and len(devices) > 1:
+        raise UserError(
+            f"rollout.mode {config.rollout.mode!r} with the local engine on {len(devices)} devices"
+            " that the trainer uses at the same time: set rollout.devices to how many of them"
+            ' sample, or rollout.mode to "sync"'
+        )
+    mesh = make_sampler_mesh(devices, parts.mesh)
     tokenizer = parts.tokenizer
     sampler = LocalSampler(
         None,
@@ -136,9 +147,21 @@ def open_engine(
         max_len=min(parts.architecture.max_position_embeddings, config.data.sequence_len),
         max_batch=config.rollout.max_batch,
         to_text=tokenizer.decode,
+        mesh=mesh,
     )
     engine = LocalEngine(sampler)
-    return engine, LocalPublisher(engine)
+    return engine, LocalPublisher(engine, make_copier(parts, mesh), rests=not ahead)
+
+
+def reserved_devices(config: Config) -> int:
+    """Devices that a run sets aside for sampling."""
+    local = isinstance(config.task, RLTask) and config.rollout.engine == "local"
+    return config.rollout.devices if local else 0
+
+
+def works_ahead(config: Config) -> bool:
+    """Whether answers are drawn while the trainer trains."""
+    return config.rollout.engine != "local" or config.rollout.mode != "sync"
 
 
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:

@@ -31,6 +31,7 @@ LAYERS = [
         "optim",
         "step",
         "assemble",
+        "local_weights",
         "rollouts",
         "scorer",
         "session",
