@@ -86,7 +86,11 @@ def summarise(mode: str, lines: list[dict], group: int) -> dict:
     round_s = statistics.median(
         b - a for a, b in zip(times[WARM_UP - 1 :], times[WARM_UP:], strict=False)
     )
-    drawn, wait, train = median("num_sampled_tokens"), median("rollout/seconds"), median("step_seconds")
+    drawn, wait, train = (
+        median("num_sampled_tokens"),
+        median("rollout/seconds"),
+        median("step_seconds"),
+    )
     return {
         "mode": mode,
         "rounds": len(lines) - WARM_UP,

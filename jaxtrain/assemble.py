@@ -112,9 +112,7 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
     return found
 
 
-def abstract_params(
-    parts: Parts, mesh: jax.sharding.Mesh | None = None
-) -> tuple[Params, Rebuild]:
+def abstract_params(parts: Parts, mesh: jax.sharding.Mesh | None = None) -> tuple[Params, Rebuild]:
     """Parameter shapes with their places on the parts' mesh, or on another, and what makes a model
     of such a dict.
 

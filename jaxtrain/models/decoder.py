@@ -202,7 +202,9 @@ class Decoder(nnx.Module):
         """Empty cache of `length` slots for `batch_size` rows, by default in the compute dtype."""
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
         shape = (len(self.stack.windows), batch_size, length, *self.kv_shape)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch_size, jnp.int32))
+        return Cache(
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch_size, jnp.int32)
+        )
 
     def decode(
         self, tokens_BT: jax.Array, cache: Cache, counts_B: jax.Array | None = None

@@ -329,4 +329,3 @@ def roomy(size: int) -> int:
     the slots is never used."""
     step = max(CHUNK, bucket(size, 1) // 8)
     return -(-size // step) * step
-

@@ -10,6 +10,7 @@ it waits until nobody is about to ask, so that turns meet in one batch.
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,21 +119,29 @@ def draw_number(index: int, length: int) -> int:
 
 
 class LocalPublisher:
-    """Hands copies of the trainer's weights to the local engine; the step donates its own."""
+    """Hands copies of the trainer's weights to the local engine; the step donates its own.
 
-    def __init__(self, engine: LocalEngine, copy: Any, *, rests: bool):
+    Of several processes each has one, because all take part in bringing the weights together; only
+    process 0 has an engine.
+    """
+
+    def __init__(self, engine: LocalEngine | None, copy: Any, *, rests: bool):
         """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
         the trainer trains, so the copies' memory is given back for that time."""
         self.engine, self.copy, self.rests = engine, copy, rests
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
         """Sample from a copy of `params` from the next chunk on."""
-        self.engine.use(rebuild(self.copy(params)), version)
-        return {}
+        start = time.monotonic()
+        copies = self.copy(params)
+        if self.engine is None:
+            return {}
+        self.engine.use(rebuild(copies), version)
+        return {"sync/seconds": time.monotonic() - start}
 
     def sleep(self) -> None:
         """Give the copies back until the next publish."""
-        if self.rests:
+        if self.rests and self.engine is not None:
             self.engine.use(None, self.engine.version)
 
     def close(self) -> None:

@@ -21,9 +21,7 @@ def test_several_products_with_their_gradients(num_vectors):
 
     def total(rest, x, together):
         linears = nnx.merge(apart, rest)
-        products = (
-            multiply_together(x, *linears) if together else [linear(x) for linear in linears]
-        )
+        products = multiply_together(x, *linears) if together else [linear(x) for linear in linears]
         return sum(jnp.sin(y @ w).sum() for y, w in zip(products, weigh, strict=True))
 
     (value, gradients), (wanted, expected) = (

@@ -1,4 +1,4 @@
-"""What the local sampler is given: the trainer's numbers, rounded as the layers would, elsewhere."""
+"""What the local sampler is given: the trainer's numbers, rounded as layers would, elsewhere."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ import pytest
 
 from jaxtrain.adapters.spec import Adapter, Slot
 from jaxtrain.assemble import Parts, abstract_params, open_params
-from jaxtrain.local_weights import make_copier, make_sampler_mesh
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.sampler_weights import make_copier, make_sampler_mesh
 
 ARCHITECTURE = build.config_from_hf(
     {
