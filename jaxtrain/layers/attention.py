@@ -109,6 +109,8 @@ def _write(cache: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCach
 
     def put(all_LBSKH, new_BTKH):
         new_BTKH = new_BTKH.astype(all_LBSKH.dtype)
-        return all_LBSKH.at[cache.layer, rows_B1, slots_BT].set(new_BTKH, mode="drop")
+        return all_LBSKH.at[cache.layer, rows_B1, slots_BT].set(
+            new_BTKH, mode="drop", unique_indices=True
+        )
 
     return cache._replace(k=put(cache.k, k_BTKH), v=put(cache.v, v_BTKH))
