@@ -31,6 +31,7 @@ from jaxtrain.problem_sets import open_problem_sets
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
 from jaxtrain.rollout.producer import Interrupted
+from jaxtrain.rollouts import reserved_devices
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.session import Session, open_session, start_state
 from jaxtrain.sinks import Sinks
@@ -42,7 +43,7 @@ def train(config: Config, command: list[str]) -> int:
 
     Raises UserError for what a person can fix and RunStopped when training cannot go on.
     """
-    parts = assemble(config)
+    parts = assemble(config, reserved_devices(config))
     primary = is_main_process()
     formats = []
     if not isinstance(config.task, RLTask):
