@@ -243,8 +243,8 @@ def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_pa
         wait_for_step(tmp_path, 1)
         running[victim].send_signal(signal.SIGTERM)
         assert finish(running, 60) == [0, 0]
-        assert "SIGTERM: saved step 2" in output(tmp_path, 0)[-1]
+        assert "SIGTERM: saved step 1" in output(tmp_path, 0)[-1]
         saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-        assert saved == ["2"] and not (tmp_path / "run" / "model").exists()
+        assert saved == ["1"] and not (tmp_path / "run" / "model").exists()
     finally:
         fake.kill()
