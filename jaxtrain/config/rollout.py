@@ -22,6 +22,8 @@ class RolloutConfig(Section):
     all the time, up to max_lag rounds ahead."""
     max_lag: int = Field(1, ge=0)
     """async: groups with a token from a policy older than this many rounds are dropped."""
+    devices: int = Field(0, ge=0)
+    """local: devices set aside for sampling, the last ones; 0: it shares those of the trainer."""
     max_batch: int = Field(64, ge=1)
     """local: answers that are decoded together."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"

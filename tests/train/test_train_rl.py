@@ -123,6 +123,22 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
         np.testing.assert_array_equal(value, right[path], err_msg=path)
 
 
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_the_local_engine_works_ahead_on_devices_of_its_own(config, tmp_path, mode):
+    lines = run(
+        config,
+        tmp_path / "run",
+        *(f"rollout.mode={mode}", "rollout.devices=2", "rollout.max_lag=2", "run.max_steps=8"),
+        *("task.importance_correction=token_truncate", "checkpoint.every=4"),
+    )
+    lags = [line["lag/max"] for line in lines]
+    assert lags[0] == 0 and max(lags) == (1 if mode == "prefetch" else 2)
+    assert [line["policy_version"] for line in lines] == list(range(8))
+    # Weights of the token's own version drew it: with lag 0 both sides compute the same numbers.
+    assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert lines[-1]["sampling/sampling_logp_difference/max"] > 1e-3
+
+
 def test_minibatches_and_iterations_are_steps_under_one_version(config, tmp_path):
     lines = run(
         config,
@@ -190,7 +206,8 @@ def test_what_needs_more_than_the_loss_is_there(config, tmp_path, words, name):
     [
         (["sampling.temperature=0"], "sampling.temperature above 0"),
         (["sampling.top_p=0.9"], "sampling.top_p cuts"),
-        (["rollout.mode=async"], "needs an engine beside the trainer"),
+        (["rollout.mode=async"], "set rollout.devices to how many"),
+        (["rollout.mode=async", "rollout.devices=4"], "at least one must be left"),
         (["rollout.group_size=1"], "task.baseline group compares"),
         (["task.num_minibatches=3"], "does not divide"),
         (["task.reference=adapter_off", "task.beta=0.1"], "needs an adapter"),
