@@ -24,13 +24,14 @@ from jaxtrain.envs.calculator import (
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_shards
-from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.relay import share
 from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.problem_sets import ProblemSets, open_problem_sets
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine
 from jaxtrain.rollout.types import Engine
 from jaxtrain.rollouts import open_engine
+from jaxtrain.sampler_weights import SamplerWeights
 from jaxtrain.session import Session
 from jaxtrain.sinks import JsonLines
 from jaxtrain.step import make_eval
@@ -50,12 +51,13 @@ class Evaluation:
         sets: ProblemSets | None = None,
         engine: Engine | None = None,
     ):
-        """samples: jsonl file for answers. engine: servers that hold the current weights whenever
-        an evaluation comes; None: the process answers the sets itself."""
+        """samples: jsonl file for answers. sets: on process 0. engine: servers that hold the
+        current weights whenever an evaluation comes; None: process 0 answers the sets itself."""
         self.config, self.parts, self.say = config, parts, say
         self.samples, self.sets, self.engine = samples, sets, engine
         self.history: list[dict[str, float]] = []
         self.sampler: LocalSampler | None = None
+        self.weights = SamplerWeights(parts)
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
@@ -75,17 +77,32 @@ class Evaluation:
         return found
 
     def generate(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
-        """What the weights answer: {"eval/accuracy": ..., "eval/gsm8k/avg@4": ...}."""
+        """What the weights answer: {"eval/accuracy": ..., "eval/gsm8k/avg@4": ...}.
+
+        Process 0 asks and judges, the others wait for its numbers.
+        """
+        wanted = self.config.eval
+        if not (wanted.problems or wanted.sets):
+            return {}
+        served = self.config.rollout.engine == "vllm"
+        here = self.weights(params) if wanted.problems or not served else params
+        return share("answers", lambda: self.answer(here, rebuild, step))
+
+    def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
+        """As `generate`, on process 0."""
         found: dict[str, float] = {}
-        if self.config.eval.problems:
-            found["eval/accuracy"] = self.solve(rebuild(params), step)
-        if self.sets is not None:
-            engine = self.engine
-            if engine is None:
-                model = rebuild(params)
-                engine = LocalEngine(self.open_sampler(model))
-                engine.use(model, step)
-            found.update(self.sets.run(engine, step, self.samples))
+        with jax.set_mesh(self.weights.mesh):
+            if self.config.eval.problems:
+                found["eval/accuracy"] = self.solve(rebuild(params), step)
+            if self.sets is not None:
+                engine = self.engine
+                if engine is None:
+                    model = rebuild(params)
+                    engine = LocalEngine(self.open_sampler(model))
+                    engine.use(model, step)
+                found.update(self.sets.run(engine, step, self.samples))
+        if self.sampler is not None and self.weights.copies:
+            self.sampler.use(None)
         return found
 
     def solve(self, model: Any, step: int) -> float:
@@ -99,12 +116,11 @@ class Evaluation:
             self.parts.tokenizer,
             rows,
         )
-        if is_main_process():
-            with self.samples.open("a") as file:
-                for episode in episodes:
-                    line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
-                    line |= {"stop": episode.stop, "text": episode.transcript}
-                    file.write(json.dumps(line) + "\n")
+        with self.samples.open("a") as file:
+            for episode in episodes:
+                line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
+                line |= {"stop": episode.stop, "text": episode.transcript}
+                file.write(json.dumps(line) + "\n")
         for episode in episodes[: self.config.eval.show]:
             self.say(describe_episode(episode))
         return accuracy(episodes)

@@ -6,14 +6,15 @@ first update ─> one optimizer step a batch ─> version + 1, reference mixed, 
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.batch import Batch
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.processes import asked_to_stop
+from jaxtrain.rollout.producer import Interrupted
 from jaxtrain.session import Session, keeps_reference, open_scorer
 from jaxtrain.step import mix_reference
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.watchdog import Signals, Watchdog
 
 
 class OnPolicy:
@@ -24,7 +25,7 @@ class OnPolicy:
         session: Session,
         folder: Path,
         watchdog: Watchdog,
-        should_stop: Callable[[], bool],
+        signals: Signals,
     ):
         assert session.rollouts is not None, "not a run of task.kind rl"
         self.session, self.rollouts = session, session.rollouts
@@ -32,7 +33,8 @@ class OnPolicy:
         self.watchdog = watchdog
         self.scorer = open_scorer(session)
         self.published: dict[str, float] | None = None
-        session.source.producer.should_stop = should_stop
+        self.signals = signals
+        session.source.stop_when(lambda: bool(signals.stop) or asked_to_stop())
 
     def next(self, step: int) -> tuple[list[Batch], dict[str, float]]:
         """(batches of the next round, its metrics); raises Interrupted when the run is to stop.
@@ -43,7 +45,12 @@ class OnPolicy:
         self.ready()
         start = time.monotonic()
         with self.watchdog.phase("waiting for answers and rewards"):
-            batches = next(source)
+            try:
+                batches = next(source)
+            except Interrupted:
+                self.signals.stop = True  # here, too, where another process got the signal
+                self.signals.name = self.signals.name or asked_to_stop()
+                raise
         drawn = time.monotonic()
         self.rollouts.publisher.sleep()
         with self.watchdog.phase("scoring the answers"):

@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxtrain.assemble import Parts
 from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.data.sources import open_rows
@@ -25,6 +23,7 @@ from jaxtrain.eval_sets import (
     summarise,
     write_answers,
 )
+from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rewards import Rewards, open_rewards
 from jaxtrain.rollout.types import Engine, Env, Sampling
 from jaxtrain.rollouts import draw_sampling
@@ -96,15 +95,10 @@ class ProblemSets:
 def open_problem_sets(
     config: Config, parts: Parts, say: Callable[[str], None]
 ) -> ProblemSets | None:
-    """What section eval.sets asks for; None where it is empty. UserError before anything runs."""
-    if not config.eval.sets:
+    """What section eval.sets asks for, on process 0, which answers for all; None where it is empty.
+    UserError before anything runs."""
+    if not config.eval.sets or not is_main_process():
         return None
-    if jax.process_count() > 1:
-        raise UserError(
-            f"eval.sets are answered in one process so far, here are {jax.process_count()}; train"
-            " on one host (parallel.* may use all of its devices), or leave eval.sets to the verb"
-            " eval"
-        )
     with ExitStack() as stack:
         rewards = open_rewards(config.rewards, config.rollout.reward_workers, say)
         stack.callback(rewards.close)

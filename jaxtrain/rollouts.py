@@ -13,8 +13,9 @@ from jaxtrain.config import Config
 from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.calculator import end_of_turn_ids
 from jaxtrain.envs.open import open_env
-from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.relay import share
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine, LocalPublisher
@@ -23,7 +24,9 @@ from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource
-from jaxtrain.rollout.types import Engine, Publisher, Sampling
+from jaxtrain.rollout.types import Completion, Engine, Publisher, Sampling
+from jaxtrain.sampler_weights import SamplerWeights, SharedPublisher
+from jaxtrain.shared_rounds import SharedRounds
 from jaxtrain.tasks.rl import Preparation, read_labels, updates_per_round
 
 
@@ -31,10 +34,11 @@ from jaxtrain.tasks.rl import Preparation, read_labels, updates_per_round
 class Rollouts:
     """The rounds of a run and what brings its weights to the engine."""
 
-    source: RoundSource
+    source: SharedRounds
     publisher: Publisher
     prepare: Preparation
-    engine: Engine
+    engine: Engine | None
+    """On process 0; the others never sample."""
     total_steps: int
     """Optimizer steps of the run."""
     closing: ExitStack
@@ -45,12 +49,30 @@ class Rollouts:
 
 
 def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> Rollouts:
-    """Open all of it; raises UserError before anything is sampled."""
-    if jax.process_count() > 1:
-        raise UserError(
-            'task.kind "rl" runs on one process so far; start it on one host (parallel.* may use'
-            " all of its devices)"
-        )
+    """Open all of it; raises UserError before anything is sampled.
+
+    Prompts, environment, rewards and engine are process 0's alone; the others get its rounds and
+    take part where weights are gathered for the engine.
+    """
+    with ExitStack() as stack:
+        own, steps = None, 0
+        if is_main_process():
+            engine, publisher, own, steps = open_rounds(config, parts, say, stack)
+        else:
+            engine, publisher = open_engine(config, parts, say)
+            stack.callback(publisher.close)
+        total_steps = share("number of steps", lambda: steps)
+        comparison = RoundComparison(config.sampling.temperature, say)
+        prepare = Preparation(config.task, own, comparison)
+        source = SharedRounds(own)
+        return Rollouts(source, publisher, prepare, engine, total_steps, stack.pop_all())
+
+
+def open_rounds(
+    config: Config, parts: Parts, say: Callable[[str], None], stack: ExitStack
+) -> tuple[Engine, Publisher, RoundSource, int]:
+    """(engine, its publisher, the source of rounds, optimizer steps of the run) of process 0;
+    `stack` closes what was opened."""
     task, rollout, data = config.task, config.rollout, config.data
     datasets = [open_rows(dataset) for dataset in data.datasets]
     prompts = Prompts(
@@ -63,55 +85,52 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
     rounds = math.inf
     if config.run.num_epochs:
         rounds = math.ceil(config.run.num_epochs * len(prompts) / rollout.prompts_per_step)
-    total_steps = config.run.max_steps or rounds * per_round
+    total_steps = int(config.run.max_steps or rounds * per_round)
     say(f"{len(prompts)} prompts, {total_steps} steps, {per_round} a round")
-
-    with ExitStack() as stack:
-        rewards = open_rewards(config.rewards, rollout.reward_workers, say)
-        stack.callback(rewards.close)
-        env = open_env(config.env, parts.tokenizer)
-        engine, publisher = open_engine(config, parts, say)
-        stack.callback(publisher.close)
-        combine = task.knob("combine_rewards")
-        compares = task.knob("baseline") in ("group", "leave_one_out")
-        refills = rollout.zero_advantage == "refill"
-        rules = Rules(
-            rollout.group_size,
-            rewards.weights,
-            combine,
-            drop_flat=compares and rollout.zero_advantage != "keep",
-            max_asks=rollout.max_refill if refills else 1,
-            retries=rollout.retries,
-        )
-        ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
-        second_tries = SecondTries(
-            math.ceil(rollout.reroll_start * total_steps / per_round), rollout.reroll_max_groups
-        )
-        player = GroupPlayer(env, engine, rewards, draw_sampling(config), rules)
-        producer = Producer(
-            prompts,
-            player,
-            ahead=ahead * rollout.prompts_per_step,
-            ordered=rollout.mode != "async",
-            threaded=rollout.engine != "local",
-            choose_again=second_tries,
-        )
-        rows = data.micro_batch_size * row_shards(parts.mesh)
-        source = RoundSource(
-            producer,
-            read_labels(config, rows),
-            Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
-            prompts_per_round=rollout.prompts_per_step,
-            max_lag=rollout.max_lag if rollout.mode == "async" else None,
-            replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
-            num_samples=rollout.samples,
-            counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
-        )
-        second_tries.source = source
-        stack.callback(source.close)
-        comparison = RoundComparison(config.sampling.temperature, say)
-        prepare = Preparation(task, source, comparison)
-        return Rollouts(source, publisher, prepare, engine, int(total_steps), stack.pop_all())
+    rewards = open_rewards(config.rewards, rollout.reward_workers, say)
+    stack.callback(rewards.close)
+    env = open_env(config.env, parts.tokenizer)
+    engine, publisher = open_engine(config, parts, say)
+    assert engine is not None, "process 0 samples"
+    stack.callback(publisher.close)
+    combine = task.knob("combine_rewards")
+    compares = task.knob("baseline") in ("group", "leave_one_out")
+    refills = rollout.zero_advantage == "refill"
+    rules = Rules(
+        rollout.group_size,
+        rewards.weights,
+        combine,
+        drop_flat=compares and rollout.zero_advantage != "keep",
+        max_asks=rollout.max_refill if refills else 1,
+        retries=rollout.retries,
+    )
+    ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
+    second_tries = SecondTries(
+        math.ceil(rollout.reroll_start * total_steps / per_round), rollout.reroll_max_groups
+    )
+    player = GroupPlayer(env, engine, rewards, draw_sampling(config), rules)
+    producer = Producer(
+        prompts,
+        player,
+        ahead=ahead * rollout.prompts_per_step,
+        ordered=rollout.mode != "async",
+        threaded=rollout.engine != "local",
+        choose_again=second_tries,
+    )
+    rows = data.micro_batch_size * row_shards(parts.mesh)
+    source = RoundSource(
+        producer,
+        read_labels(config, rows),
+        Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
+        prompts_per_round=rollout.prompts_per_step,
+        max_lag=rollout.max_lag if rollout.mode == "async" else None,
+        replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
+        num_samples=rollout.samples,
+        counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
+    )
+    second_tries.source = source
+    stack.callback(source.close)
+    return engine, publisher, source, total_steps
 
 
 def draw_sampling(config: Config) -> Sampling:
@@ -122,23 +141,45 @@ def draw_sampling(config: Config) -> Sampling:
 
 def open_engine(
     config: Config, parts: Parts, say: Callable[[str], None]
-) -> tuple[Engine, Publisher]:
-    """The engine of section rollout and what brings weights to it; nothing is published yet."""
+) -> tuple[Engine | None, Publisher]:
+    """The engine of section rollout and what brings weights to it; nothing is published yet.
+
+    On all but process 0 there is no engine, and the publisher only takes part in gathering.
+    """
     if config.rollout.engine == "vllm":
         # Imported here: it needs aiohttp, which nothing else does.
         from jaxtrain.publishing import open_vllm
 
         return open_vllm(config, parts, say)
+    weights = SamplerWeights(parts)
+    if not is_main_process():
+        return None, SharedPublisher(None, weights)
     tokenizer = parts.tokenizer
-    sampler = LocalSampler(
+    sampler = MeshSampler(
         None,
         end_of_turn_ids(tokenizer),
         max_len=min(parts.architecture.max_position_embeddings, config.data.sequence_len),
         max_batch=config.rollout.max_batch,
         to_text=tokenizer.decode,
     )
+    sampler.mesh = weights.mesh
     engine = LocalEngine(sampler)
-    return engine, LocalPublisher(engine)
+    publisher = LocalPublisher(engine)
+    if not weights.copies:
+        return engine, publisher
+    # The next publish brings another copy; until then the memory is the trainer's.
+    forget = (lambda: sampler.use(None)) if config.rollout.mode == "sync" else None
+    return engine, SharedPublisher(publisher, weights, forget)
+
+
+class MeshSampler(LocalSampler):
+    """Samples on a mesh of its own, whatever mesh is set around it."""
+
+    mesh: jax.sharding.Mesh
+
+    def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+        with jax.set_mesh(self.mesh):
+            return super().generate(*arguments, **options)
 
 
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:

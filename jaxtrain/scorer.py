@@ -9,6 +9,7 @@ import numpy as np
 from jaxtrain.adapters.attach import without_adapters
 from jaxtrain.batch import Batch
 from jaxtrain.losses.logp import token_logp
+from jaxtrain.models.build import to_host
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parameters import Params, Rebuild
 
@@ -57,4 +58,4 @@ class Scorer:
             found = self.without_adapters(self.policy(), placed)
         else:
             found = self.with_adapters(self.reference(), placed)
-        return np.asarray(jax.device_get(found))
+        return np.asarray(to_host(found))

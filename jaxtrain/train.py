@@ -128,7 +128,7 @@ class Loop:
         self.latest: dict[str, float] = {}
         self.on_policy: OnPolicy | None = None
         if session.rollouts is not None:
-            self.on_policy = OnPolicy(session, folder, watchdog, lambda: bool(signals.stop))
+            self.on_policy = OnPolicy(session, folder, watchdog, signals)
 
     def go(self, profile: ProfileWindow) -> None:
         """Train until the last step or a signal; the state is saved at the end of either."""

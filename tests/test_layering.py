@@ -31,6 +31,8 @@ LAYERS = [
         "optim",
         "step",
         "assemble",
+        "sampler_weights",
+        "shared_rounds",
         "rollouts",
         "scorer",
         "session",

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,13 @@ class Peers:
         another one is missing.
         """
         self.process, self.size, self.start_timeout = process, size, start_timeout
+        self.host = address.rpartition(":")[0].strip("[]")
+        """Process 0's machine, as this one reaches it."""
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
         self.stop_name = ""
         self._begun, self._halted, self._stop_at = 0, False, None
         self._open: set[str] = set()
+        self._met: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._blamed = threading.Event()
         self.service_port = 0
@@ -53,6 +57,9 @@ class Peers:
 
     def meet(self, name: str) -> None:
         """Return when every process has come here; those that do not come are named."""
+        self._met[name] += 1
+        if self._met[name] > 1:
+            name = f"{name} ({self._met[name]})"
         self._send({"barrier": name})
         with self._changed:
             self._changed.wait_for(lambda: name in self._open)
@@ -141,11 +148,11 @@ class Peers:
                     self.service_port = port
                 case {"open": name}:
                     self._open.add(name)
-                case {"halt": _}:
-                    self._halted = True
+                case {"halt": name}:
+                    self._halted, self.stop_name = True, name
                     self._send({"at": self._begun})
-                case {"stop_at": step, "name": name}:
-                    self._stop_at, self.stop_name = step, name
+                case {"stop_at": step}:
+                    self._stop_at = step
             self._changed.notify_all()
 
 

@@ -147,6 +147,11 @@ def peers() -> Peers | None:
     return _peers
 
 
+def asked_to_stop() -> str:
+    """Name of the signal by which some process asked all to stop; empty while none did."""
+    return _peers.stop_name if _peers is not None else ""
+
+
 def join_by_config(parallel: ParallelConfig | None) -> None:
     """As section `parallel` and the environment say; without a section (the config could not be
     read) as the environment alone does."""

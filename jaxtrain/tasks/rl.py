@@ -10,6 +10,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, RLTask
 from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
+from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.labels import EPISODE, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.rounds import RoundSource, Table
@@ -107,32 +108,58 @@ LOOK_EVERY = 20
 
 
 class Preparation:
-    """Everything about a round that needs the current weights, before its first update."""
+    """Everything about a round that needs the current weights, before its first update.
+
+    Every process scores, for that takes all devices; what follows from the scores is computed on
+    process 0 and told to the others.
+    """
 
     def __init__(
-        self, task: RLTask, source: RoundSource, comparison: RoundComparison | None = None
+        self, task: RLTask, source: RoundSource | None, comparison: RoundComparison | None = None
     ):
+        """source: on process 0."""
         self.task, self.source, self.comparison = task, source, comparison
         self._rounds = 0
         self.metrics: dict[str, float] = {}
 
     def __call__(self, batches: list[Batch], scorer: Scorer) -> list[Batch]:
         """The round as it is trained: streams filled in, one batch for each update."""
-        task, self.metrics = self.task, {}
+        task = self.task
         looks = self.comparison is not None and self._rounds % LOOK_EVERY == 0
         self._rounds += 1
+        scored = [self.score(batch, scorer, looks) for batch in batches]
+        if any(scored):
+            parts, self.metrics = share("scores of a round", lambda: self.finish(batches, scored))
+        else:
+            parts, self.metrics = self.finish(batches, scored)
+        slim = [
+            batch._replace(weights=weights, streams=streams)
+            for batch, (weights, streams) in zip(batches, parts, strict=True)
+        ]
+        return slim * task.num_iterations
+
+    def score(self, batch: Batch, scorer: Scorer, looks: bool) -> dict[str, np.ndarray]:
+        """The log-probs that a batch needs; on all processes."""
+        found = {}
+        if scores_policy(self.task) or looks:
+            found["policy_logp"] = scorer.logp(batch, "policy")
+        if scores_reference(self.task):
+            found["ref_logp"] = scorer.logp(batch, "reference")
+        return found
+
+    def finish(
+        self, batches: list[Batch], scored: list[dict[str, np.ndarray]]
+    ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
+        """([(weights, streams) of each batch], metrics)."""
+        task, self.metrics = self.task, {}
+        from_sampler = task.knob("old_logp") == "sampler"
+        old = "sampler_logp" if from_sampler else "policy_logp"
         filled = []
-        for batch in batches:
-            streams = dict(batch.streams)
-            if scores_policy(task) or looks:
-                streams["policy_logp"] = scorer.logp(batch, "policy")
-            if scores_reference(task):
-                streams["ref_logp"] = scorer.logp(batch, "reference")
-            from_sampler = task.knob("old_logp") == "sampler"
-            old = "sampler_logp" if from_sampler else "policy_logp"
+        for batch, found in zip(batches, scored, strict=True):
+            streams = {**batch.streams, **found}
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
-        if self.comparison is not None and (scores_policy(task) or looks):
+        if self.comparison is not None and "policy_logp" in filled[0].streams:
             self.metrics |= self.compare(filled)
         if task.beta > 0 and task.knob("kl_in") == "reward":
             filled = self.penalise(filled)
@@ -143,8 +170,8 @@ class Preparation:
             wanted.append("old_logp")
         if "kl" in rl_coef(task):
             wanted.append("ref_logp")
-        slim = [b._replace(streams={name: b.streams[name] for name in wanted}) for b in filled]
-        return slim * task.num_iterations
+        parts = [(b.weights, {name: b.streams[name] for name in wanted}) for b in filled]
+        return parts, self.metrics
 
     def compare(self, batches: list[Batch]) -> dict[str, float]:
         """The sampler's log-probs of the round's trained tokens beside the trainer's."""

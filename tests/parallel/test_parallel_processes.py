@@ -61,11 +61,13 @@ console = "plain"
 """
 
 
-def start(folder: Path, count: int, *overrides: str, devices: int = 2, environs=None):
+def start(
+    folder: Path, count: int, *overrides: str, devices: int = 2, environs=None, config_text=CONFIG
+):
     """`count` processes of one run in folder/run; their output goes to folder/<i>.txt."""
     folder.mkdir(exist_ok=True)
     config = folder / "config.toml"
-    config.write_text(CONFIG)
+    config.write_text(config_text)
     port, running = free_port(), []
     for process in range(count):
         environ = {

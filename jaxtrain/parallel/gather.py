@@ -1,0 +1,95 @@
+"""Sharded parameters of all processes, brought to devices of process 0 alone.
+
+Every process takes part, parameter by parameter and piece by piece: a piece is copied to all
+devices (a collective), process 0 puts it where it belongs, the others forget it.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+PIECE_BYTES = 256 * 2**20
+"""What a device holds of a parameter beside its own slice, where it can be taken in pieces."""
+
+
+def gather_params(
+    params: Mapping[str, jax.Array],
+    places: Mapping[str, NamedSharding],
+    piece_bytes: int = PIECE_BYTES,
+) -> dict[str, jax.Array]:
+    """Copies of all parameters, each at `places[path]` on devices of process 0; {} elsewhere.
+
+    Every process calls this with the same parameters in the same order; `places` are read on
+    process 0. Where one process has all devices, what is in place already is not copied.
+    """
+    found = {}
+    for path, value in params.items():
+        place = places[path] if jax.process_index() == 0 else None
+        copy = _gather(value, place, piece_bytes)
+        if copy is not None:
+            found[path] = copy
+    return found
+
+
+def _gather(value: jax.Array, place: NamedSharding | None, piece_bytes: int) -> jax.Array | None:
+    """One array at `place`; None takes part and gets nothing."""
+    if value.is_fully_addressable:
+        return None if place is None else jax.device_put(value, place)
+    mesh = value.sharding.mesh
+    pieces = cut_pieces(value, piece_bytes)
+    if pieces is None:
+        whole = _replicator(mesh)(value)
+        return None if place is None else jax.device_put(_copy_on(whole, place.mesh), place)
+    axis, size = pieces
+    take = _slicer(mesh, axis, size)
+    made = None if place is None else jnp.zeros(value.shape, value.dtype, device=place)
+    for start in range(0, value.shape[axis], size):
+        start = np.int32(min(start, value.shape[axis] - size))  # the last two may overlap
+        piece = take(value, start)
+        if place is not None:
+            made = _putter(place, axis)(made, _copy_on(piece, place.mesh), start)
+    return made
+
+
+def cut_pieces(value: jax.Array, piece_bytes: int) -> tuple[int, int] | None:
+    """(axis, indices of it in a piece): a dim that no mesh axis cuts, so that taking a part of it
+    moves nothing. None: the array is small, or has no such dim, and goes as a whole."""
+    spec = [*value.sharding.spec, *[None] * value.ndim]
+    free = [axis for axis, size in enumerate(value.shape) if size > 1 and not spec[axis]]
+    if value.nbytes <= piece_bytes or not free:
+        return None
+    size = value.shape[free[0]]
+    return free[0], max(1, piece_bytes * size // value.nbytes)
+
+
+@functools.cache
+def _replicator(mesh: Mesh):
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.cache
+def _slicer(mesh: Mesh, axis: int, size: int):
+    def take(x, start):
+        return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+    return jax.jit(take, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.cache
+def _putter(place: NamedSharding, axis: int):
+    def put(x, piece, start):
+        return jax.lax.dynamic_update_slice_in_dim(x, piece, start, axis)
+
+    return jax.jit(put, out_shardings=place, donate_argnums=0)
+
+
+def _copy_on(replicated: jax.Array, mesh: Mesh) -> jax.Array:
+    """The copies that devices of a process's own mesh hold already, as an array of that mesh."""
+    here = {shard.device: shard.data for shard in replicated.addressable_shards}
+    copies = [here[device] for device in mesh.devices.flat]
+    place = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_single_device_arrays(replicated.shape, place, copies)

@@ -1,0 +1,98 @@
+"""The rounds of process 0 as the data source of every process.
+
+    process 0   RoundSource ──> batches, metrics ─┐
+    others      ────────────────────────────── share ──> the same list of Batches everywhere
+
+Prompts, replay, drops and advantages live on process 0 alone, and so does the cursor: nothing can
+be trained twice, whatever the number of processes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtrain.batch import Batch
+from jaxtrain.parallel.relay import share
+from jaxtrain.rollout.producer import Interrupted
+from jaxtrain.rollout.rounds import RoundSource
+
+
+class Drawn(NamedTuple):
+    """What the others must know of a round."""
+
+    batches: list[Batch]
+    metrics: dict[str, float]
+    counters: dict[str, Any]
+
+
+class SharedRounds:
+    """Iterator of rounds with a JSON-able cursor; `version` is that of the policy that trains next.
+
+    `metrics` are those of the last round that came out; `samples`, its answers to read, are there
+    on process 0 alone.
+    """
+
+    def __init__(self, own: RoundSource | None):
+        """own: on process 0, and nowhere else."""
+        self.own = own
+        self.metrics: dict[str, float] = {}
+        self._counters: dict[str, Any] = {}
+        self._version = 0
+
+    def __iter__(self) -> "SharedRounds":
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """The next round; raises Interrupted on all processes when the run is to stop."""
+        drawn = share("a round", self._draw)
+        if drawn is None:
+            raise Interrupted
+        self.metrics, self._counters = drawn.metrics, drawn.counters
+        return drawn.batches
+
+    def _draw(self) -> Drawn | None:
+        assert self.own is not None, "process 0 draws"
+        try:
+            batches = next(self.own)
+        except Interrupted:
+            return None
+        return Drawn(batches, self.own.metrics, self.own.counters())
+
+    @property
+    def version(self) -> int:
+        """Rounds that were trained."""
+        return self._version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._version = value
+        if self.own is not None:
+            self.own.version = value
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Lines for samples.jsonl."""
+        return [] if self.own is None else self.own.samples
+
+    def stop_when(self, should_stop: Callable[[], bool]) -> None:
+        """Whoever waits for answers asks this from time to time, and stops waiting."""
+        if self.own is not None:
+            self.own.producer.should_stop = should_stop
+
+    def state(self) -> dict[str, Any]:
+        """Cursor; that of process 0 is the one to be saved."""
+        return {} if self.own is None else self.own.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with the round that would have followed."""
+        self._version = state["version"]
+        if self.own is not None:
+            self.own.restore(state)
+
+    def counters(self) -> dict[str, Any]:
+        """Those of process 0 when it gave the last round."""
+        return self._counters if self.own is None else self.own.counters()
+
+    def close(self) -> None:
+        """Stop what is being played."""
+        if self.own is not None:
+            self.own.close()
