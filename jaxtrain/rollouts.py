@@ -63,7 +63,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             stack.callback(publisher.close)
         total_steps = share("number of steps", lambda: steps)
         comparison = RoundComparison(config.sampling.temperature, say)
-        prepare = Preparation(config.task, own, comparison)
+        prepare = Preparation(config.task, own, comparison, streaming=config.rollout.streaming)
         source = SharedRounds(own)
         return Rollouts(source, publisher, prepare, engine, total_steps, stack.pop_all())
 
@@ -114,6 +114,7 @@ def open_rounds(
         player,
         ahead=ahead * rollout.prompts_per_step,
         ordered=rollout.mode != "async",
+        streaming=rollout.streaming,
         threaded=rollout.engine != "local",
         choose_again=second_tries,
     )
@@ -123,6 +124,7 @@ def open_rounds(
         read_labels(config, rows),
         Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
         prompts_per_round=rollout.prompts_per_step,
+        parts=task.num_minibatches if rollout.streaming else 1,
         max_lag=rollout.max_lag if rollout.mode == "async" else None,
         replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
         num_samples=rollout.samples,

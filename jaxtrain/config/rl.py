@@ -196,6 +196,8 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if rollout.streaming:
+        yield from find_streaming_conflicts(task, rollout)
     if config.data.eval_datasets:
         yield (
             "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
@@ -212,6 +214,39 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
                 "task.kind rl needs all prompts at hand; set streaming of"
                 f" {dataset.path!r} to false"
             )
+
+
+def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
+    """Yield one sentence for whatever must see a whole round before its first update."""
+    whole = "needs the whole round, of which rollout.streaming has a part"
+    if task.num_minibatches == 1:
+        yield (
+            "rollout.streaming trains the minibatches of a round one after the other, and"
+            " task.num_minibatches is 1; set it to 2 or more, or rollout.streaming to false"
+        )
+    if task.num_iterations > 1:
+        yield (
+            f"task.num_iterations {task.num_iterations} passes over the whole round, which"
+            " rollout.streaming trains as it comes; set one of them to 1 or false"
+        )
+    for key in ("baseline", "scale_rewards"):
+        if task.knob(key) == "batch" and task.knob("combine_rewards") == "sum_then_normalise":
+            yield (
+                f'task.{key} "batch" {whole}; set task.{key} to "group" or "none", or streaming to'
+                " false"
+            )
+    if task.knob("combine_rewards") == "normalise_then_sum":
+        yield (
+            f'task.combine_rewards "normalise_then_sum" {whole}; set it to "sum_then_normalise", or'
+            " streaming to false"
+        )
+    if task.objective == "m2po_mask":
+        yield f'objective m2po_mask {whole}; take "m2po_clip", or set streaming to false'
+    if rollout.engine == "vllm" and rollout.vllm.sleep:
+        yield (
+            "rollout.vllm.sleep stops the servers while training, but with rollout.streaming they"
+            " sample then; set one of them to false"
+        )
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:
