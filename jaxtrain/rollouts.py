@@ -100,6 +100,7 @@ def open_rounds(
         rollout.group_size,
         rewards.weights,
         combine,
+        task.reward_clip_range,
         drop_flat=compares and rollout.zero_advantage != "keep",
         max_asks=rollout.max_refill if refills else 1,
         retries=rollout.retries,
@@ -122,7 +123,13 @@ def open_rounds(
     source = RoundSource(
         producer,
         read_labels(config, rows),
-        Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
+        Estimator(
+            task.knob("baseline"),
+            task.knob("scale_rewards"),
+            combine,
+            task.reward_clip_range,
+            task.normalise_advantages,
+        ),
         prompts_per_round=rollout.prompts_per_step,
         parts=task.num_minibatches if rollout.streaming else 1,
         max_lag=rollout.max_lag if rollout.mode == "async" else None,

@@ -55,6 +55,8 @@ class Rules:
     weights: dict[str, float]
     """Rewards that count, by name; those that only an environment gives count 1."""
     combine: str = "sum_then_normalise"
+    clip: tuple[float, float] | None = None
+    """Bounds of an episode's sum of rewards."""
     drop_flat: bool = True
     """Groups whose rewards are all equal are dropped."""
     max_asks: int = 1
@@ -107,7 +109,8 @@ class GroupPlayer:
         """Whether all its rewards are equal."""
         names = reward_names([group])
         weights = [self.rules.weights.get(name, 1.0) for name in names]
-        return is_flat(reward_table([group], names), weights, self.rules.combine)
+        table = reward_table([group], names)
+        return is_flat(table, weights, self.rules.combine, self.rules.clip)
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:

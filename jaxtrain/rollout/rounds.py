@@ -40,6 +40,8 @@ class Estimator:
     baseline: str = "group"
     scale: str = "group"
     combine: str = "sum_then_normalise"
+    clip: tuple[float, float] | None = None
+    whiten: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,15 +197,15 @@ class RoundSource:
         sizes = tuple(len(group.episodes) for group in groups)
         self.table = Table(rewards_NK, weights, sizes)
         advantages_N = self.advantages(self.table)
-        totals_N = weigh(rewards_NK, weights)
+        totals_N = weigh(rewards_NK, weights, self.estimator.clip)
         bounds = np.cumsum(sizes)[:-1]
         for group, own, totals in zip(
             groups, np.split(advantages_N, bounds), np.split(totals_N, bounds), strict=True
         ):
             group.advantages, group.totals = own, totals
 
-    def advantages(self, table: Table) -> np.ndarray:
-        """Advantages [N] of a table of rewards."""
+    def advantages(self, table: Table, penalty_N: np.ndarray | None = None) -> np.ndarray:
+        """Advantages [N] of a table of rewards, less a penalty of each episode."""
         estimator = self.estimator
         return compute_advantages(
             table.rewards_NK,
@@ -212,6 +214,9 @@ class RoundSource:
             baseline=estimator.baseline,
             scale=estimator.scale,
             combine=estimator.combine,
+            clip=estimator.clip,
+            penalty_N=penalty_N,
+            whiten=estimator.whiten,
         )
 
     def _hand_out(self, taken: Taken, found: Labelled | None) -> list[Batch]:

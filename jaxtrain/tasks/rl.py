@@ -13,7 +13,7 @@ from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.labels import EPISODE, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
-from jaxtrain.rollout.rounds import RoundSource, Table
+from jaxtrain.rollout.rounds import RoundSource
 
 Who = Literal["policy", "reference"]
 
@@ -74,6 +74,11 @@ def read_objective(config: Config) -> Objective:
         low=task.knob("epsilon"),
         high=task.knob("epsilon_high"),
         delta=task.delta,
+        sapo=(task.sapo_temperature_pos, task.sapo_temperature_neg),
+        vespo=(
+            (task.vespo_k_pos, task.vespo_lambda_pos),
+            (task.vespo_k_neg, task.vespo_lambda_neg),
+        ),
         own_old=not from_sampler and not scores_policy(task, config.rollout.streaming),
         m2_threshold=task.m2_threshold if task.objective == "m2po_clip" else None,
         correction="none" if from_sampler else task.importance_correction,
@@ -202,7 +207,7 @@ class Preparation:
         return self.comparison(sampler, trainer, self.source.metrics.get("lag/max") == 0)
 
     def penalise(self, batches: list[Batch]) -> list[Batch]:
-        """Advantages anew with -beta sum_t (old - reference) among each episode's rewards."""
+        """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward."""
         table = self.source.table
         assert table is not None, "a round was handed out"
         kl_N = np.zeros(len(table.rewards_NK))
@@ -211,12 +216,7 @@ class Preparation:
             gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
             np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
         self.metrics["kl"] = float(kl_N.mean())
-        with_kl = Table(
-            np.column_stack([table.rewards_NK, kl_N]),
-            (*table.weights, -self.task.beta),
-            table.sizes,
-        )
-        advantages_N = self.source.advantages(with_kl)
+        advantages_N = self.source.advantages(table, self.task.beta * kl_N)
         changed = []
         for batch in batches:
             place = np.maximum(batch.streams[EPISODE], 0).astype(int)
