@@ -31,6 +31,7 @@ from jaxtrain.problem_sets import open_problem_sets
 from jaxtrain.profile import ProfileWindow
 from jaxtrain.reading import Pending, Reader
 from jaxtrain.rollout.producer import Interrupted
+from jaxtrain.rollouts import reserved_devices
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.session import Session, open_session, start_state
 from jaxtrain.sinks import Sinks
@@ -42,7 +43,7 @@ def train(config: Config, command: list[str]) -> int:
 
     Raises UserError for what a person can fix and RunStopped when training cannot go on.
     """
-    parts = assemble(config)
+    parts = assemble(config, reserved_devices(config))
     primary = is_main_process()
     formats = []
     if not isinstance(config.task, RLTask):
@@ -68,7 +69,7 @@ def train(config: Config, command: list[str]) -> int:
         stack.callback(checkpoints.close)
         with watchdog.phase("opening the data"):
             session = open_session(config, parts, sinks.say)
-            stack.callback(session.rollouts.close if session.rollouts else session.source.close)
+            stack.callback(session.close)
             sets = open_problem_sets(config, parts, sinks.say)
             if sets is not None:
                 stack.callback(sets.close)
@@ -190,15 +191,14 @@ class Loop:
         """One optimizer step; `found` goes into its line of metrics."""
         session = self.session
         profile.before(self.step + 1, session.state)
-        compiles = self.announce(batch)
+        compiled = self.announce(batch)
         with self.watchdog.phase("running a step (a new shape compiles first)"):
             placed = feed(batch, session.parts.mesh)
             session.state, output = session.step(session.state, placed, session.frozen)
-            if compiles:
-                self.reader.restart()
             self.settle()
         self.step += 1
-        self.pending = Pending(self.step, output, batch, session.source.counters(), found)
+        counters = session.source.counters()
+        self.pending = Pending(self.step, output, batch, counters, found, compiled)
 
     def stopping(self) -> bool:
         """Whether a signal, here or on another process, forbids the next step on all of them."""

@@ -232,11 +232,8 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
     if task.off_policy_threshold and task.objective == "m2po_mask":
         yield "task.off_policy_threshold and objective m2po_mask both mask; keep one"
-    if rollout.engine == "local" and rollout.mode != "sync":
-        yield (
-            f"rollout.mode {rollout.mode} needs an engine beside the trainer; the local engine"
-            ' samples on the trainer\'s own devices: set rollout.mode to "sync" or engine to "vllm"'
-        )
+    if rollout.engine == "vllm" and rollout.devices:
+        yield "rollout.devices is for the local engine; remove it, servers have their own"
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):

@@ -1,5 +1,6 @@
 """The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
 
+from jaxtrain_kernels.decode_attention import decode_attention
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
@@ -12,6 +13,7 @@ __all__ = [
     "Adapters",
     "LogProbs",
     "attention",
+    "decode_attention",
     "grouped_matmul",
     "logp_gather",
     "logp_of_logits",

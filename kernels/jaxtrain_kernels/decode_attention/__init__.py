@@ -1,0 +1,63 @@
+"""Decode attention: one query per row against the keys of one layer of a cache."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.decode_attention import gpu, reference, xla
+from jaxtrain_kernels.dispatch import dispatch
+
+BACKENDS = {
+    "gpu": gpu.decode_attention,
+    "xla": xla.decode_attention,
+    "reference": reference.decode_attention,
+}
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array | int,
+    until: jax.Array,
+    since: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+) -> jax.Array:
+    """Softmax attention of one query per row; returns [B, N, H] in q's dtype.
+
+    q [B, N, H]; k, v [L, B, S, K, H] with N a multiple of K: the cache of all layers, of which
+    `layer` (int32 scalar, may be traced) is read. Row b sees the slots since[b] (default 0) <= s <
+    until[b] (int32 [B], within [0, S]); a row that sees none returns 0. Scores are q.k * scale
+    (default H**-0.5), then softcap * tanh(score / softcap). Products are in the cache's dtype,
+    sums and the softmax in float32 (float64 for float64 caches). For sampling: no gradients.
+    Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
+    """
+    B, N, H = q.shape
+    if k.ndim != 5 or k.shape != v.shape or (k.shape[1], k.shape[4]) != (B, H) or N % k.shape[3]:
+        raise ValueError(
+            f"decode_attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, N, H] and twice "
+            "[L, B, S, K, H] with N a multiple of K"
+        )
+    since = jnp.zeros_like(until) if since is None else since
+    for name, array in {"until": until, "since": since}.items():
+        if array.shape != (B,) or array.dtype != jnp.int32:
+            raise ValueError(
+                f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want int32[{B}]"
+            )
+    layer = jnp.asarray(layer, jnp.int32)
+    scale = H**-0.5 if scale is None else scale
+    return dispatch(
+        "decode_attention",
+        impl,
+        BACKENDS,
+        q,
+        k,
+        v,
+        layer,
+        until,
+        since,
+        scale=scale,
+        softcap=softcap,
+    )

@@ -1,0 +1,216 @@
+"""Decode attention for NVIDIA GPUs (Pallas, Triton): reads the slots that are seen, once.
+
+In the style of Flash-Decoding: a program takes one row, a few key-value heads and a part of the
+row's slots; a second kernel merges the parts of a row. The slots of several heads lie next to each
+other in the cache, so a program takes as many heads as its queries fill the 16 rows of a matmul:
+each tile of keys, whatever their head, is multiplied with all of the program's queries, and pairs
+of different heads are masked. That costs no more than 16 padded rows per head, and what is read
+lies in one piece.
+
+Shapes: B rows, S slots, K kv heads, N query heads, H head dim, L layers, P parts of a row,
+R query rows of a program, J keys of a tile.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.mosaic import num_cores
+from jaxtrain_kernels.triton import plt, require_nvidia
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (jnp.bfloat16, jnp.float32)
+ROWS = 16  # of the smallest matmul
+MASKED = -1e30  # finite: what is masked against itself must not be NaN
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a call is cut up."""
+
+    keys: int = 64
+    """Keys of a tile, all heads of the program together."""
+    part: int = 256
+    """Slots of a program at most."""
+    warps: int = 4
+    stages: int = 3
+
+
+def heuristic(B: int, S: int, K: int, N: int, H: int, itemsize: int = 2) -> Config:
+    """16 KiB of keys a tile; parts such that full rows give every core several programs."""
+    keys = max(ROWS, 16384 // (H * itemsize))
+    groups = K // heads_together(K, N)
+    part = 64
+    while part < S and B * groups * pl.cdiv(S, 2 * part) >= 4 * num_cores():
+        part *= 2
+    return Config(keys=keys, part=part)
+
+
+def heads_together(K: int, N: int) -> int:
+    """Key-value heads of one program: a power of two that divides K and fills the query rows."""
+    together = 1
+    while K % (2 * together) == 0 and 2 * together * (N // K) <= ROWS:
+        together *= 2
+    return together
+
+
+def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
+    """See `jaxtrain_kernels.decode_attention`; caches in bfloat16 or float32."""
+    require_nvidia()
+    B, N, H = q.shape
+    S, K = k.shape[2:4]
+    if H not in HEAD_DIMS:
+        raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
+    if k.dtype not in DTYPES or v.dtype != k.dtype:
+        raise NotImplementedError(
+            f"takes caches in bfloat16 or float32, got {k.dtype} and {v.dtype}"
+        )
+    if N // K > ROWS:
+        raise NotImplementedError(f"{N // K} query heads share a key, at most {ROWS} may")
+    config = heuristic(B, S, K, N, H, k.dtype.itemsize)
+    return run(config, q, k, v, layer, until, since, scale=scale, softcap=softcap)
+
+
+def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False):
+    """`decode_attention` behind its checks."""
+    B, N, H = q.shape
+    S, K = k.shape[2:4]
+    together = heads_together(K, N)
+    parts = pl.cdiv(S, config.part)
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    partial = (
+        jax.ShapeDtypeStruct((B, parts, N, H), jnp.float32),
+        jax.ShapeDtypeStruct((B, parts, N), jnp.float32),
+    )
+    # Rows vary fastest: what runs together are the same parts of all rows, not those that are past
+    # the end of some row.
+    found = pl.pallas_call(
+        functools.partial(
+            _attend,
+            config=config,
+            together=together,
+            scale=scale,
+            softcap=softcap,
+            split=parts > 1,
+        ),
+        grid=(B, K // together, parts),
+        out_shape=partial if parts > 1 else whole,
+        compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        interpret=interpret,
+        name="decode_attention",
+    )(layer.reshape(1), since, until, q, k, v)
+    if parts == 1:
+        return found
+    return pl.pallas_call(
+        functools.partial(_merge, part=config.part, parts=parts),
+        grid=(B, N),
+        out_shape=whole,
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="decode_attention_merge",
+    )(since, until, *found)
+
+
+def _attend(
+    layer_ref,
+    since_ref,
+    until_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    *out_refs,
+    config: Config,
+    together: int,
+    scale: float,
+    softcap: float | None,
+    split: bool,
+):
+    row, group, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    _, N, H = q_ref.shape
+    queries = N // k_ref.shape[3]
+    R = max(ROWS, pl.next_power_of_2(together * queries))
+    J = config.keys
+    assert J % together == 0, f"tiles of {J} keys for {together} heads together"
+    slots = J // together
+    layer = layer_ref[0]
+    start = since_ref[row] + part * config.part
+    stop = jnp.minimum(until_ref[row], start + config.part)
+    first = group * together
+    here = pl.ds(first * queries, R)
+    real_R1 = (jnp.arange(R) < together * queries)[:, None]
+    real_RH = jnp.broadcast_to(real_R1, (R, H))
+
+    # Without it, float32 would be multiplied with 10 bits.
+    precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
+    dot = functools.partial(plt.dot, precision=precision)
+
+    def fetch(ref, slot_J, head_J, inside_J):
+        slot_JH, head_JH, inside_JH = (
+            jnp.broadcast_to(x[:, None], (J, H)) for x in (slot_J, head_J, inside_J)
+        )
+        dim_JH = jax.lax.broadcasted_iota(jnp.int32, (J, H), 1)
+        return plt.load(ref.at[layer, row, slot_JH, head_JH, dim_JH], mask=inside_JH, other=0.0)
+
+    def step(tile, carry):
+        sum_RH, total_R, top_R = carry
+        index_J = jnp.arange(J, dtype=jnp.int32)
+        slot_J, head_J = start + tile * slots + index_J // together, index_J % together
+        inside_J = slot_J < stop
+        k_JH = fetch(k_ref, slot_J, first + head_J, inside_J)
+        score_RJ = dot(q_RH, k_JH, trans_b=True) * (scale if softcap else scale * LOG2E)
+        if softcap:
+            # 2 / (1 + exp2) rather than tanh: the hardware's has only 11 bits
+            ratio_RJ = jnp.exp2(score_RJ * (2 * LOG2E / softcap))
+            score_RJ = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + ratio_RJ))
+        owner_R = jnp.arange(R, dtype=jnp.int32) // queries
+        seen_RJ = inside_J[None, :] & (owner_R[:, None] == head_J[None, :])
+        score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
+        # Every query sees the first slot of a tile, but those of padding, which are not written.
+        new_top_R = jnp.maximum(top_R, score_RJ.max(1))
+        shrink_R = jnp.exp2(top_R - new_top_R)
+        weight_RJ = jnp.exp2(score_RJ - new_top_R[:, None])
+        v_JH = fetch(v_ref, slot_J, first + head_J, inside_J)
+        sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(v_JH.dtype), v_JH)
+        return sum_RH, total_R * shrink_R + weight_RJ.sum(1), new_top_R
+
+    def attend():
+        tiles = jnp.maximum(0, pl.cdiv(stop - start, slots))
+        zeros = (jnp.zeros((R, H), jnp.float32), jnp.zeros(R, jnp.float32))
+        sum_RH, total_R, top_R = jax.lax.fori_loop(
+            0, tiles, step, (*zeros, jnp.full(R, MASKED, jnp.float32))
+        )
+        total_R = jnp.where(total_R == 0, 1.0, total_R)
+        out_RH = sum_RH / total_R[:, None]
+        if not split:
+            plt.store(out_refs[0].at[row, here], out_RH.astype(out_refs[0].dtype), mask=real_RH)
+            return
+        plt.store(out_refs[0].at[row, part, here], out_RH, mask=real_RH)
+        lse_R = top_R + jnp.log2(total_R)
+        plt.store(out_refs[1].at[row, part, here], lse_R, mask=real_R1[:, 0])
+
+    q_RH = plt.load(q_ref.at[row, here], mask=real_RH, other=0.0).astype(k_ref.dtype)
+    if split:
+        pl.when(start < stop)(attend)
+    else:
+        attend()
+
+
+def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, part: int, parts: int):
+    row, head = pl.program_id(0), pl.program_id(1)
+    H = out_ref.shape[-1]
+    P = pl.next_power_of_2(parts)
+    index_P = jnp.arange(P, dtype=jnp.int32)
+    # The others were not written.
+    written_P = index_P * part < until_ref[row] - since_ref[row]
+    lse_P = plt.load(lse_ref.at[row, pl.ds(0, P), head], mask=written_P, other=MASKED)
+    weight_P = jnp.where(written_P, jnp.exp2(lse_P - lse_P.max(0)), 0.0)
+    total = weight_P.sum(0)
+    mask_PH = jnp.broadcast_to(written_P[:, None], (P, H))
+    part_PH = plt.load(part_ref.at[row, pl.ds(0, P), head], mask=mask_PH, other=0.0)
+    out_H = (part_PH * weight_P[:, None]).sum(0) / jnp.where(total == 0, 1.0, total)
+    out_ref[row, head] = out_H.astype(out_ref.dtype)

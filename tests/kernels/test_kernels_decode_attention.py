@@ -1,0 +1,223 @@
+"""decode_attention against float64 numpy; the GPU kernel interpreted and lowered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels import decode_attention, testing
+from jaxtrain_kernels.decode_attention import gpu
+from jaxtrain_kernels.decode_attention.cases import CASES
+
+CI = [case for case in CASES if "ci" in case.tags]
+LAYER = 0
+
+
+def numpy_decode_attention(q, k, v, until, since, scale, softcap=None):
+    """One layer, k and v [B, S, K, H], in float64: a softmax over the slots that each row sees."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    groups = q.shape[1] // k.shape[2]
+    for row, (first, stop) in enumerate(zip(since, until, strict=True)):
+        for head in range(q.shape[1]) if stop > first else ():
+            score = k[row, first:stop, head // groups] @ q[row, head] * scale
+            if softcap is not None:
+                score = softcap * np.tanh(score / softcap)
+            weight = np.exp(score - score.max())
+            out[row, head] = weight @ v[row, first:stop, head // groups] / weight.sum()
+    return out
+
+
+def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softcap=None):
+    """The GPU kernel on the CPU."""
+    return gpu.run(
+        config,
+        q,
+        k,
+        v,
+        jnp.asarray(layer, jnp.int32),
+        until,
+        jnp.zeros_like(until) if since is None else since,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        interpret=True,
+    )
+
+
+def arrays(case, dtype):
+    inputs = case.inputs()
+    q, k, v = (jnp.asarray(inputs[name], dtype) for name in ("q", "k", "v"))
+    until, since = case.interval()
+    return q, k, v, until, since
+
+
+def check(case, dtype, function, spoil=None):
+    """`function` with the layer traced, against numpy and the reference in `dtype` maths."""
+    q, k, v, until, since = arrays(case, dtype)
+    options = {"softcap": case.softcap}
+    layer = case.layers - 1
+    exact_of = [np.asarray(x.astype(jnp.float32)) for x in (q, k[layer], v[layer])]
+    exact = numpy_decode_attention(*exact_of, until, since, case.head_dim**-0.5, case.softcap)
+    plain = plainly(q, k[layer], v[layer], until, since, case.softcap)
+    if spoil is not None:
+        slots = np.arange(case.slots)
+        unseen = (slots < since[:, None]) | (slots >= until[:, None])
+        k, v = (jnp.where(unseen[None, :, :, None, None], spoil, x).astype(dtype) for x in (k, v))
+        k, v = (x.at[:layer].set(spoil) for x in (k, v))
+    run = jax.jit(lambda layer, *x: function(*x[:3], layer, *x[3:], **options))
+    found = run(jnp.int32(layer), q, k, v, jnp.asarray(until), jnp.asarray(since))
+    assert found.dtype == q.dtype
+    assert not np.asarray(found.astype(jnp.float32))[until <= since].any()
+    testing.assert_accurate(found.astype(jnp.float32), exact, plain, dtype)
+
+
+def plainly(q, k, v, until, since, softcap):
+    """The same maths in the arrays' own dtype, weights rounded to it before the second product."""
+    groups = q.shape[1] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    score = jnp.einsum("bnh,bsnh->bns", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    if softcap is not None:
+        score = jnp.tanh(score / jnp.asarray(softcap, q.dtype)) * jnp.asarray(softcap, q.dtype)
+    slots = np.arange(k.shape[1])
+    seen = ((slots >= since[:, None]) & (slots < until[:, None]))[:, None]
+    weight = jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, -jnp.inf), -1), 0)
+    return jnp.einsum("bns,bsnh->bnh", weight, v).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("case", CI, ids=lambda c: c.name)
+def test_cases_match_numpy(case, impl, dtype):
+    check(case, dtype, functools.partial(decode_attention, impl=impl))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CI, ids=lambda c: c.name)
+def test_kernel_matches_numpy(case, dtype):
+    """In parts and whole; slots that nobody sees hold NaN: they must not be used."""
+    for config in (gpu.Config(keys=32, part=24), gpu.Config(keys=64, part=256)):
+        check(case, dtype, functools.partial(interpreted, config), spoil=jnp.nan)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_float64_is_float64_throughout(impl):
+    case = next(case for case in CI if case.name == "group3_softcap")
+    inputs, (until, since) = case.inputs(), case.interval()
+    q, k, v = (inputs[name].astype(np.float64) for name in ("q", "k", "v"))
+    exact = numpy_decode_attention(q, k[1], v[1], until, since, 0.25, case.softcap)
+    with jax.enable_x64(True):
+        given = (*map(jnp.asarray, (q, k, v)), 1, jnp.asarray(until), jnp.asarray(since))
+        found = decode_attention(*given, scale=0.25, softcap=case.softcap, impl=impl)
+        assert found.dtype == jnp.float64
+        # Sums of 70 terms of order 1 in another order: some 100 eps.
+        np.testing.assert_allclose(np.asarray(found), exact, rtol=0, atol=1e-13)
+
+
+def test_float32_queries_of_a_bfloat16_cache():
+    """What a sampler does that computes in float32 with a small cache."""
+    case = next(case for case in CI if case.name == "ragged")
+    q, k, v, until, since = arrays(case, "bfloat16")
+    until, since = jnp.asarray(until), jnp.asarray(since)
+    want = decode_attention(q, k, v, 1, until, since, impl="reference").astype(jnp.float32)
+    wide = q.astype(jnp.float32)
+    config = gpu.Config(keys=32, part=32)
+    kernels = {
+        "reference": functools.partial(decode_attention, impl="reference"),
+        "xla": functools.partial(decode_attention, impl="xla"),
+        "gpu": functools.partial(interpreted, config),
+    }
+    for name, kernel in kernels.items():
+        found = kernel(wide, k, v, 1, until, since)
+        assert found.dtype == jnp.float32
+        # Results of order 1, rounded to bfloat16 on one side, as the weights were: 2 roundings.
+        np.testing.assert_allclose(found, want, rtol=0, atol=2**-7, err_msg=name)
+
+
+def test_no_window_is_a_window_from_0():
+    case = next(case for case in CI if case.name == "ragged")
+    q, k, v, until, _ = arrays(case, "float32")
+    until = jnp.asarray(until)
+    for impl in ("reference", "xla"):
+        alone = decode_attention(q, k, v, 0, until, impl=impl)
+        given = decode_attention(q, k, v, 0, until, jnp.zeros_like(until), impl=impl)
+        np.testing.assert_array_equal(alone, given)
+
+
+@pytest.mark.parametrize(
+    "sizes, together",
+    [
+        ((8, 16), 8),
+        ((8, 32), 4),
+        ((8, 8), 8),
+        ((4, 28), 2),
+        ((6, 18), 2),
+        ((2, 32), 1),
+        ((3, 3), 1),
+    ],
+)
+def test_heads_together_fill_the_smallest_matmul(sizes, together):
+    assert gpu.heads_together(*sizes) == together
+
+
+def test_parts_fill_the_device(monkeypatch):
+    monkeypatch.setattr(gpu, "num_cores", lambda: 132)
+    assert gpu.heuristic(128, 1280, 8, 16, 128) == gpu.Config(keys=64, part=256)
+    few = gpu.heuristic(1, 8192, 8, 16, 128)
+    assert few.part == 64  # one row: as many parts as are worth a program
+    many = gpu.heuristic(2048, 1024, 8, 16, 128)
+    assert many.part >= 1024  # no merging where rows alone fill the device
+    assert gpu.heuristic(128, 1280, 8, 16, 256, 4).keys == 16
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+def test_lowers_for_a_gpu_without_touching_the_cache(name):
+    """The whole cache goes into the kernel: nothing slices, converts or copies it before."""
+    from jax._src.mesh import AbstractDevice
+
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(name, 132, "gpu"))
+    q = jax.ShapeDtypeStruct((128, 16, 128), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((28, 128, 1280, 8, 128), jnp.bfloat16)
+    layer, until = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (128,)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(decode_attention).trace(q, cache, cache, layer, until)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    touching = [line for line in text.splitlines() if "28x128x1280x8x128" in line]
+    assert "decode_attention_merge" in text
+    assert len(touching) == 2  # main's arguments, and the kernel
+    assert "triton" in touching[1]
+
+
+@pytest.mark.parametrize(
+    "head_dim, heads, dtype, reason",
+    [
+        (96, 2, jnp.bfloat16, "head dim 96 is none of"),
+        (64, 2, jnp.float16, "takes caches in bfloat16 or float32"),
+        (64, 34, jnp.bfloat16, "17 query heads share a key"),
+    ],
+)
+def test_declines(monkeypatch, head_dim, heads, dtype, reason):
+    monkeypatch.setattr(gpu, "require_nvidia", lambda: None)
+    q, cache = jnp.ones((2, heads, head_dim), dtype), jnp.ones((1, 2, 8, 2, head_dim), dtype)
+    until = jnp.full(2, 8, jnp.int32)
+    with pytest.raises(NotImplementedError, match=reason):
+        decode_attention(q, cache, cache, 0, until, impl="gpu")
+    assert decode_attention(q, cache, cache, 0, until).shape == q.shape  # the next one takes it
+
+
+def test_declines_other_devices():
+    q, cache, until = jnp.ones((1, 1, 64)), jnp.ones((1, 1, 8, 1, 64)), jnp.ones(1, jnp.int32)
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        decode_attention(q, cache, cache, 0, until, impl="gpu")
+
+
+def test_arguments_that_do_not_fit():
+    q, cache, until = jnp.ones((2, 4, 8)), jnp.ones((1, 2, 5, 2, 8)), jnp.ones(2, jnp.int32)
+    with pytest.raises(ValueError, match="want .B, N, H. and twice"):
+        decode_attention(q, cache[0], cache[0], 0, until)
+    with pytest.raises(ValueError, match="want .B, N, H. and twice"):
+        decode_attention(q[:, :3], cache, cache, 0, until)
+    with pytest.raises(ValueError, match=r"until is int32\[1\]; want int32\[2\]"):
+        decode_attention(q, cache, cache, 0, until[:1])
+    with pytest.raises(ValueError, match=r"since is float32"):
+        decode_attention(q, cache, cache, 0, until, jnp.ones(2))
