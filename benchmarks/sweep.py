@@ -1,6 +1,7 @@
 """Time variants of the attention kernels on one GPU: what the tuned tables hold comes from this.
 
 python benchmarks/sweep.py --case tree8k tree32k_h16_8_d64 --out benchmarks/results/sweep.json
+python benchmarks/sweep.py --save    # and put the winners into kernels/jaxtrain_kernels/tuned
 """
 
 import argparse
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels import autotune
 from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather, gpu_tiles
 from timing import jax_ms
 
@@ -37,6 +39,9 @@ DQ = {
     256: [{}, SHARED, {"k_stages": 1}],
 }
 FUSED = {64: [], 128: [{}, LESS], 256: []}
+
+TUNED = ("fwd", "dkv", "dq")  # kernels that read a table
+GAIN = 0.99  # share of the default's time that a variant must stay below to be saved
 
 
 class Inputs:
@@ -144,19 +149,55 @@ def sweep(case, report):
                     run, arguments = inputs.backward(kernel, config, arranged)
                 return jax_ms(run, *arguments, budget_s=0.12)
 
-            labels = {"kernel": kernel, "case": case.name, "change": str(change)}
+            labels = {"kernel": kernel, "case": case.name, "change": change}
             report.timed(units * flops, measure, **labels, arranged=arranged)
+
+
+def winner(case, kernel, rows) -> dict | None:
+    """The table's entry of a kernel by the rows of its case; None where nothing was timed."""
+    times = [
+        (row["ms"], row["change"])
+        for row in rows
+        if (row.get("kernel"), row["case"]) == (kernel, case.name)
+        and row.get("arranged")
+        and "ms" in row
+    ]
+    default = [ms for ms, change in times if not change]
+    if not default:
+        return None
+    ms, change = min(times, key=lambda pair: pair[0])
+    if ms > GAIN * default[0]:
+        ms, change = default[0], {}
+    key = {"head_dim": case.head_dim, "window": case.window is not None}
+    return {"key": key, "near": {"tokens": case.tokens}, "config": change, "ms": round(ms, 3)}
+
+
+def save(swept, report):
+    """Put the winners of all cases into the tables of this kind of device."""
+    header = report.header
+    source = f"{header['command']}, {header['hardware']}, jax {header['jax']}"
+    for kernel in TUNED:
+        entries = [e for case in swept if (e := winner(case, kernel, report.rows))]
+        path = autotune.save(f"tree_attention_{kernel}", autotune.device_kind(), source, entries)
+        print(path)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--case", nargs="*", default=[""])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", nargs="*", default=[""], help="parts of names; default: all")
+    parser.add_argument("--out", type=Path, help="all measurements as JSON")
+    parser.add_argument("--save", action="store_true", help="winners go into the tuned tables")
     options = parser.parse_args()
     report = Report(options.out)
-    for case in cases.CASES:
-        if "tune" in case.tags and any(part in case.name for part in options.case):
-            sweep(case, report)
+    swept = [
+        case
+        for case in cases.CASES
+        if "tune" in case.tags and any(part in case.name for part in options.case)
+    ]
+    for case in swept:
+        sweep(case, report)
+    if options.save:
+        save(swept, report)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jaxtrain.config import AdapterConfig, Config, ModelConfig, TreeTask
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.mesh import make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
 from jaxtrain.parameters import Params, Rebuild, name_path, split_model
 
@@ -43,8 +43,11 @@ class Parts:
     """What is trained, where that is not everything."""
 
 
-def assemble(config: Config) -> Parts:
-    """Check model, tokenizer and mesh against each other; raises UserError."""
+def assemble(config: Config, reserved: int = 0) -> Parts:
+    """Check model, tokenizer and mesh against each other; raises UserError.
+
+    reserved: devices, the last ones, that are left out of the mesh.
+    """
     folder, raw = find_architecture(config.model)
     architecture = build.config_from_hf(raw)
     tokenizer = find_tokenizer(config.model)
@@ -53,7 +56,7 @@ def assemble(config: Config) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(**config.parallel.axes()),
+        mesh=make_mesh(split_devices(reserved)[0], **config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),
@@ -109,8 +112,9 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
     return found
 
 
-def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
-    """Parameter shapes with their places on the mesh, and what makes a model of such a dict.
+def abstract_params(parts: Parts, mesh: jax.sharding.Mesh | None = None) -> tuple[Params, Rebuild]:
+    """Parameter shapes with their places on the parts' mesh, or on another, and what makes a model
+    of such a dict.
 
     Nothing is allocated. The model that is rebuilt remembers how parts.folder stored its tensors,
     so that an export keeps their dtypes.
@@ -121,7 +125,7 @@ def abstract_params(parts: Parts) -> tuple[Params, Rebuild]:
     if parts.adapter is not None:
         model = attach(model, parts.adapter)
     shapes, rebuild = split_model(model)
-    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), parts.mesh))
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or parts.mesh))
     places = {name_path(path): place for path, place in placed}
     full = () if parts.adapter is None else parts.adapter.full
     return {

@@ -31,7 +31,7 @@ from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.local_engine import LocalEngine
 from jaxtrain.rollout.types import Engine
 from jaxtrain.rollouts import open_engine
-from jaxtrain.sampler_weights import SamplerWeights
+from jaxtrain.sampler_weights import EvaluationWeights
 from jaxtrain.session import Session
 from jaxtrain.sinks import JsonLines
 from jaxtrain.step import make_eval
@@ -57,7 +57,7 @@ class Evaluation:
         self.samples, self.sets, self.engine = samples, sets, engine
         self.history: list[dict[str, float]] = []
         self.sampler: LocalSampler | None = None
-        self.weights = SamplerWeights(parts)
+        self.weights = EvaluationWeights(parts)
 
     def run(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
@@ -91,16 +91,15 @@ class Evaluation:
     def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
         """As `generate`, on process 0."""
         found: dict[str, float] = {}
-        with jax.set_mesh(self.weights.mesh):
-            if self.config.eval.problems:
-                found["eval/accuracy"] = self.solve(rebuild(params), step)
-            if self.sets is not None:
-                engine = self.engine
-                if engine is None:
-                    model = rebuild(params)
-                    engine = LocalEngine(self.open_sampler(model))
-                    engine.use(model, step)
-                found.update(self.sets.run(engine, step, self.samples))
+        if self.config.eval.problems:
+            found["eval/accuracy"] = self.solve(rebuild(params), step)
+        if self.sets is not None:
+            engine = self.engine
+            if engine is None:
+                model = rebuild(params)
+                engine = LocalEngine(self.open_sampler(model))
+                engine.use(model, step)
+            found.update(self.sets.run(engine, step, self.samples))
         if self.sampler is not None and self.weights.copies:
             self.sampler.use(None)
         return found
@@ -134,6 +133,7 @@ class Evaluation:
                 max_len=self.parts.architecture.max_position_embeddings,
                 max_batch=self.config.rollout.max_batch,
                 to_text=self.parts.tokenizer.decode,
+                mesh=self.weights.mesh,
             )
         self.sampler.use(model)
         return self.sampler

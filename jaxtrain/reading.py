@@ -31,6 +31,8 @@ class Pending(NamedTuple):
     """The source's counters when it had just given that batch."""
     round: dict[str, float] = {}
     """Numbers about the round that begins with that batch."""
+    compiled: bool = False
+    """Whether its program was compiled first, which is no time of a step."""
 
 
 class Reader:
@@ -40,14 +42,16 @@ class Reader:
         config, architecture = session.config, session.parts.architecture
         device = jax.devices()[0]
         self.folder = folder
-        self.schedule = session.schedule
+        # Asked for step by step, it would wait behind the next step, which the devices already run.
+        steps = np.arange(session.total_steps)
+        self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
         self.windows = architecture.windows()
         self.heads_width = architecture.num_attention_heads * architecture.head_size
         self.matmul_params = count_matmul_params(
             session.state.params, session.frozen, architecture.experts_per_token
         )
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
-        self.throughput = Throughput(session.parts.mesh.size, peak, time.monotonic())
+        self.throughput = Throughput(session.parts.mesh.size, peak)
 
     def read(self, pending: Pending) -> dict[str, float]:
         """Wait for the step and return its values; raises RunStopped if it was not finite."""
@@ -57,11 +61,14 @@ class Reader:
             raise RunStopped(self.explain(pending, output))
         tokens, pairs = count_work(pending.batch, self.windows)
         flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
+        if pending.compiled:
+            # It was dispatched somewhere within a call that took long: there is no time to tell.
+            self.throughput.last_time = None
         rates = self.throughput.read(now, tokens, flops)
         values = {
             **{name: float(v) for name, v in average(output.metrics).items()},
             "grad_norm": float(output.grad_norm),
-            "learning_rate": float(self.schedule(pending.step - 1)),
+            "learning_rate": float(self.learning_rates[pending.step - 1]),
             "tokens": float(tokens),
             "trained_tokens": float(
                 sum(np.count_nonzero(w) for w in pending.batch.weights.values())

@@ -6,15 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jaxtrain.assemble import Parts
-from jaxtrain.config import Config
+from jaxtrain.config import Config, RLTask
 from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.calculator import end_of_turn_ids
 from jaxtrain.envs.open import open_env
+from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
-from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.mesh import is_main_process, split_devices
 from jaxtrain.parallel.relay import share
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.local import LocalSampler
@@ -24,8 +23,8 @@ from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource
-from jaxtrain.rollout.types import Completion, Engine, Publisher, Sampling
-from jaxtrain.sampler_weights import SamplerWeights, SharedPublisher
+from jaxtrain.rollout.types import Engine, Publisher, Sampling
+from jaxtrain.sampler_weights import make_copier, make_sampler_mesh, sampling_devices
 from jaxtrain.shared_rounds import SharedRounds
 from jaxtrain.tasks.rl import Preparation, read_labels, updates_per_round
 
@@ -63,7 +62,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             stack.callback(publisher.close)
         total_steps = share("number of steps", lambda: steps)
         comparison = RoundComparison(config.sampling.temperature, say)
-        prepare = Preparation(config.task, own, comparison)
+        prepare = Preparation(config.task, own, comparison, streaming=config.rollout.streaming)
         source = SharedRounds(own)
         return Rollouts(source, publisher, prepare, engine, total_steps, stack.pop_all())
 
@@ -100,6 +99,7 @@ def open_rounds(
         rollout.group_size,
         rewards.weights,
         combine,
+        task.reward_clip_range,
         drop_flat=compares and rollout.zero_advantage != "keep",
         max_asks=rollout.max_refill if refills else 1,
         retries=rollout.retries,
@@ -114,15 +114,23 @@ def open_rounds(
         player,
         ahead=ahead * rollout.prompts_per_step,
         ordered=rollout.mode != "async",
-        threaded=rollout.engine != "local",
+        streaming=rollout.streaming,
+        threaded=works_ahead(config),
         choose_again=second_tries,
     )
     rows = data.micro_batch_size * row_shards(parts.mesh)
     source = RoundSource(
         producer,
         read_labels(config, rows),
-        Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
+        Estimator(
+            task.knob("baseline"),
+            task.knob("scale_rewards"),
+            combine,
+            task.reward_clip_range,
+            task.normalise_advantages,
+        ),
         prompts_per_round=rollout.prompts_per_step,
+        parts=task.num_minibatches if rollout.streaming else 1,
         max_lag=rollout.max_lag if rollout.mode == "async" else None,
         replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
         num_samples=rollout.samples,
@@ -151,35 +159,42 @@ def open_engine(
         from jaxtrain.publishing import open_vllm
 
         return open_vllm(config, parts, say)
-    weights = SamplerWeights(parts)
+    devices = split_devices(reserved_devices(config))[1] or sampling_devices(parts)
+    ahead = works_ahead(config)
+    if ahead and not config.rollout.devices and len(devices) > 1:
+        raise UserError(
+            f"rollout.mode {config.rollout.mode!r}, streaming {config.rollout.streaming}: the local"
+            f" engine would sample on {len(devices)} devices that the trainer uses at the same"
+            " time; set rollout.devices to how many of them sample, or rollout.mode to"
+            ' "sync" and streaming to false'
+        )
+    mesh = make_sampler_mesh(devices, parts.mesh)
+    copy = make_copier(parts, mesh)
     if not is_main_process():
-        return None, SharedPublisher(None, weights)
+        return None, LocalPublisher(None, copy, rests=not ahead)
     tokenizer = parts.tokenizer
-    sampler = MeshSampler(
+    sampler = LocalSampler(
         None,
         end_of_turn_ids(tokenizer),
         max_len=min(parts.architecture.max_position_embeddings, config.data.sequence_len),
         max_batch=config.rollout.max_batch,
         to_text=tokenizer.decode,
+        mesh=mesh,
     )
-    sampler.mesh = weights.mesh
     engine = LocalEngine(sampler)
-    publisher = LocalPublisher(engine)
-    if not weights.copies:
-        return engine, publisher
-    # The next publish brings another copy; until then the memory is the trainer's.
-    forget = (lambda: sampler.use(None)) if config.rollout.mode == "sync" else None
-    return engine, SharedPublisher(publisher, weights, forget)
+    return engine, LocalPublisher(engine, copy, rests=not ahead)
 
 
-class MeshSampler(LocalSampler):
-    """Samples on a mesh of its own, whatever mesh is set around it."""
+def reserved_devices(config: Config) -> int:
+    """Devices that a run sets aside for sampling."""
+    local = isinstance(config.task, RLTask) and config.rollout.engine == "local"
+    return config.rollout.devices if local else 0
 
-    mesh: jax.sharding.Mesh
 
-    def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
-        with jax.set_mesh(self.mesh):
-            return super().generate(*arguments, **options)
+def works_ahead(config: Config) -> bool:
+    """Whether answers are drawn while the trainer trains."""
+    rollout = config.rollout
+    return rollout.engine != "local" or rollout.mode != "sync" or rollout.streaming
 
 
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:

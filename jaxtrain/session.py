@@ -1,6 +1,7 @@
 """What a training run works with: data, model, optimizer, compiled functions, in one place."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class Session:
     """Shapes until `start_state` has filled it."""
     frozen: Params
     """What adapters leave as it is; shapes until then, too. Empty where everything is trained."""
+    closing: ExitStack
+    """Closes the source and, in reinforcement learning, all that the rollouts opened."""
     start: int = 0
     """Steps that were done before this process."""
     rollouts: Rollouts | None = None
@@ -55,39 +58,50 @@ class Session:
         """All parameters, for `rebuild` and `evaluate`."""
         return {**self.frozen, **self.state.params}
 
+    def close(self) -> None:
+        """Close what gives the rounds: the source, engines and reward workers."""
+        self.closing.close()
+
 
 def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Session:
-    """Data, optimizer and step functions of a run; its weights are still shapes."""
-    rollouts = None
-    if isinstance(config.task, RLTask):
-        rollouts = open_rollouts(config, parts, say)
-        source, total_steps = rollouts.source, rollouts.total_steps
-    else:
-        microsteps = count_microsteps(config, parts.mesh)
-        source, total_steps = open_data(config, parts, microsteps, say)
+    """Data, optimizer and step functions of a run; its weights are still shapes.
+
+    What was opened is closed again when anything raises; afterwards `Session.close` does it.
+    """
     reference = keeps_reference(config, parts.adapter)
     shapes, rebuild = abstract_params(parts)
-    schedule = build_schedule(config.optim, total_steps)
     trained, frozen = split_trained(shapes, parts.adapter)
-    optimizer = build_optimizer(config.optim, schedule, trained)
     task = build_task(config)
     train_task = add_balance(task, config.model.router_aux_loss_coef)
-    return Session(
-        config=config,
-        parts=parts,
-        source=source,
-        total_steps=total_steps,
-        rebuild=rebuild,
-        optimizer=optimizer,
-        schedule=schedule,
-        step=make_step(
-            rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
-        ),
-        evaluate=make_eval(rebuild, task.loss),
-        state=abstract_state(trained, optimizer, keep_reference=reference == "mixed"),
-        frozen=frozen,
-        rollouts=rollouts,
-    )
+    with ExitStack() as closing:
+        rollouts = None
+        if isinstance(config.task, RLTask):
+            rollouts = open_rollouts(config, parts, say)
+            closing.callback(rollouts.close)
+            source, total_steps = rollouts.source, rollouts.total_steps
+        else:
+            microsteps = count_microsteps(config, parts.mesh)
+            source, total_steps = open_data(config, parts, microsteps, say)
+            closing.callback(source.close)
+        schedule = build_schedule(config.optim, total_steps)
+        optimizer = build_optimizer(config.optim, schedule, trained)
+        return Session(
+            config=config,
+            parts=parts,
+            source=source,
+            total_steps=total_steps,
+            rebuild=rebuild,
+            optimizer=optimizer,
+            schedule=schedule,
+            step=make_step(
+                rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
+            ),
+            evaluate=make_eval(rebuild, task.loss),
+            state=abstract_state(trained, optimizer, keep_reference=reference == "mixed"),
+            frozen=frozen,
+            closing=closing.pop_all(),
+            rollouts=rollouts,
+        )
 
 
 def keeps_reference(config: Config, adapter: Adapter | None) -> str | None:

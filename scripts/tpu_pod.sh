@@ -13,12 +13,15 @@ everywhere() {
   gcloud compute tpus tpu-vm ssh "$TPU_NAME" --zone="$ZONE" --worker=all --command="$1"
 }
 if [ -n "${STOP:-}" ]; then
+  # shellcheck disable=SC2016  # each machine has its own number in the file
   everywhere 'kill -TERM $(cat jaxtrain/train.pid)'
   exit
 fi
-git archive --format=tar.gz --prefix=jaxtrain/ -o /tmp/jaxtrain.tar.gz HEAD
-gcloud compute tpus tpu-vm scp /tmp/jaxtrain.tar.gz "$TPU_NAME": --zone="$ZONE" --worker=all
-everywhere 'tar xzf jaxtrain.tar.gz && cd jaxtrain && python3 -m venv .venv &&
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+git archive --format=tar.gz --prefix=jaxtrain/ -o "$folder/jaxtrain.tar.gz" HEAD
+gcloud compute tpus tpu-vm scp "$folder/jaxtrain.tar.gz" "$TPU_NAME": --zone="$ZONE" --worker=all
+everywhere 'tar xzf jaxtrain.tar.gz && rm jaxtrain.tar.gz && cd jaxtrain && python3 -m venv .venv &&
   .venv/bin/pip install --quiet -e ".[tpu]"'
 words=$(printf ' %q' "$@")
 everywhere "cd jaxtrain && echo \$\$ > train.pid && exec .venv/bin/python -m jaxtrain.main$words"

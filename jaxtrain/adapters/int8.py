@@ -20,9 +20,7 @@ class Int8(nnx.Module):
         def product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
             return ((x @ codes.astype(x.dtype)) * scales).astype(x.dtype)
 
-        codes = self.codes[...]
-        codes = gathered(codes, *self.codes.get_metadata()["axes"][-codes.ndim :])
-        return jax.checkpoint(product)(x, codes, self.scales[...])
+        return jax.checkpoint(product)(x, gathered(self.codes), self.scales[...])
 
 
 def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -63,14 +63,7 @@ class NF4(nnx.Module):
         def product(x: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
             return x @ dequantise_nf4(parts, x.dtype)
 
-        parts = {name: getattr(self, name) for name in PARTS}
-        parts = {
-            name: gathered(part[...], *part.get_metadata()["axes"][-part[...].ndim :])
-            if part[...].ndim
-            else part[...]
-            for name, part in parts.items()
-        }
-        return jax.checkpoint(product)(x, parts)
+        return jax.checkpoint(product)(x, {name: gathered(getattr(self, name)) for name in PARTS})
 
 
 PARTS = ("nibbles", "absmax", "scales", "offset")

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
-from jaxtrain.layers.sharded_attention import Sight, attend
+from jaxtrain.layers.sharded_attention import Sight, attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
 
@@ -27,7 +27,7 @@ class LayerCache(NamedTuple):
     layer: jax.Array | int
     """Which layer."""
     start: jax.Array
-    """int32 scalar: first slot of S to write."""
+    """int32 [B]: first slot of S to write in each row."""
 
 
 class Attention(nnx.Module):
@@ -84,15 +84,15 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         q_BTNH, k_BSKH = rotate(q_BTNH, angles), rotate(k_BSKH, angles)
-        impl = self.impl
+        see = {"window": window, "softcap": self.softcap}
         if cache is not None:
             cache = _write(cache, k_BSKH, v_BSKH)
-            k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
-            # One query a row: the dense mask is [B, 1, S], and the chunked kernels only cost.
-            impl = "reference" if q_BTNH.shape[1] == 1 else impl
-        out_BTNH = attend(
-            q_BTNH, k_BSKH, v_BSKH, sight, window=window, softcap=self.softcap, impl=impl
-        )
+        if cache is not None and q_BTNH.shape[1] == 1:
+            out_BTNH = attend_cached(q_BTNH, cache.k, cache.v, cache.layer, cache.start, **see)
+        else:
+            if cache is not None:
+                k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, sight, impl=self.impl, **see)
         y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features"), cache
 
@@ -102,8 +102,15 @@ class Attention(nnx.Module):
 
 
 def _write(cache: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-    at = (cache.layer, 0, cache.start, 0, 0)
-    return cache._replace(
-        k=jax.lax.dynamic_update_slice(cache.k, k_BTKH[None].astype(cache.k.dtype), at),
-        v=jax.lax.dynamic_update_slice(cache.v, v_BTKH[None].astype(cache.v.dtype), at),
-    )
+    """The T new tokens of each row at its `start`; slots beyond S are left out."""
+    B, T = k_BTKH.shape[:2]
+    rows_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    slots_BT = cache.start[:, None] + jnp.arange(T, dtype=jnp.int32)
+
+    def put(all_LBSKH, new_BTKH):
+        new_BTKH = new_BTKH.astype(all_LBSKH.dtype)
+        return all_LBSKH.at[cache.layer, rows_B1, slots_BT].set(
+            new_BTKH, mode="drop", unique_indices=True
+        )
+
+    return cache._replace(k=put(cache.k, k_BTKH), v=put(cache.v, v_BTKH))

@@ -1,5 +1,7 @@
 """Linear: the one place where a weight meets an activation."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,6 +9,8 @@ from flax import nnx
 from jaxtrain.parallel.rules import gathered
 
 Dtype = jnp.dtype | type | str
+
+MANY = 512
 
 
 class Linear(nnx.Module):
@@ -46,9 +50,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
-            kernel = self.kernel[...]
-            axes = self.kernel.get_metadata()["axes"][-kernel.ndim :]
-            return self.correct(x, x @ gathered(kernel.astype(self.dtype), *axes))
+            return self.correct(x, x @ gathered(self.kernel, self.dtype))
         return self.correct(x, self.kernel.multiply(x))
 
     def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -60,15 +62,18 @@ class Linear(nnx.Module):
 
 
 def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """[linear(x) for linear in linears]; as one matmul where kernels are arrays on one device.
+    """[linear(x) for linear in linears]; as one matmul where kernels are arrays on one device and
+    x holds at least MANY vectors.
 
     One long product in each pass instead of several short ones, and their gradients to x need not
-    be added. What the backward pass keeps is the product, not its pieces.
+    be added. What the backward pass keeps is the product, not its pieces. Of few vectors, as in
+    decoding, the product costs less than putting the kernels side by side.
     """
     mesh = jax.sharding.get_abstract_mesh()
     plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
     # Pieces of a product that is split over devices would have to be moved.
-    if not plain or (not mesh.empty and mesh.size > 1):
+    split = not mesh.empty and mesh.size > 1
+    if not plain or split or math.prod(x.shape[:-1]) < MANY:
         return [linear(x) for linear in linears]
     kernels = [linear.kernel[...].astype(linear.dtype) for linear in linears]
     product = _whole(x @ jnp.concatenate(kernels, axis=1))

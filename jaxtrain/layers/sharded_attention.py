@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import attention as attention_op
+from jaxtrain_kernels import decode_attention
 
 from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
 
@@ -99,6 +100,41 @@ def attend(
         out_specs=q_spec,
         check_vma=False,
     )(q_BTNH, k_BSKH, v_BSKH, sight.until, since, sight.positions, sight.key_positions)
+
+
+def attend_cached(
+    q_B1NH: jax.Array,
+    k_LBSKH: jax.Array,
+    v_LBSKH: jax.Array,
+    layer: jax.Array | int,
+    position_B: jax.Array,
+    *,
+    window: int | None = None,
+    **options,
+) -> jax.Array:
+    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, at slot and
+    position `position_B` of its row of the cache. Returns [B, 1, N, H], placed as q."""
+    since_B = None if window is None else jnp.maximum(position_B + 1 - window, 0)
+    op = functools.partial(decode_attention, **options)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, position_B + 1, since_B)[:, None]
+    names = ("rows", None, "act_heads", None)
+    q_spec = partition_spec(names, q_B1NH.shape, mesh)
+    k_spec = partition_spec((None, *names), k_LBSKH.shape, mesh)
+    if q_spec[2] != k_spec[3]:  # heads that do not divide: every device takes all of them
+        q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(None, k_spec[1])
+    row = PartitionSpec(q_spec[0])
+
+    def local(q_B1NH, k_LBSKH, v_LBSKH, layer, position_B, since_B):
+        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, position_B + 1, since_B)[:, None]
+
+    return jax.shard_map(
+        local,
+        in_specs=(q_spec, k_spec, k_spec, PartitionSpec(), row, None if window is None else row),
+        out_specs=q_spec,
+        check_vma=False,
+    )(q_B1NH, k_LBSKH, v_LBSKH, jnp.asarray(layer, jnp.int32), position_B, since_B)
 
 
 def share_heads(x_BSKH: jax.Array, num_heads: int, mesh) -> jax.Array:

@@ -125,17 +125,13 @@ class Options:
 
 
 class Cache(NamedTuple):
-    """Keys and values of S slots, filled from slot 0 for all rows alike."""
+    """Keys and values of S slots a row; the token at position p of a row lies in slot p."""
 
     k: jax.Array
     """[L, B, S, K, H]; v the same."""
     v: jax.Array
-    valid: jax.Array
-    """bool [B, S]: a token that later queries may see."""
-    positions: jax.Array
-    """int32 [B, S]."""
     length: jax.Array
-    """int32 scalar: slots written so far."""
+    """int32 [B]: slots filled so far, and so the position of the next token."""
 
 
 class Decoder(nnx.Module):
@@ -207,43 +203,32 @@ class Decoder(nnx.Module):
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
         shape = (len(self.stack.windows), batch_size, length, *self.kv_shape)
         return Cache(
-            k=jnp.zeros(shape, dtype),
-            v=jnp.zeros(shape, dtype),
-            valid=jnp.zeros((batch_size, length), bool),
-            positions=jnp.zeros((batch_size, length), jnp.int32),
-            length=jnp.zeros((), jnp.int32),
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch_size, jnp.int32)
         )
 
     def decode(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        cache: Cache,
-        valid_BT: jax.Array | None = None,
+        self, tokens_BT: jax.Array, cache: Cache, counts_B: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
         """Final-normed hidden states [B, T, D] of the next T tokens of every row, and the cache.
 
-        Serves the prompt (left-aligned rows of unequal length: `valid_BT` False in the padding,
-        which nobody ever sees) and single steps alike. All rows write the same slots, so rows
-        differ in `positions_BT`, not in where their tokens lie. The caller keeps within the
-        cache's length.
+        Serves prompts and single steps alike. Of a row the first `counts_B` tokens count, by
+        default all; what stands behind them is seen by no later token, and its states mean
+        nothing. The caller keeps within the cache's length: what lies beyond is not written.
         """
         B, T = tokens_BT.shape
-        if valid_BT is None:
-            valid_BT = jnp.ones((B, T), bool)
-        at = (0, cache.length)
-        valid_BS = jax.lax.dynamic_update_slice(cache.valid, valid_BT, at)
-        positions_BS = jax.lax.dynamic_update_slice(cache.positions, positions_BT, at)
-        slots = jnp.arange(valid_BS.shape[1], dtype=jnp.int32)
+        start_B = cache.length
+        end_B = start_B + (T if counts_B is None else counts_B)
+        positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+        slots_S = jnp.arange(cache.k.shape[2], dtype=jnp.int32)
         sight = Sight(
-            until=jnp.where(valid_BS, T, 0).astype(jnp.int32),
-            since=jnp.broadcast_to(jnp.maximum(slots - cache.length, 0), valid_BS.shape),
+            until=jnp.where(slots_S < end_B[:, None], T, 0).astype(jnp.int32),
+            since=jnp.maximum(slots_S - start_B[:, None], 0),
             positions=positions_BT,
-            key_positions=positions_BS,
+            key_positions=jnp.broadcast_to(slots_S, (B, len(slots_S))),
         )
-        layers = LayerCache(cache.k, cache.v, layer=0, start=cache.length)
+        layers = LayerCache(cache.k, cache.v, layer=0, start=start_B)
         x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
-        return x_BTD, Cache(layers.k, layers.v, valid_BS, positions_BS, cache.length + T)
+        return x_BTD, Cache(layers.k, layers.v, end_B)
 
     def _run(self, tokens_BT, positions_BT, sight: Sight, *, cache=None, capture=()):
         x_BTD = self.embed(tokens_BT)

@@ -70,6 +70,25 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
     )
 
 
+def split_devices(reserved: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """(devices to train on, the `reserved` last ones for something else); UserError where they are
+    not there, or belong to other processes."""
+    devices = jax.devices()
+    if not reserved:
+        return devices, []
+    if jax.process_count() > 1:
+        raise UserError(
+            f"rollout.devices {reserved}: devices are set aside in one process only, here are"
+            f" {jax.process_count()}; remove it, or let vLLM servers sample"
+        )
+    if reserved >= len(devices):
+        raise UserError(
+            f"rollout.devices {reserved}: there are {len(devices)} devices in all, and at least one"
+            " must be left to train on"
+        )
+    return devices[:-reserved], devices[-reserved:]
+
+
 def is_main_process() -> bool:
     """True on the process that logs, writes metrics and exports."""
     return jax.process_index() == 0

@@ -82,16 +82,20 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
 
 
-def gathered(x: jax.Array, *names: str | None) -> jax.Array:
-    """A weight as a matmul wants it: in one piece along "embed", which only storage is cut along.
+def gathered(weight: nnx.Variable, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """A weight, cast to `dtype`, as a matmul wants it: in one piece along "embed", which only
+    storage is cut along.
 
     Said outright, because the partitioner may find it cheaper to gather activations instead. The
     gradient goes straight back to the owners of the pieces: a reduce-scatter.
     """
+    x = weight[...] if dtype is None else weight[...].astype(dtype)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or not mesh_axes("embed", mesh):
         return x
-    return _gathered(x, names)
+    names = weight.get_metadata()["axes"]
+    # A layer that a scan took out of a stack has lost its leading dims, but not their names.
+    return _gathered(x, names[len(names) - x.ndim :])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -1,61 +1,74 @@
-"""LocalSampler: KV-cached sampling in the training process, on the training mesh.
+"""LocalSampler: continuous batching in the training process, on its own devices.
 
-For tests, the quickstart and small runs; a server does better for large ones. Prompts of a group
-are padded to bucketed lengths, so a run compiles a handful of programs. The device decodes CHUNK
-tokens before the host looks, which is when stop texts are searched.
+    add(request) ─> queue ─> free rows ─┐ prompts are read, each different one once
+                                        ├─ chunk of tokens ─> step() returns what has ended
+                              busy rows ┘
 
-Shapes: B rows, P prompt slots, C tokens of a chunk, V vocab.
+Requests of any kind share the rows, and a row that ends is filled again after the chunk. Rows and
+slots come in few sizes, so a run compiles a handful of programs; they grow while there is work and
+are given back when there is none. `slots.py` has the device's side.
 """
 
-import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxtrain.errors import UserError
-from jaxtrain.rollout.types import Completion, Sampling
+from jaxtrain.rollout.draws import find_kind, read_draws
+from jaxtrain.rollout.slots import (
+    CHUNK,
+    Entry,
+    Rows,
+    decode_chunk,
+    empty_rows,
+    fill,
+    grow,
+    insert,
+)
+from jaxtrain.rollout.types import Completion, FinishReason, Sampling
 
-CHUNK = 32
+PROMPT_TOKENS = 32768
+"""Slots of prompts that are read at once, which bounds the memory of their activations."""
+REFILL = 8
+"""A chunk ends early when one row in so many has ended in it."""
 
 
-class Draw(NamedTuple):
-    """The numbers of a Sampling as device scalars: changing them compiles nothing."""
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue, and what was drawn of its answer."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    prompt: Sequence[int]
+    sampling: Sampling
+    ends: tuple[int, ...]
+    """Tokens that end the answer, those of the sampler among them."""
+    number: int
+    """With sampling.seed it determines the noise."""
+    limit: int
+    """Tokens that may be drawn."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    next_version: int = -1
+    """Of the weights that drew the token which has not been handed out yet."""
+    finish_reason: FinishReason = "length"
+    aborted: bool = False
 
-
-class Rows(NamedTuple):
-    """State of a group of rows between chunks."""
-
-    cache: Any
-    token: jax.Array
-    """int32 [B] the last token drawn, not yet seen by the model."""
-    logprob: jax.Array
-    """float32 [B] its log-probability."""
-    position: jax.Array
-    """int32 [B] where that token stands in its row."""
-    count: jax.Array
-    """int32 scalar: tokens drawn per row."""
-    limit: jax.Array
-    """int32 [B] tokens that the row may draw."""
-    done: jax.Array
-    """bool [B]."""
-    keys: jax.Array
-    """[B] one random key a row; folded with `count` for each draw."""
+    @property
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions)
 
 
 class LocalSampler:
     """Continues prompts with a model of `jaxtrain.models`.
 
-    `use` swaps the weights. `to_text` turns tokens into text, for stop texts. At most `max_batch`
-    rows are decoded together, and no row grows beyond `max_len` tokens.
+    `use` swaps the weights, also while answers are under way: what they have read stays as the
+    old weights saw it. `to_text` turns tokens into text, for stop texts. At most `max_batch` rows
+    are decoded together, and no row grows beyond `max_len` tokens.
     """
 
     def __init__(
@@ -67,17 +80,29 @@ class LocalSampler:
         max_len: int,
         max_batch: int = 64,
         to_text: Callable[[list[int]], str] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
-        self.model = model
+        """mesh: where the weights lie, by default the one that is set where `step` is called."""
         self.eos_ids = frozenset(eos_ids)
         self.pad_id = pad_id
         self.max_len = max_len
         self.max_batch = max_batch
         self.to_text = to_text
+        self.mesh = mesh
+        self._weights: tuple[Any, int] = (model, -1)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request | None] = []
+        self._rows: Rows | None = None
 
-    def use(self, model: Any) -> None:
-        """Sample from these weights from now on; a model of the same shape compiles nothing."""
-        self.model = model
+    def use(self, model: Any, version: int = -1) -> None:
+        """Sample from these weights from the next chunk on; a model of the same shape compiles
+        nothing. May be called from any thread."""
+        self._weights = (model, version)
+
+    @property
+    def version(self) -> int:
+        """What `use` was told of the weights."""
+        return self._weights[1]
 
     def generate(
         self,
@@ -90,107 +115,181 @@ class LocalSampler:
 
         Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
         seed and the prompt's number in `draws` (by default its index) alone, not on which rows
-        share its group. Raises UserError for an empty prompt, one that leaves no room, and stop
+        share its batch. Raises UserError for an empty prompt, one that leaves no room, and stop
         texts without `to_text`.
         """
-        self._check(prompts, sampling)
-        stops = np.array(sorted({*self.eos_ids, *stop_ids}) or [-1], np.int32)
-        # Rows of like length together: less padding, and rows end at like times.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        answers: list[Completion | None] = [None] * len(prompts)
-        for start in range(0, len(order), self.max_batch):
-            group = order[start : start + self.max_batch]
-            numbers = group if draws is None else [draws[i] for i in group]
-            found = self._generate_group([prompts[i] for i in group], numbers, sampling, stops)
-            for i, answer in zip(group, found, strict=True):
-                answers[i] = answer
-        return [answer for answer in answers if answer is not None]
+        stop_ids = tuple(stop_ids)
+        numbers = range(len(prompts)) if draws is None else draws
+        requests = [
+            self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
+            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+        ]
+        # Prompts of like length together: less padding where they are read.
+        for request in sorted(requests, key=lambda one: len(one.prompt)):
+            self.add(request)
+        while self.busy:
+            self.step()
+        return [request.completion for request in requests]
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        vocab_size = self.model.head().shape[0]
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < self.max_len:
-                raise UserError(
-                    f"prompt {index} has {len(prompt)} tokens; it needs at least 1 and at most "
-                    f"{self.max_len - 1}, to leave room for an answer within {self.max_len}"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-                raise UserError(
-                    f"prompt {index} holds token {max(prompt)}, the model has {vocab_size}; use "
-                    "the tokenizer that belongs to the model"
-                )
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Iterable[int] = (),
+        number: int = 0,
+        name: str = "the prompt",
+    ) -> Request:
+        """A checked request, to be added; raises UserError as `generate` does."""
+        vocab_size = self._weights[0].head().shape[0]
+        if not 0 < len(prompt) < self.max_len:
+            raise UserError(
+                f"{name} has {len(prompt)} tokens; it needs at least 1 and at most "
+                f"{self.max_len - 1}, to leave room for an answer within {self.max_len}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(
+                f"{name} holds token {max(prompt)}, the model has {vocab_size}; use "
+                "the tokenizer that belongs to the model"
+            )
         if sampling.stop and self.to_text is None:
             raise UserError("sampling.stop: stop texts need the sampler's to_text function")
+        ends = tuple(sorted({*self.eos_ids, *stop_ids}))
+        limit = min(sampling.max_new_tokens, self.max_len - len(prompt))
+        return Request(prompt, sampling, ends, number, limit)
 
-    def _generate_group(
-        self,
-        prompts: Sequence[Sequence[int]],
-        indices: Sequence[int],
-        sampling: Sampling,
-        stops: np.ndarray,
-    ) -> list[Completion]:
-        B, P = bucket(len(prompts), 1), bucket(max(map(len, prompts)), 32)
-        slots = P + bucket(sampling.max_new_tokens, CHUNK)
-        tokens_BP = np.full((B, P), self.pad_id, np.int32)
-        lengths_B, limit_B = np.ones(B, np.int32), np.zeros(B, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens_BP[row, : len(prompt)] = prompt
-            lengths_B[row] = len(prompt)
-            limit_B[row] = min(sampling.max_new_tokens, self.max_len - len(prompt))
-        ids_B = np.zeros(B, np.int32)
-        ids_B[: len(indices)] = indices
-        draw = Draw(
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-            np.float32(sampling.min_p),
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row."""
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Give up a request; its row is free after the next step, which does not return it."""
+        request.aborted = True
+
+    def drop_all(self) -> None:
+        """Forget all requests, as after an error."""
+        self._waiting.clear()
+        self._running, self._rows = [], None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._waiting) or any(self._running)
+
+    def step(self) -> list[Request]:
+        """Begin what waits and draw a chunk of tokens; the requests that have ended.
+
+        Blocks until the device has answered. When nothing is left, the rows are given back.
+        """
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            self._begin()
+            ended = self._draw() if any(self._running) else []
+        if not self.busy:
+            self._rows, self._running = None, []
+        return ended
+
+    def _begin(self) -> None:
+        """Fill free rows from the queue."""
+        busy = sum(one is not None for one in self._running)
+        new: list[Request] = []
+        while self._waiting and busy + len(new) < self.max_batch:
+            request = self._waiting.popleft()  # others may add meanwhile
+            if not request.aborted:
+                new.append(request)
+        if not new:
+            return
+        self._make_room(busy + len(new), new)
+        free = [row for row, one in enumerate(self._running) if one is None]
+        start = 0
+        while start < len(new):
+            stop = find_end(new, start)
+            self._fill(new[start:stop], free[start:stop])
+            start = stop
+
+    def _make_room(self, count: int, new: Sequence[Request]) -> None:
+        """Rows for `count` requests and slots for the longest of the new ones."""
+        longest = max(len(one.prompt) + one.limit for one in new)
+        B = min(bucket(count, 1), self.max_batch)
+        S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
+        E = bucket(max(len(one.ends) for one in new), 1)
+        if self._rows is None:
+            self._rows = empty_rows(self._weights[0], B=B, S=S, E=E)
+        else:
+            old_B, old_S = self._rows.shape
+            B, S, E = max(B, old_B), max(S, old_S), max(E, self._rows.ends.shape[1])
+            if (B, S, E) != (old_B, old_S, self._rows.ends.shape[1]):
+                self._rows = grow(self._rows, B=B, S=S, E=E)
+        self._running += [None] * (B - len(self._running))
+
+    def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
+        """Read the prompts of some requests, each different one once, into these rows."""
+        model, version = self._weights
+        prompts = list(dict.fromkeys(tuple(one.prompt) for one in new))
+        U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
+        R = bucket(len(new), 1, 4)
+        tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
+        for index, prompt in enumerate(prompts):
+            tokens_UP[index, : len(prompt)] = prompt
+            lengths_U[index] = len(prompt)
+        padding = R - len(new)
+        places = {prompt: index for index, prompt in enumerate(prompts)}
+        samplings = [one.sampling for one in new]
+        ends_RE = np.full((R, self._rows.ends.shape[1]), -1, np.int32)
+        for index, one in enumerate(new):
+            ends_RE[index, : len(one.ends)] = one.ends
+
+        def column(values: Iterable[int], pad: int) -> np.ndarray:
+            return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
+
+        entry = Entry(
+            row=column(rows, len(self._running)),
+            source=column((places[tuple(one.prompt)] for one in new), 0),
+            limit=column((one.limit for one in new), 0),
+            seed=column((one.sampling.seed for one in new), 0),
+            number=column((one.number for one in new), 0),
+            draw=read_draws([*samplings, *samplings[-1:] * padding]),
+            ends=ends_RE,
         )
-        kind = {
-            "greedy": sampling.temperature == 0,
-            "truncate": sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0,
-        }
-        rows = prefill(
-            self.model,
-            tokens_BP,
-            lengths_B,
-            limit_B,
-            ids_B,
-            sampling.seed,
-            draw,
-            slots=slots,
-            **kind,
+        filled = fill(model, tokens_UP, lengths_U)
+        self._rows = insert(self._rows, filled, entry, find_kind(samplings))
+        for one, row in zip(new, rows, strict=True):
+            one.next_version = version
+            self._running[row] = one
+
+    def _draw(self) -> list[Request]:
+        """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
+        model, version = self._weights
+        there = [(row, one) for row, one in enumerate(self._running) if one is not None]
+        stop_B = np.array([one is None or one.aborted for one in self._running])
+        self._rows, *found = decode_chunk(
+            model,
+            self._rows,
+            stop_B,
+            np.int32(max(1, len(self._running) // REFILL)),
+            find_kind([one.sampling for _, one in there]),
         )
-        taken: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
-        ended = [False] * len(prompts)
-        reason = ["length"] * len(prompts)
-        while not all(ended):
-            rows, tokens_BC, logprobs_BC = decode_chunk(
-                self.model, rows, stops, draw, pad_id=self.pad_id, **kind
-            )
-            tokens_BC, logprobs_BC, done = map(_to_host, (tokens_BC, logprobs_BC, rows.done))
-            stopped = done.copy()
-            for row, (tokens, logprobs) in enumerate(taken):
-                if ended[row]:
-                    continue
-                room = int(limit_B[row]) - len(tokens)
-                new = tokens_BC[row, : min(room, CHUNK)].tolist()
-                end = next((i + 1 for i, token in enumerate(new) if token in stops), None)
-                seen = len(tokens)
-                tokens += new[:end]
-                logprobs += logprobs_BC[row, : len(tokens) - seen].tolist()
-                cut = self._find_stop(tokens, seen, sampling.stop)
-                if cut is not None:
-                    del tokens[cut:], logprobs[cut:]
-                if end is not None or cut is not None:
-                    reason[row] = "stop"
-                stopped[row] |= cut is not None
-                ended[row] = bool(stopped[row])
-            if (stopped != done).any():
-                rows = rows._replace(done=jnp.asarray(stopped))
-        return [
-            Completion(tokens, logprobs, why)
-            for (tokens, logprobs), why in zip(taken, reason, strict=True)
-        ]
+        tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
+        ended = []
+        for row, one in there:
+            if one.aborted:
+                self._running[row] = None
+                continue
+            seen, count = len(one.tokens), int(handed_B[row])
+            one.tokens += tokens_BC[row, :count].tolist()
+            one.logprobs += logprobs_BC[row, :count].tolist()
+            one.versions += [one.next_version, *[version] * (count - 1)][:count]
+            one.next_version = version if count else one.next_version
+            over = bool(done_B[row])
+            if over and one.tokens and one.tokens[-1] in one.ends:
+                one.finish_reason = "stop"
+            cut = self._find_stop(one.tokens, seen, one.sampling.stop)
+            if cut is not None:
+                del one.tokens[cut:], one.logprobs[cut:], one.versions[cut:]
+                one.finish_reason, over = "stop", True
+            if over:
+                # A row that a stop text ended runs on until it is told, or filled anew.
+                self._running[row] = None
+                ended.append(one)
+        return ended
 
     def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
         """Number of tokens after which the text first holds a stop text; None: it does not."""
@@ -206,124 +305,27 @@ class LocalSampler:
         return next(count for count in range(seen + 1, len(tokens) + 1) if holds(count))
 
 
-def bucket(size: int, smallest: int) -> int:
-    """The smallest `smallest * 2**n` that holds `size`: few shapes, at most twice the padding."""
+def find_end(requests: Sequence[Request], start: int) -> int:
+    """How far from `start` requests can be read at once within PROMPT_TOKENS; at least one."""
+    prompts: set[tuple[int, ...]] = set()
+    longest = 0
+    for index in range(start, len(requests)):
+        prompts.add(tuple(requests[index].prompt))
+        longest = max(longest, len(requests[index].prompt))
+        if index > start and bucket(len(prompts), 1, 4) * bucket(longest, 32) > PROMPT_TOKENS:
+            return index
+    return len(requests)
+
+
+def bucket(size: int, smallest: int, factor: int = 2) -> int:
+    """The smallest `smallest * factor**n` that holds `size`: few shapes."""
     while smallest < size:
-        smallest *= 2
+        smallest *= factor
     return smallest
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "greedy", "truncate"))
-def prefill(
-    model, tokens_BP, lengths_B, limit_B, ids_B, seed, draw: Draw, *, slots, greedy, truncate
-) -> Rows:
-    """Read the prompts (left-aligned, [B, P]) and draw the first token of each row."""
-    B, P = tokens_BP.shape
-    positions_BP = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
-    valid_BP = positions_BP < lengths_B[:, None]
-    hidden_BPD, cache = model.decode(tokens_BP, positions_BP, model.init_cache(B, slots), valid_BP)
-    last_BD = jnp.take_along_axis(hidden_BPD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(ids_B)
-    token, logprob = sample(
-        model.logits(last_BD), _fold(keys, 0), draw, greedy=greedy, truncate=truncate
-    )
-    return Rows(
-        cache=cache,
-        token=token,
-        logprob=logprob,
-        position=lengths_B,
-        count=jnp.ones((), jnp.int32),
-        limit=limit_B,
-        done=limit_B < 1,
-        keys=keys,
-    )
-
-
-@functools.partial(
-    jax.jit, static_argnames=("pad_id", "greedy", "truncate"), donate_argnames=("rows",)
-)
-def decode_chunk(
-    model, rows: Rows, stops, draw: Draw, *, pad_id, greedy, truncate
-) -> tuple[Rows, jax.Array, jax.Array]:
-    """(rows, tokens [B, C], log-probs [B, C]): hand out the token that waits, draw the next, C
-    times or until every row is done; what a row is given after its end is padding."""
-    B = rows.token.shape[0]
-
-    def step(carry):
-        i, rows, tokens_BC, logprobs_BC = carry
-        tokens_BC = tokens_BC.at[:, i].set(jnp.where(rows.done, pad_id, rows.token))
-        logprobs_BC = logprobs_BC.at[:, i].set(jnp.where(rows.done, 0.0, rows.logprob))
-        ended = (rows.token[:, None] == stops).any(1) | (rows.count >= rows.limit)
-        # No way around the last, useless draw: a branch here would copy the cache every step.
-        return i + 1, advance(rows._replace(done=rows.done | ended)), tokens_BC, logprobs_BC
-
-    def advance(rows: Rows) -> Rows:
-        hidden_B1D, cache = model.decode(rows.token[:, None], rows.position[:, None], rows.cache)
-        token, logprob = sample(
-            model.logits(hidden_B1D[:, 0]),
-            _fold(rows.keys, rows.count),
-            draw,
-            greedy=greedy,
-            truncate=truncate,
-        )
-        return rows._replace(
-            cache=cache,
-            token=token,
-            logprob=logprob,
-            position=rows.position + 1,
-            count=rows.count + 1,
-        )
-
-    def going(carry):
-        return (carry[0] < CHUNK) & ~carry[1].done.all()
-
-    tokens_BC = jnp.full((B, CHUNK), pad_id, jnp.int32)
-    logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)
-    _, rows, tokens_BC, logprobs_BC = jax.lax.while_loop(
-        going, step, (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC)
-    )
-    return rows, tokens_BC, logprobs_BC
-
-
-def sample(
-    logits_BV: jax.Array, keys: jax.Array, draw: Draw, *, greedy: bool, truncate: bool
-) -> tuple[jax.Array, jax.Array]:
-    """(token int32 [B], log-prob float32 [B] before truncation) from float logits [B, V]."""
-    logits_BV = logits_BV.astype(jnp.float32)
-    if greedy:
-        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    else:
-        logits_BV = logits_BV / draw.temperature
-        kept_BV = cut(logits_BV, draw.top_k, draw.top_p, draw.min_p) if truncate else logits_BV
-        token_B = jax.vmap(jax.random.categorical)(keys, kept_BV).astype(jnp.int32)
-    chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
-    return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
-
-
-def cut(logits_BV: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """logits with the tokens that top_k, top_p or min_p exclude at -inf; see `types.Sampling`.
-
-    All three are thresholds on the sorted logits, so tokens exactly as probable as the last one
-    kept are kept, too.
-    """
-    V = logits_BV.shape[-1]
-    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-    rank = jnp.arange(V)
-    in_k = rank < jnp.where(top_k > 0, top_k, V)
-    probs_BV = jax.nn.softmax(jnp.where(in_k, sorted_BV, -jnp.inf), axis=-1)
-    # A token stays while those before it have not reached top_p: never fewer than one.
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    keep_BV = in_k & ((before_BV < top_p) | (top_p >= 1))
-    last_B1 = jnp.min(jnp.where(keep_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-    least_B1 = sorted_BV[:, :1] + jnp.log(min_p)
-    return jnp.where(logits_BV >= jnp.maximum(last_B1, least_B1), logits_BV, -jnp.inf)
-
-
-def _fold(keys: jax.Array, count) -> jax.Array:
-    return jax.vmap(lambda key: jax.random.fold_in(key, count))(keys)
-
-
-def _to_host(array: jax.Array) -> np.ndarray:
-    if not array.is_fully_addressable:
-        return multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
+def roomy(size: int) -> int:
+    """`size` rounded up to eighths of a power of two and to whole chunks: at most an eighth of
+    the slots is never used."""
+    step = max(CHUNK, bucket(size, 1) // 8)
+    return -(-size // step) * step

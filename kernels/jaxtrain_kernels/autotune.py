@@ -1,12 +1,12 @@
 """Tuned configs: one table per op and kind of device, kept in version control beside this file.
 
-A kernel's config is what its caller passes, else the table's entry, else the op's heuristic.
+An op's config is its heuristic with what the table's entry changes.
 Nothing is timed while a model trains or is traced, so numerics do not depend on the day:
-benchmarks/sweep.py times the variants, and `save` puts the winners here.
+`benchmarks/sweep.py --save` times the variants and puts the winners here.
 
-    tuned/nvidia_h200/tree_attention_fwd.json
-    {"source": "...", "entries": [{"key": {"head_dim": 128}, "near": {"tokens": 8192},
-                                   "config": {"stages": 3}, "ms": 0.45}]}
+    tuned/nvidia_h200/tree_attention_dkv.json
+    {"source": "...", "entries": [{"key": {"head_dim": 64}, "near": {"tokens": 32768},
+                                   "config": {"q_stages": 4}, "ms": 7.97}]}
 """
 
 import dataclasses
@@ -48,18 +48,26 @@ def table(op: str, kind: str) -> tuple[dict, ...]:
 
 
 def save(op: str, kind: str, source: str, entries: list[dict]) -> Path:
-    """Put entries into a table; those with the same key and sizes are replaced."""
+    """Put entries into a table; those with the same key and sizes are replaced.
+
+    The heuristic itself (an empty config) is only kept beside other configs of its key, whose
+    sizes it bounds; a table that has nothing else is removed.
+    """
 
     def place(entry):
         return json.dumps([entry["key"], entry.get("near", {})], sort_keys=True)
 
-    kept = {place(e): e for e in (*table(op, kind), *entries)}
+    merged = {place(e): e for e in (*table(op, kind), *entries)}
+    changed = [e["key"] for e in merged.values() if e["config"]]
+    kept = [merged[name] for name in sorted(merged) if merged[name]["key"] in changed]
     path = _path(op, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ordered = [kept[name] for name in sorted(kept)]
-    lines = ",\n  ".join(json.dumps(entry) for entry in ordered)
-    path.write_text(f'{{\n "source": {json.dumps(source)},\n "entries": [\n  {lines}\n ]\n}}\n')
     table.cache_clear()
+    if not kept:
+        path.unlink(missing_ok=True)
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(entry) for entry in kept)
+    path.write_text(f'{{\n "source": {json.dumps(source)},\n "entries": [\n  {lines}\n ]\n}}\n')
     return path
 
 

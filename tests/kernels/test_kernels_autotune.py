@@ -1,7 +1,10 @@
 """Tuned configs: argument, table, heuristic; what the tables in version control hold."""
 
 import dataclasses
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from jaxtrain_kernels import autotune
@@ -57,17 +60,99 @@ def test_saving_replaces_the_same_key_and_keeps_the_rest(tables):
     assert json.loads(path.read_text()) == {"source": "another", "entries": [better, two]}
 
 
+def test_the_heuristic_is_kept_only_where_it_bounds_another_config(tables):
+    plain = {"key": {"width": 64}, "near": {"tokens": 8}, "config": {}, "ms": 2.0}
+    other = {"key": {"width": 64}, "near": {"tokens": 9}, "config": {"block": 2}, "ms": 2.0}
+    assert not autotune.save("op", "NVIDIA H200", "a test", [plain]).exists()
+    path = autotune.save("op", "NVIDIA H200", "a test", [plain, other])
+    assert json.loads(path.read_text())["entries"] == [plain, other]
+    assert autotune.tuned("op", Config(), near={"tokens": 8}, width=64) == Config()
+    path = autotune.save("op", "NVIDIA H200", "a test", [other | {"config": {}}])
+    assert not path.exists() and autotune.tuned("op", Config(), width=64) == Config()
+
+
 CONFIGS = {
-    "tree_attention_fwd": gpu_fwd.Config,
-    "tree_attention_dkv": gpu_bwd.DkvConfig,
-    "tree_attention_dq": gpu_bwd.DqConfig,
+    "tree_attention_fwd": (gpu_fwd.Config, gpu_fwd.heuristic),
+    "tree_attention_dkv": (gpu_bwd.DkvConfig, gpu_bwd.dkv_heuristic),
+    "tree_attention_dq": (gpu_bwd.DqConfig, gpu_bwd.dq_heuristic),
 }
 
 
-def test_tables_of_attention_hold_fields_that_exist():
+def test_tables_of_attention_hold_what_differs_from_the_heuristic():
     found = [p for p in autotune.TABLES.glob("*/*.json") if p.stem in CONFIGS]
     assert found, "no tuned table is in the package"
     for path in found:
-        for entry in json.loads(path.read_text())["entries"]:
-            dataclasses.replace(CONFIGS[path.stem](), **entry["config"])
+        config, heuristic = CONFIGS[path.stem]
+        entries = json.loads(path.read_text())["entries"]
+        for entry in entries:
+            dataclasses.replace(config(), **entry["config"])
             assert entry["key"].keys() == {"head_dim", "window"}, path
+            start = heuristic(entry["key"]["head_dim"])
+            for field, value in entry["config"].items():
+                assert getattr(start, field) != value, f"{path}: {entry}"
+        assert any(entry["config"] for entry in entries), path
+
+
+@pytest.fixture
+def sweep(monkeypatch):
+    """benchmarks/sweep.py with times by formula instead of by a GPU; scripts are no package."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    before = set(sys.modules)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+        spec = importlib.util.spec_from_file_location("sweep", folder / "sweep.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    for name in set(sys.modules) - before:
+        if str(folder) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+class NoInputs:
+    """A sweep's inputs whose functions are only the config that they would be compiled for."""
+
+    class arrangement:
+        moved = [1]
+
+    def __init__(self, case):
+        pass
+
+    def forward(self, config, arranged):
+        return (config, arranged), ()
+
+    def backward(self, kernel, config, arranged):
+        return (config, arranged), ()
+
+
+def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
+    def milliseconds(run, budget_s):
+        config, arranged = run
+        if not arranged:  # as fast as one likes: keys in a row's own order are not what runs
+            return {"ms": 0.5}
+        if isinstance(config, gpu_fwd.Config):
+            return {"ms": 1.0 if config.k_block == 256 else 2.0}
+        if isinstance(config, gpu_bwd.DkvConfig):
+            return {"ms": 1.995 if config.q_stages == 4 else 2.0}  # too little to be told apart
+        if config.k_block == 128:
+            raise NotImplementedError("too large")
+        return {"ms": 1.5 if config.in_registers else 2.0}
+
+    monkeypatch.setattr(sweep, "Inputs", NoInputs)
+    monkeypatch.setattr(sweep, "around", lambda *_: None)
+    monkeypatch.setattr(sweep, "jax_ms", milliseconds)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--case", "32k_h16_8_d64", "--save"])
+    sweep.main()
+    key = {"near": {"tokens": 32768}, "head_dim": 64, "window": False}
+    start = gpu_fwd.heuristic(64)
+    found = autotune.tuned("tree_attention_fwd", start, **key)
+    assert found == dataclasses.replace(start, k_block=256)
+    start = gpu_bwd.dq_heuristic(64)
+    found = autotune.tuned("tree_attention_dq", start, **key)
+    assert found == dataclasses.replace(start, in_registers=True)
+    assert sorted(p.stem for p in tables.glob("*/*.json")) == [
+        "tree_attention_dq",
+        "tree_attention_fwd",
+    ]
+    (entry,) = autotune.table("tree_attention_fwd", "NVIDIA H200")
+    assert entry["ms"] == 1.0 and "failed=too large" in capsys.readouterr().out

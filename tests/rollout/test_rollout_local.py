@@ -9,7 +9,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.local import Draw, LocalSampler, cut, sample
+from jaxtrain.rollout.draws import Draw, Kind, cut, sample
+from jaxtrain.rollout.local import LocalSampler
 from jaxtrain.rollout.types import Sampling
 
 VOCAB = 61
@@ -117,13 +118,18 @@ def test_what_ends_an_answer(model):
     assert word not in to_text(answer.tokens[:-1])
 
 
+def make_draw(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    columns = (jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p))
+    return Draw(*(jnp.full(rows, column) for column in columns))
+
+
 def test_drawn_frequencies_match_the_softmax():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal(8).astype(np.float32)
     draws = 20000
     keys = jax.random.split(jax.random.key(1), draws)
-    draw = Draw(jnp.float32(0.7), jnp.int32(0), jnp.float32(1.0), jnp.float32(0.0))
-    tokens, _ = sample(jnp.tile(logits, (draws, 1)), keys, draw, greedy=False, truncate=False)
+    draw = make_draw(draws, 0.7)
+    tokens, _ = sample(jnp.tile(logits, (draws, 1)), keys, draw, Kind(random=True, truncate=False))
     expected = draws * np.exp(log_softmax(logits / 0.7))
     chi_square = ((np.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum()
     assert chi_square < 24.3  # 7 degrees of freedom: exceeded once in a thousand seeds
@@ -148,7 +154,7 @@ def keep_by_numpy(logits, top_k, top_p, min_p):
 )
 def test_truncation_against_numpy(top_k, top_p, min_p):
     logits = np.random.default_rng(2).standard_normal((16, 20)).astype(np.float32) * 2
-    kept = np.asarray(cut(logits, jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p)))
+    kept = np.asarray(cut(logits, make_draw(16, 1.0, top_k, top_p, min_p)))
     for row, values in zip(logits, kept, strict=True):
         found = set(np.flatnonzero(np.isfinite(values)))
         assert found == keep_by_numpy(row, top_k, top_p, min_p)
@@ -156,17 +162,17 @@ def test_truncation_against_numpy(top_k, top_p, min_p):
 
 
 def test_few_compilations_and_new_weights(model):
-    from jaxtrain.rollout import local
+    from jaxtrain.rollout import slots
 
     sampler = LocalSampler(model, eos_ids=(), max_len=128)
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=9)
     before = sampler.generate(PROMPTS, sampling)
-    compiled = local.prefill._cache_size(), local.decode_chunk._cache_size()
+    compiled = slots.fill._cache_size(), slots.decode_chunk._cache_size()
     sampler.use(build.init(build.config_from_hf(RAW), 1))
     after = sampler.generate(
         [[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4)
     )
-    assert (local.prefill._cache_size(), local.decode_chunk._cache_size()) == compiled
+    assert (slots.fill._cache_size(), slots.decode_chunk._cache_size()) == compiled
     assert [a.tokens for a in before] != [a.tokens for a in after]
 
 

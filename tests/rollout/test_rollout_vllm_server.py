@@ -146,9 +146,8 @@ def make_config(server, output_dir, sync, model=None, **vllm):
 def score(model, prompt, answer, temperature=1.0):
     """float [len(answer)] log-probs by our model, in one causal pass."""
     tokens = np.array([[*prompt, *answer]], np.int32)
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     cache = model.init_cache(1, tokens.shape[1])
-    hidden, _ = model.decode(jnp.asarray(tokens), jnp.asarray(positions), cache)
+    hidden, _ = model.decode(jnp.asarray(tokens), cache)
     logp = jax.nn.log_softmax(model.logits(hidden[0]).astype(jnp.float32) / temperature)
     start = len(prompt) - 1
     return np.array([logp[start + i, token] for i, token in enumerate(answer)])

@@ -83,6 +83,12 @@ def test_training_leaves_everything_that_the_summary_names(trained):
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for key in ("loss", "grad_norm", "learning_rate", "peak_memory_gib", "packing_efficiency"):
         assert all(np.isfinite(line[key]) for line in steps), key
+    cosine = [1e-2 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4)]
+    # float32 on both sides of a subtraction.
+    np.testing.assert_allclose([line["learning_rate"] for line in steps], cosine, rtol=1e-5)
+    # All have one shape, so the first one compiles: no time of a step, and no rate either.
+    for key in ("step_seconds", "tokens_per_second_per_device"):
+        assert [key in line for line in steps] == [False, True, True, True], key
     assert steps[-1]["tokens_per_second_per_device"] > 0
     # Four devices, one row each; less what no sample fills.
     assert 0 < steps[0]["tokens"] <= jax.device_count() * 256

@@ -1,0 +1,105 @@
+"""What a session opens is closed again when it cannot be opened to its end."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import rollouts, session
+from jaxtrain.adapters.spec import Adapter
+from jaxtrain.assemble import assemble
+from jaxtrain.config import validate_config
+from jaxtrain.errors import UserError
+from jaxtrain.rewards import pool
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SFT = {
+    "run": {"max_steps": 1},
+    "model": {"architecture": MODEL, "tokenizer": "builtin"},
+    "data": {
+        "sequence_len": 64,
+        "datasets": [{"path": "builtin:calculator", "options": {"num_rows": 20}}],
+    },
+}
+RL = {
+    **SFT,
+    "task": {"kind": "rl", "beta": 0.1},
+    "sampling": {"temperature": 1.0, "max_new_tokens": 8},
+    "env": {
+        "kind": "python",
+        "path": f"{Path(__file__).with_name('rl_toy_env.py')}:EvenTokens",
+    },
+    "rewards": [{"function": "length", "options": {"max_tokens": 4}}],
+    "rollout": {"reward_workers": 1},
+}
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Processes of all reward workers that were started."""
+    started = []
+
+    class Watched(pool.Worker):
+        def __init__(self):
+            super().__init__()
+            started.append(self.process)
+
+    monkeypatch.setattr(pool, "Worker", Watched)
+    return started
+
+
+def refuse(*_):
+    raise UserError("no such optimizer")
+
+
+def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers):
+    config = validate_config(
+        {**RL, "task": {**RL["task"], "reference": "adapter_off"}, "adapter": {"kind": "lora"}},
+        "a test",
+    )
+    parts = dataclasses.replace(assemble(config), adapter=Adapter({}, ("embed.embedding",)))
+    with pytest.raises(UserError, match="embed.embedding"):
+        session.open_session(config, parts, print)
+    assert not workers
+
+
+def test_reward_workers_end_when_a_later_part_fails(workers, monkeypatch):
+    config = validate_config(RL, "a test")
+    closed = []
+    close = rollouts.LocalPublisher.close
+    monkeypatch.setattr(
+        rollouts.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
+    )
+    monkeypatch.setattr(session, "make_step", refuse)
+    with pytest.raises(UserError, match="no such optimizer"):
+        session.open_session(config, assemble(config), lambda line: None)
+    assert [process.poll() is not None for process in workers] == [True]
+    assert len(closed) == 1
+
+
+def test_the_source_is_closed_when_a_later_part_fails(monkeypatch):
+    config, closed = validate_config(SFT, "a test"), []
+    close = session.Source.close
+    monkeypatch.setattr(session.Source, "close", lambda self: (closed.append(self), close(self)))
+    parts = assemble(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "build_optimizer", refuse)
+        with pytest.raises(UserError, match="no such optimizer"):
+            session.open_session(config, parts, print)
+    assert len(closed) == 1
+    opened = session.open_session(config, parts, print)
+    assert len(closed) == 1  # one that opened stays open until it is told to close
+    opened.close()
+    assert closed[1:] == [opened.source]
