@@ -88,7 +88,6 @@ def sweep(case, arrays, labels, report):
         config = gpu.Config(keys, part, warps, stages)
 
         def attend(q, k, v, layer, until, since, config=config):
-            since = jnp.zeros_like(until) if since is None else since
             options = {"scale": case.head_dim**-0.5, "softcap": case.softcap}
             return gpu.run(config, q, k, v, layer, until, since, **options)
 
