@@ -13,6 +13,7 @@ from jaxtrain.assemble import Parts
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
+from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.trained import open_trained
 
@@ -31,16 +32,18 @@ def export_params(
 
     A full model; of a run with adapters a PEFT folder. params: concrete, on any mesh. dtype None
     keeps each tensor's dtype of the checkpoint that the run started from, or that of what was
-    trained.
+    trained. Every process takes part; the first one writes.
     """
-    with replace_folder(folder) as unfinished:
+    writes = is_main_process()
+    with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if parts.adapter is None:
             build.save(rebuild(params), parts.architecture, unfinished, dtype=dtype)
         else:
             base = config.model.path
             write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)
-        parts.tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(write_card(config, step))
+        if writes:
+            parts.tokenizer.save_pretrained(unfinished)
+            (unfinished / "README.md").write_text(write_card(config, step))
 
 
 @contextlib.contextmanager

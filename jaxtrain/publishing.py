@@ -4,61 +4,85 @@ The name map that loads and saves a model also publishes it, so a server gets ex
 would hold.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jaxtrain.adapters.peft import adapter_entries, write_peft
+from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.assemble import Parts, abstract_params
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry, Piece
 from jaxtrain.models.build import family, to_host
+from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parameters import Params
 from jaxtrain.rollout.publish_lora import LoraPublisher
 from jaxtrain.rollout.publish_weights import WeightPublisher
 from jaxtrain.rollout.types import Publisher
 from jaxtrain.rollout.vllm import VllmEngine
 from jaxtrain.rollout.vllm_servers import Servers
+from jaxtrain.sampler_weights import SharedPublisher
 
 
 def open_vllm(
     config: Config, parts: Parts, say: Callable[[str], None] = print
-) -> tuple[VllmEngine, Publisher]:
+) -> tuple[VllmEngine | None, Publisher]:
     """The servers of section rollout.vllm, inspected, and what brings them the weights.
 
-    Nothing may be asked of the engine before the first publish. Raises UserError for servers that
-    do not come or cannot do what the run needs.
+    Of several processes the first talks to the servers; the others have no engine, and their
+    publisher takes part in gathering. Nothing may be asked of the engine before the first publish.
+    Raises UserError for servers that do not come or cannot do what the run needs.
     """
     vllm = config.rollout.vllm
-    if jax.process_count() > 1:
-        raise UserError(
-            f"rollout.engine vllm works in one trainer process, here are {jax.process_count()};"
-            " train on the devices of one host"
-        )
-    if vllm.sync == "lora":
+    adapters = vllm.sync == "lora"
+    if adapters:
         check_adapter(parts)
-    servers = Servers(vllm, config.sampling, say)
-    servers.open()
-    engine = VllmEngine(servers, adapters=vllm.sync == "lora")
-    if vllm.sync == "lora":
+    engine = own = None
+    if is_main_process():
+        servers = Servers(vllm, config.sampling, say)
+        servers.open()
+        engine = VllmEngine(servers, adapters=adapters)
         folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
-        return engine, open_lora(servers, folder, parts, config.model.path)
-    return engine, open_weights(servers, parts, delta=vllm.sync == "delta")
+        if adapters:
+            own = open_lora(servers, folder, parts, config.model.path)
+        else:
+            own = open_weights(servers, parts, delta=vllm.sync == "delta")
+    return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
+
+
+def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Params]:
+    """What every process does with its parameters before process 0 publishes them.
+
+    Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
+    the other while it puts them together; what the others do is answer each of its gathers.
+    """
+    if adapters:
+        assert parts.adapter is not None, "the config says that there is one"
+        paths = {entry.param: None for entry in adapter_entries(parts.architecture, parts.adapter)}
+        return lambda params: {path: to_host(params[path]) for path in paths}
+    if is_main_process():
+        return lambda params: params
+    entries = family(parts.architecture.architecture).names(parts.architecture)
+
+    def take_part(params: Params) -> Params:
+        collections.deque(list_pieces(params, entries), maxlen=0)
+        return {}
+
+    return take_part
 
 
 def open_lora(
     servers: Servers, folder: Path, parts: Parts, base_name: str | None = None
 ) -> LoraPublisher:
-    """Publishes the run's adapter."""
+    """Publishes the run's adapter, which it gets in numpy."""
     adapter = parts.adapter
     assert adapter is not None, "the config says that there is one"
     entries = adapter_entries(parts.architecture, adapter)
 
     def write(params: Params, target: Path) -> None:
-        write_peft(params, parts.architecture, adapter, target, base_name)
+        write_gathered(params, parts.architecture, adapter, target, base_name)
 
     def measure(params: Params) -> int:
         # The header of a few hundred bytes a tensor, and adapter_config.json.
@@ -78,9 +102,12 @@ def open_weights(servers: Servers, parts: Parts, *, delta: bool) -> WeightPublis
 
 
 def list_pieces(params: Params, entries: list[Entry]) -> Iterator[Piece]:
-    """All Hugging Face tensors of a model, one parameter on the host at a time."""
+    """All Hugging Face tensors of a model: of one process a parameter on the host at a time, of
+    several, which must all go through the list, a layer of it."""
     for entry in entries:
-        yield from entry.op.write(np.asarray(to_host(params[entry.param])), to_host)
+        value = params[entry.param]
+        whole = value if not value.is_fully_addressable else np.asarray(value)
+        yield from entry.op.write(whole, to_host)
 
 
 def check_adapter(parts: Parts) -> None:

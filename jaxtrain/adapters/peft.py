@@ -71,6 +71,24 @@ def write_peft(
 
     Every process takes part; the first one writes.
     """
+    if is_main_process():
+        write_gathered(params, config, adapter, folder, base_name, dtype)
+    else:
+        entries = adapter_entries(config, adapter)
+        pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
+        collections.deque(pieces, maxlen=0)  # takes part in the gathers
+    sync_processes("write_peft")
+
+
+def write_gathered(
+    params: Mapping[str, Any],
+    config: DecoderConfig,
+    adapter: Adapter,
+    folder: str | os.PathLike,
+    base_name: str | None,
+    dtype: str | None = None,
+) -> None:
+    """As write_peft, by one process; the parameters may be numpy arrays."""
     entries = adapter_entries(config, adapter)
     plan = {}
     for entry in entries:
@@ -78,15 +96,11 @@ def write_peft(
         for name, shape in entry.op.shapes(value.shape).items():
             plan[name] = (shape, np.dtype(dtype or value.dtype))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
-    if is_main_process():
-        write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
-        raw = describe_adapter(find_linears(config), adapter, base_name)
-        if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
-            raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
-        (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
-    else:
-        collections.deque(pieces, maxlen=0)  # takes part in the gathers
-    sync_processes("write_peft")
+    write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
+    raw = describe_adapter(find_linears(config), adapter, base_name)
+    if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
+        raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
+    (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax._src import distributed
 from jaxtrain.config import ParallelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.hub import free_port
-from jaxtrain.parallel.peers import Peers
+from jaxtrain.parallel.peers import Peers, leave
 
 
 class Launch(NamedTuple):
@@ -241,8 +242,8 @@ def finish() -> None:
 def report(error: BaseException, code: int) -> None:
     """An error ends this process: one line for all processes that share its cause, and the end.
 
-    Returns, for the caller to go on with the error, where there is one process, or where this is
-    the one whose traceback (code 0: not meant for people) shows the cause.
+    code 0: not meant for people; the process where it began shows its traceback. Returns, for the
+    caller to go on with the error, where there is one process.
     """
     if _peers is None:
         return
@@ -252,3 +253,5 @@ def report(error: BaseException, code: int) -> None:
         return
     first = text.splitlines()[0][:300] if text else ""
     _peers.end(1, f"{type(error).__name__}: {first}", stumbled=True)
+    traceback.print_exception(error)
+    leave(1, "")  # Python's own end would wait for the others in jax's shutdown, for minutes

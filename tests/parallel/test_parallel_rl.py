@@ -1,12 +1,23 @@
 """Reinforcement learning in real processes: process 0 samples, all train what one would train."""
 
 import json
+import signal
+import sys
+import tomllib
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
-from test_parallel_processes import finish, output, start
+from safetensors.numpy import load_file
+from test_parallel_processes import finish, output, start, wait_for_step
 
 from jaxtrain.main import main
+from jaxtrain.models import build
+from jaxtrain.parameters import split_model
+
+sys.path.append(str(Path(__file__).parents[1] / "rollout"))
+from fake_vllm import BODY, FakeVllm
 
 ENV = Path(__file__).parents[1] / "train" / "rl_toy_env.py"
 CONFIG = f"""
@@ -105,3 +116,135 @@ def test_two_processes_train_and_evaluate_what_one_does(tmp_path):
     assert (one / "run" / "samples.jsonl").read_text() == (
         two / "run" / "samples.jsonl"
     ).read_text()
+
+
+def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
+    found = {line["step"]: line for line in numbers(folder) if "reward" in line}
+    return {step: (line["reward"], line["loss"]) for step, line in found.items()}
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_was(tmp_path):
+    """With what one process would have trained, and nothing twice."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = ["run.max_steps=60", "checkpoint.every=4", "eval.at_start=false"]
+    assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
+    running = start(killed, 2, *words, config_text=CONFIG)
+    wait_for_step(killed, 9)
+    running[1].kill()
+    assert finish(running, 60) == [1, -signal.SIGKILL]
+    assert "process 1" in output(killed, 0)[-1] and "ended without a word" in output(killed, 0)[-1]
+    assert not any("Traceback" in line for line in output(killed, 0))
+    assert finish(start(killed, 2, *words, config_text=CONFIG)) == [0, 0], output(killed, 0)
+    # The same programs on the same devices: equal to the last bit.
+    assert rewards_by_step(killed) == rewards_by_step(whole)
+
+
+BROKEN = """
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import Episode
+
+class Broken:
+    def __init__(self, tokenizer, **options):
+        self.left = 20
+
+    async def run(self, row, engine, sampling, index):
+        self.left -= 1
+        if not self.left:
+            raise ERROR("the world has ended")
+        answer = await engine.generate([5, 6], sampling, (), index)
+        drawn = len(answer.tokens)
+        rewards = {"first": float(answer.tokens[0] % 2)}
+        return Episode([5, 6, *answer.tokens], [False] * 2 + [True] * drawn,
+            [0.0] * 2 + list(answer.logprobs), [-1] * 2 + list(answer.versions),
+            answer.finish_reason, rewards=rewards)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error, codes", [("UserError", [2, 1]), ("KeyError", [1, 1])])
+def test_an_error_while_process_0_samples_is_told_once(tmp_path, error, codes):
+    (tmp_path / "broken.py").write_text(BROKEN.replace("ERROR", error))
+    words = [f"env.path={tmp_path / 'broken.py'}:Broken", "eval.sets=[]", "eval.at_start=false"]
+    running = start(tmp_path / "run", 2, *words, config_text=CONFIG)
+    assert finish(running, 100) == codes
+    told = [line for i in range(2) for line in output(tmp_path / "run", i)]
+    # A mistake that a person can fix is one line; any other error shows where it came from, once.
+    last = (
+        "error: the world has ended" if error == "UserError" else "KeyError: 'the world has ended'"
+    )
+    assert sum(line == last for line in told) == 1
+    assert sum("Traceback" in line for line in told) == (error == "KeyError")
+    assert "1" in (tmp_path / "run" / "run" / "metrics.jsonl").read_text(), "a round was trained"
+
+
+class Server(FakeVllm):
+    """Keeps the last adapter that it was given."""
+
+    async def _load_lora_adapter(self, request):
+        folder = Path(request[BODY]["lora_path"])
+        self.adapter = load_file(folder / "adapter_model.safetensors")
+        return await super()._load_lora_adapter(request)
+
+
+# The scripted servers answer all alike: an entropy bonus moves the weights nevertheless.
+SERVED = ["rollout.zero_advantage=keep", "task.num_minibatches=1", "task.entropy_coef=0.1"]
+SERVED += ["task.beta=0", "rollout.vllm.health_seconds=0.1"]
+
+
+def list_tensors() -> dict[str, list[int]]:
+    """Name and shape of what the server's model is made of."""
+    architecture = build.config_from_hf(tomllib.loads(CONFIG)["model"]["architecture"])
+    shapes, _ = split_model(build.abstract(architecture))
+    entries = build.family(architecture.architecture).names(architecture)
+    found = {}
+    for entry in entries:
+        found |= entry.op.shapes(shapes[entry.param].shape)
+    return {name: list(shape) for name, shape in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync, mode", [("lora", "sync"), ("full", "prefetch"), ("delta", "sync")])
+def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
+    fake = Server(tensors=None if sync == "lora" else list_tensors())
+    words = ["run.export=true", "rollout.engine=vllm", f"rollout.mode={mode}", *SERVED]
+    words += [f'rollout.vllm.servers=["{fake.url}"]', f"rollout.vllm.sync={sync}"]
+    words += ["adapter.kind=lora", "adapter.rank=4"] if sync == "lora" else []
+    try:
+        running = start(tmp_path, 2, *words, config_text=CONFIG)
+        assert finish(running) == [0, 0], output(tmp_path, 0) + output(tmp_path, 1)
+        steps = [line for line in numbers(tmp_path) if "loss" in line]
+        assert len(steps) == 4 and any("eval/even/reward" in line for line in numbers(tmp_path))
+        exported = load_file(next((tmp_path / "run" / "model").glob("*.safetensors")))
+        if sync == "lora":
+            assert fake.adapter.keys() == exported.keys()
+            for name, value in exported.items():
+                np.testing.assert_array_equal(fake.adapter[name], value, err_msg=name)
+        else:
+            tensors = fake.shelves[0].tensors
+            assert tensors.keys() == exported.keys()
+            for name, value in exported.items():
+                wanted = value.astype(ml_dtypes.bfloat16).view(np.uint16).ravel()
+                np.testing.assert_array_equal(tensors[name].bits, wanted, err_msg=name)
+    finally:
+        fake.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_path, victim):
+    fake = Server()
+    fake.script.extend(["ok"] * 16 + ["stall"] * 100)
+    words = ["rollout.engine=vllm", *SERVED, "eval.sets=[]", "eval.at_start=false"]
+    words += [f'rollout.vllm.servers=["{fake.url}"]', "rollout.vllm.sync=lora"]
+    words += ["adapter.kind=lora", "adapter.rank=4"]
+    try:
+        running = start(tmp_path, 2, *words, config_text=CONFIG)
+        wait_for_step(tmp_path, 1)
+        running[victim].send_signal(signal.SIGTERM)
+        assert finish(running, 60) == [0, 0]
+        assert "SIGTERM: saved step 1" in output(tmp_path, 0)[-1]
+        saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+        assert saved == ["1"] and not (tmp_path / "run" / "model").exists()
+    finally:
+        fake.kill()
