@@ -137,7 +137,9 @@ class LocalPublisher:
         copies = self.copy(params)
         if self.engine is None:
             return {}
-        self.engine.use(unstack(rebuild(copies)), version)
+        with self.engine.sampler.on_mesh():
+            model = unstack(rebuild(copies))
+        self.engine.use(model, version)
         return {"sync/seconds": time.monotonic() - start}
 
     def sleep(self) -> None:
