@@ -155,6 +155,13 @@ def test_minibatches_and_iterations_are_steps_under_one_version(config, tmp_path
     assert lines[4]["kl"] > 1e-4
 
 
+def test_a_rounds_numbers_wait_for_the_next_line_that_is_written(config, tmp_path):
+    words = ("task.num_minibatches=2", "run.max_steps=4", "log.every=2")
+    lines = run(config, tmp_path / "run", *words)
+    assert [(line["step"], line["policy_version"]) for line in lines] == [(2, 0), (4, 1)]
+    assert all("reward" in line for line in lines)
+
+
 def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tmp_path):
     options = ("task.beta=0.01", "task.reference=mixed", "task.reference_every=2")
     options += ("task.reference_alpha=1.0", "checkpoint.every=3")
