@@ -62,7 +62,7 @@ def open_rollouts(config: Config, parts: Parts, say: Callable[[str], None]) -> R
             stack.callback(publisher.close)
         total_steps = share("number of steps", lambda: steps)
         comparison = RoundComparison(config.sampling.temperature, say)
-        prepare = Preparation(config.task, own, comparison)
+        prepare = Preparation(config.task, own, comparison, streaming=config.rollout.streaming)
         source = SharedRounds(own)
         return Rollouts(source, publisher, prepare, engine, total_steps, stack.pop_all())
 
@@ -99,6 +99,7 @@ def open_rounds(
         rollout.group_size,
         rewards.weights,
         combine,
+        task.reward_clip_range,
         drop_flat=compares and rollout.zero_advantage != "keep",
         max_asks=rollout.max_refill if refills else 1,
         retries=rollout.retries,
@@ -113,6 +114,7 @@ def open_rounds(
         player,
         ahead=ahead * rollout.prompts_per_step,
         ordered=rollout.mode != "async",
+        streaming=rollout.streaming,
         threaded=works_ahead(config),
         choose_again=second_tries,
     )
@@ -120,8 +122,15 @@ def open_rounds(
     source = RoundSource(
         producer,
         read_labels(config, rows),
-        Estimator(task.knob("baseline"), task.knob("scale_rewards"), combine),
+        Estimator(
+            task.knob("baseline"),
+            task.knob("scale_rewards"),
+            combine,
+            task.reward_clip_range,
+            task.normalise_advantages,
+        ),
         prompts_per_round=rollout.prompts_per_step,
+        parts=task.num_minibatches if rollout.streaming else 1,
         max_lag=rollout.max_lag if rollout.mode == "async" else None,
         replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
         num_samples=rollout.samples,
@@ -154,9 +163,10 @@ def open_engine(
     ahead = works_ahead(config)
     if ahead and not config.rollout.devices and len(devices) > 1:
         raise UserError(
-            f"rollout.mode {config.rollout.mode!r} with the local engine on {len(devices)} devices"
-            " that the trainer uses at the same time: set rollout.devices to how many of them"
-            ' sample, or rollout.mode to "sync"'
+            f"rollout.mode {config.rollout.mode!r}, streaming {config.rollout.streaming}: the local"
+            f" engine would sample on {len(devices)} devices that the trainer uses at the same"
+            " time; set rollout.devices to how many of them sample, or rollout.mode to"
+            ' "sync" and streaming to false'
         )
     mesh = make_sampler_mesh(devices, parts.mesh)
     copy = make_copier(parts, mesh)
@@ -183,7 +193,8 @@ def reserved_devices(config: Config) -> int:
 
 def works_ahead(config: Config) -> bool:
     """Whether answers are drawn while the trainer trains."""
-    return config.rollout.engine != "local" or config.rollout.mode != "sync"
+    rollout = config.rollout
+    return rollout.engine != "local" or rollout.mode != "sync" or rollout.streaming
 
 
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:

@@ -20,6 +20,8 @@ class Drawn(NamedTuple):
     """What the others must know of a round."""
 
     batches: list[Batch]
+    part: int
+    last_part: bool
     metrics: dict[str, float]
     counters: dict[str, Any]
 
@@ -27,13 +29,14 @@ class Drawn(NamedTuple):
 class SharedRounds:
     """Iterator of rounds with a JSON-able cursor; `version` is that of the policy that trains next.
 
-    `metrics` are those of the last round that came out; `samples`, its answers to read, are there
-    on process 0 alone.
+    `part`, `last_part` and `metrics` are as RoundSource's; `samples`, answers to read, are there on
+    process 0 alone.
     """
 
     def __init__(self, own: RoundSource | None):
         """own: on process 0, and nowhere else."""
         self.own = own
+        self.part, self.last_part = 0, True
         self.metrics: dict[str, float] = {}
         self._counters: dict[str, Any] = {}
         self._version = 0
@@ -46,6 +49,7 @@ class SharedRounds:
         drawn = share("a round", self._draw)
         if drawn is None:
             raise Interrupted
+        self.part, self.last_part = drawn.part, drawn.last_part
         self.metrics, self._counters = drawn.metrics, drawn.counters
         return drawn.batches
 
@@ -55,7 +59,8 @@ class SharedRounds:
             batches = next(self.own)
         except Interrupted:
             return None
-        return Drawn(batches, self.own.metrics, self.own.counters())
+        own = self.own
+        return Drawn(batches, own.part, own.last_part, own.metrics, own.counters())
 
     @property
     def version(self) -> int:

@@ -127,6 +127,8 @@ class Loop:
         self.pending: Pending | None = None
         self.shapes: set[tuple[int, ...]] = set()
         self.latest: dict[str, float] = {}
+        self.round: dict[str, float] = {}
+        """Numbers about rounds that wait for the next line."""
         self.on_policy: OnPolicy | None = None
         if session.rollouts is not None:
             self.on_policy = OnPolicy(session, folder, watchdog, signals)
@@ -140,22 +142,43 @@ class Loop:
             self.evaluate()
         while self.step < session.total_steps and not self.stopping():
             before = self.step
-            try:
-                batches, found = self.next_round()
-            except Interrupted:
+            if not self.train_round(profile):
                 break
-            for batch in batches[: session.total_steps - self.step]:
-                self.train(batch, found, profile)
-                found = {}
-            if self.on_policy is not None:
-                self.on_policy.finish(before, self.step)
             self.act(before)
         profile.close(session.state)
         if self.step > session.start:
             self.save()
 
-    def next_round(self) -> tuple[list[Batch], dict[str, float]]:
-        """Batches that are trained under one policy version, and numbers about them."""
+    def train_round(self, profile: ProfileWindow) -> bool:
+        """What is trained under one policy version; a streamed round comes in parts.
+
+        False: the run is to stop. A round that was interrupted while it waited for a part ends
+        there; what was not trained is asked again after a resume.
+        """
+        before, more, interrupted = self.step, True, False
+        while more and self.step < self.session.total_steps:
+            try:
+                batches, found = self.next_batches()
+            except Interrupted:
+                interrupted = True
+                break
+            for batch in batches[: self.session.total_steps - self.step]:
+                self.train(batch, found, profile)
+                found = {}
+            self.note(found)
+            more = self.on_policy is not None and not self.session.source.last_part
+        if self.on_policy is not None and self.step > before:
+            self.note(self.on_policy.finish(before, self.step, interrupted=interrupted))
+        return not interrupted
+
+    def note(self, found: dict[str, float]) -> None:
+        """Numbers that no step's line has: a line of their own."""
+        if found:
+            self.settle()
+            self.sinks.write(self.step, found)
+
+    def next_batches(self) -> tuple[list[Batch], dict[str, float]]:
+        """A round, or a part of a streamed one, and numbers about it."""
         if self.on_policy is None:
             with self.watchdog.phase("waiting for data"):
                 return next(self.session.source), {}
@@ -217,9 +240,11 @@ class Loop:
         pending, self.pending = self.pending, None
         self.latest = self.reader.read(pending)
         self.watchdog.beat(pending.step)
+        self.round |= pending.round
         if pending.step % self.config.log.every == 0 or pending.step == self.session.total_steps:
             efficiency = pending.counters["packing_efficiency"]
-            values = {**self.latest, **pending.round, "packing_efficiency": efficiency}
+            values = {**self.latest, **self.round, "packing_efficiency": efficiency}
+            self.round = {}
             self.sinks.write(pending.step, values)
 
     def evaluate(self) -> None:

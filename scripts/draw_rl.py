@@ -3,8 +3,8 @@
 python scripts/draw_rl.py OUTPUT.png METRICS.jsonl [METRICS.jsonl ...]
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -38,4 +38,8 @@ def draw(output: str, files: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output")
+    parser.add_argument("files", nargs="+", help="metrics.jsonl of each run")
+    options = parser.parse_args()
+    draw(options.output, options.files)

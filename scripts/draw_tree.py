@@ -6,7 +6,7 @@ A small caterpillar of two turns is packed as training packs it; everything draw
 arrays of that batch.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -145,4 +145,6 @@ def draw(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", nargs="?", type=Path, default=OUTPUT)
+    draw(parser.parse_args().output)

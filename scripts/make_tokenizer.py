@@ -7,8 +7,8 @@ single tokens, so that a small model can copy numbers. The chat template keeps t
 the tokens of messages[:i] begin the tokens of messages[:i+1].
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -130,4 +130,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    write(parser.parse_args().folder)

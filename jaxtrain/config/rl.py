@@ -56,6 +56,16 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "m2po_mask": {**GRPO, "clip": "none", "average": "token", "old_logp": "sampler"},
     "m2po_clip": {**GRPO, "average": "token", "old_logp": "sampler"},
+    "sapo": {**GRPO, "clip": "sapo"},
+    "luspo": {
+        **GRPO,
+        "ratio": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "average": "sum",
+    },
+    "vespo": {**GRPO, "clip": "vespo", "average": "token"},
+    "gmpo": {**GRPO, "clip": "gmpo", "epsilon": 0.4, "epsilon_high": 0.4},
 }
 """What each objective sets; a knob given in the config replaces the objective's own."""
 
@@ -78,27 +88,39 @@ class RLTask(Section):
         "reinforce_baseline",
         "m2po_mask",
         "m2po_clip",
+        "sapo",
+        "luspo",
+        "vespo",
+        "gmpo",
     ] = "grpo"
     """A published objective. It sets the keys from ratio to kl_in, where they are left unset:
     docs/rl.md has the table."""
-    ratio: Literal["token", "sequence", "sequence_sum"] | None = None
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] | None = None
     """What is weighed against the old policy: each token, the sequence by its mean log-ratio
-    (GSPO), or by its sum (RLOO)."""
-    clip: Literal["ppo", "cispo", "reinforce", "none"] | None = None
+    (GSPO), the same with the gradient of each token alone (GSPO-token), or by its sum (RLOO)."""
+    clip: Literal["ppo", "cispo", "reinforce", "none", "sapo", "vespo", "gmpo"] | None = None
     """ppo: the smaller of ratio and clipped ratio. cispo: log-probs weighed by the capped ratio.
-    reinforce: no ratio at all. none: the bare ratio."""
+    reinforce: no ratio at all. none: the bare ratio. sapo: a soft gate. vespo: log-probs weighed by
+    the sequence's ratio. gmpo: the geometric mean of token ratios, each clipped."""
     epsilon: float | None = Field(None, ge=0)
-    """Ratios below 1 - epsilon are clipped."""
+    """Ratios below 1 - epsilon are clipped; with clip gmpo log-ratios below -epsilon."""
     epsilon_high: float | None = Field(None, ge=0)
-    """Ratios above 1 + epsilon_high are clipped; with clip cispo the cap of the ratio itself."""
-    average: Literal["sequence", "token", "microstep", "constant"] | None = None
+    """Ratios above 1 + epsilon_high are clipped; with clip cispo the cap of the ratio itself, with
+    gmpo the largest log-ratio."""
+    average: Literal["sequence", "token", "sum", "microstep", "constant"] | None = None
     """Over what the loss is a mean: sequences, each a mean of its tokens; all tokens of the step;
-    microsteps, each a mean of its tokens (BNPO); sequences x sampling.max_new_tokens (Dr.GRPO)."""
+    sequences, each the sum of its tokens (LUSPO); microsteps, each a mean of its tokens (BNPO);
+    sequences x sampling.max_new_tokens (Dr.GRPO)."""
     baseline: Literal["group", "leave_one_out", "batch", "none"] | None = None
     """What is subtracted from a reward: its group's mean, the mean of the others in its group, the
     batch's mean, nothing."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation that advantages are divided by."""
+    reward_clip_range: tuple[float, float] | None = None
+    """Bounds of an answer's weighted reward before it is compared, such as [-1, 1]; a KL penalty
+    in the reward comes on top. The metrics show rewards as they were given."""
+    normalise_advantages: bool = False
+    """Bring the advantages of a round to mean 0 and deviation 1 at last (RLOO's whitening)."""
     combine_rewards: Literal["sum_then_normalise", "normalise_then_sum"] | None = None
     """Several rewards: add them up, or normalise each in its group first (GDPO)."""
     old_logp: Literal["recomputed", "sampler"] | None = None
@@ -108,6 +130,18 @@ class RLTask(Section):
     """Where beta's penalty goes."""
     delta: float | None = Field(None, gt=1)
     """Upper bound of the ratio for negative advantages, too (dual clip)."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """clip sapo: steepness of the gate for positive advantages."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """clip sapo: the same for all others."""
+    vespo_k_pos: float = Field(2.0, gt=0)
+    """clip vespo: power of the ratio for advantages from 0 on."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """clip vespo: how fast larger ratios lose weight again."""
+    vespo_k_neg: float = Field(3.0, gt=0)
+    """clip vespo: the power for negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """clip vespo: the decay for negative advantages."""
     m2_threshold: float = Field(0.04, gt=0)
     """m2po_mask, m2po_clip: largest mean square of the log-ratios that are left."""
     beta: float = Field(0.0, ge=0)
@@ -169,6 +203,17 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
             f"task.baseline {task.knob('baseline')} compares answers to the same prompt; set"
             " rollout.group_size to 2 or more"
         )
+    if task.reward_clip_range is not None:
+        low, high = task.reward_clip_range
+        if not low < high:
+            yield f"task.reward_clip_range [{low}, {high}] is empty; give the lower bound first"
+        if task.knob("combine_rewards") == "normalise_then_sum":
+            yield (
+                "task.reward_clip_range bounds a sum of rewards, which combine_rewards"
+                ' normalise_then_sum does not form; remove it or set "sum_then_normalise"'
+            )
+    if task.normalise_advantages and task.knob("combine_rewards") == "normalise_then_sum":
+        yield "task.normalise_advantages is what combine_rewards normalise_then_sum does; remove it"
     if rollout.prompts_per_step % task.num_minibatches:
         yield (
             f"rollout.prompts_per_step {rollout.prompts_per_step} does not divide into"
@@ -193,6 +238,8 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if rollout.streaming:
+        yield from find_streaming_conflicts(task, rollout)
     if config.data.eval_datasets:
         yield (
             "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
@@ -209,6 +256,41 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
                 "task.kind rl needs all prompts at hand; set streaming of"
                 f" {dataset.path!r} to false"
             )
+
+
+def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
+    """Yield one sentence for whatever must see a whole round before its first update."""
+    whole = "needs the whole round, of which rollout.streaming has a part"
+    if task.num_minibatches == 1:
+        yield (
+            "rollout.streaming trains the minibatches of a round one after the other, and"
+            " task.num_minibatches is 1; set it to 2 or more, or rollout.streaming to false"
+        )
+    if task.num_iterations > 1:
+        yield (
+            f"task.num_iterations {task.num_iterations} passes over the whole round, which"
+            " rollout.streaming trains as it comes; set one of them to 1 or false"
+        )
+    for key in ("baseline", "scale_rewards"):
+        if task.knob(key) == "batch" and task.knob("combine_rewards") == "sum_then_normalise":
+            yield (
+                f'task.{key} "batch" {whole}; set task.{key} to "group" or "none", or streaming to'
+                " false"
+            )
+    if task.knob("combine_rewards") == "normalise_then_sum":
+        yield (
+            f'task.combine_rewards "normalise_then_sum" {whole}; set it to "sum_then_normalise", or'
+            " streaming to false"
+        )
+    if task.normalise_advantages:
+        yield f"task.normalise_advantages {whole}; set one of them to false"
+    if task.objective == "m2po_mask":
+        yield f'objective m2po_mask {whole}; take "m2po_clip", or set streaming to false'
+    if rollout.engine == "vllm" and rollout.vllm.sleep:
+        yield (
+            "rollout.vllm.sleep stops the servers while training, but with rollout.streaming they"
+            " sample then; set one of them to false"
+        )
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:

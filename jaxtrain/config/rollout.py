@@ -22,6 +22,10 @@ class RolloutConfig(Section):
     all the time, up to max_lag rounds ahead."""
     max_lag: int = Field(1, ge=0)
     """async: groups with a token from a policy older than this many rounds are dropped."""
+    streaming: bool = False
+    """Train each of a round's task.num_minibatches as soon as enough groups for it are finished,
+    while the others are still drawn, so that the slowest answers hold up one step, not the round.
+    Short answers come first, and the ratio is that to the weights which the minibatch meets."""
     devices: int = Field(0, ge=0)
     """local: devices set aside for sampling, the last ones; 0: it shares those of the trainer."""
     max_batch: int = Field(64, ge=1)

@@ -50,13 +50,6 @@ class Limits:
 
 
 def build_units(
-    turns: Sequence[Turn], mode: Mode, trained: Trained, limits: Limits, origin: str = ""
-) -> list[Tree | Group | Dropped]:
-    """Units of one trajectory; what cannot be a tree or does not fit comes back as Dropped."""
-    return build_group_units([turns], mode, trained, limits, origin)
-
-
-def build_group_units(
     group: Sequence[Sequence[Turn]],
     mode: Mode,
     trained: Trained,
@@ -147,7 +140,7 @@ class TreeBuilder:
             return [Dropped(f"the chat template leaves out {part}", origin)]
         except Retokenised:
             return [Dropped("turn is tokenised differently in context", origin)]
-        units = build_group_units(group, self.mode, self.trained, self.limits, origin)
+        units = build_units(group, self.mode, self.trained, self.limits, origin)
         if self.too_long == "error" and any(
             isinstance(unit, Dropped) and unit.reason == "too long" for unit in units
         ):

@@ -198,9 +198,3 @@ def stack_batches(batches: Sequence[Batch]) -> Batch:
         owner=np.stack([np.asarray(batch.owner) for batch in batches]),
         streams={n: np.stack([batch.streams[n] for batch in batches]) for n in first.streams},
     )
-
-
-def measure_efficiency(batch: Batch) -> float:
-    """Share of the batch's slots that hold a token of a tree."""
-    assert batch.owner is not None
-    return float((np.asarray(batch.owner) >= 0).mean())

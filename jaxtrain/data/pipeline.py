@@ -35,8 +35,6 @@ def open_source(
     seed: int,
     rows_per_microstep: int,
     microsteps: int,
-    process_index: int = 0,
-    process_count: int = 1,
     num_epochs: float | None = None,
     task: Any = None,
 ) -> Source:
@@ -53,8 +51,6 @@ def open_source(
         seed=seed,
         rows_per_microstep=rows_per_microstep,
         microsteps=microsteps,
-        process_index=process_index,
-        process_count=process_count,
         num_epochs=num_epochs,
         normalise=tree.normalise if tree else "token",
         row_tokens=row_tokens(data, tree),
@@ -69,16 +65,10 @@ def count_steps(
     seed: int,
     rows_per_microstep: int,
     microsteps: int,
-    process_index: int = 0,
-    process_count: int = 1,
     num_epochs: float = 1.0,
     task: Any = None,
 ) -> int:
-    """Optimizer steps that open_source(num_epochs=...) will give: every row is tokenised once.
-
-    The same on every process (process_index does not matter): the largest share counts.
-    """
-    del process_index
+    """Optimizer steps that open_source(num_epochs=...) will give: every row is tokenised once."""
     tree = _tree_task(task)
     return count_part_steps(
         _open_all(data.datasets, data, tokenizer, tree),
@@ -87,7 +77,6 @@ def count_steps(
         rows_per_microstep=rows_per_microstep,
         microsteps=microsteps,
         num_epochs=num_epochs,
-        process_count=process_count,
         row_tokens=row_tokens(data, tree),
         units=tree.units_per_step if tree else None,
     )

@@ -56,15 +56,13 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Rows:
-    """grain source of chunks: what the draws [start + 16 i, ...) of this process became."""
+    """grain source of chunks: what the draws [start + 16 i, ...) became."""
 
     parts: Sequence[Part]
     order: Order
     row_tokens: int
     start: int
     stop: int
-    process_index: int
-    process_count: int
 
     def __len__(self) -> int:
         return -(-max(self.stop - self.start, 0) // CHUNK)
@@ -73,7 +71,7 @@ class _Rows:
         first = self.start + int(chunk) * CHUNK
         done = []
         for draw in range(first, min(first + CHUNK, self.stop)):
-            dataset, row = self.order[draw * self.process_count + self.process_index]
+            dataset, row = self.order[draw]
             part = self.parts[dataset]
             try:
                 items = part.tokenise(part.rows[row], part.origin(row))
@@ -95,8 +93,6 @@ class IndexedReader:
         shuffle: bool = True,
         num_epochs: float | None = None,
         num_workers: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
     ):
         for part in parts:
             if len(part.rows) == 0:
@@ -105,13 +101,11 @@ class IndexedReader:
         self._parts = parts
         self._row_tokens = row_tokens
         self._order = Order(sizes, [part.weight for part in parts], seed=seed, shuffle=shuffle)
-        self._shard = (process_index, process_count)
         self._num_workers = num_workers
         # Without an end: a number that no run reaches and that grain can still slice.
-        total = 2**50 if num_epochs is None else round(self._order.epoch_len * num_epochs)
-        self._stop = -(-(total - process_index) // process_count)
-        self.pass_len = -(-self._order.epoch_len // process_count)
-        """Draws after which every row of this process was seen."""
+        self._stop = 2**50 if num_epochs is None else round(self._order.epoch_len * num_epochs)
+        self.pass_len = self._order.epoch_len
+        """Draws after which every row was seen."""
         self._drawn = 0
         self._chunks: grain.DatasetIterator | None = None
         self._pending: Iterator[Items] = iter(())
@@ -141,9 +135,7 @@ class IndexedReader:
         self._chunks, self._pending = None, iter(())
 
     def _open(self) -> grain.DatasetIterator:
-        rows: Any = _Rows(
-            self._parts, self._order, self._row_tokens, self._drawn, self._stop, *self._shard
-        )
+        rows: Any = _Rows(self._parts, self._order, self._row_tokens, self._drawn, self._stop)
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         chunks = grain.MapDataset.source(rows).to_iter_dataset(options)
         if self._num_workers:
@@ -231,10 +223,7 @@ class _Stream:
 
 
 class StreamReader:
-    """Draws from iterables (or from both kinds), shared out by weight; cursor: one per dataset.
-
-    Every process reads all rows and keeps every process_count-th.
-    """
+    """Draws from iterables (or from both kinds), shared out by weight; cursor: one per dataset."""
 
     def __init__(
         self,
@@ -245,12 +234,9 @@ class StreamReader:
         shuffle: bool = True,
         shuffle_buffer: int = 10_000,
         once: bool = False,
-        process_index: int = 0,
-        process_count: int = 1,
     ):
         assert not once or len(parts) == 1, "only a single stream has an end"
         self._parts, self._row_tokens, self._once = parts, row_tokens, once
-        self._process_index, self._process_count = process_index, process_count
         self._weights = np.array([1.0 if p.weight is None else p.weight for p in parts])
         self._weights /= self._weights.sum()
         block = shuffle_buffer if shuffle else min(shuffle_buffer, 64)
@@ -261,13 +247,11 @@ class StreamReader:
         self._drawn = np.zeros(len(parts), np.int64)
 
     def __next__(self) -> Items:
-        while True:
-            draw = int(self._drawn.sum())
-            dataset = int(np.argmax(self._weights * (draw + 1) - self._drawn))
-            row, origin = self._streams[dataset].next_row(self._once)
-            self._drawn[dataset] += 1
-            if draw % self._process_count == self._process_index:
-                return to_trees(self._parts[dataset].tokenise(row, origin), self._row_tokens)
+        draw = int(self._drawn.sum())
+        dataset = int(np.argmax(self._weights * (draw + 1) - self._drawn))
+        row, origin = self._streams[dataset].next_row(self._once)
+        self._drawn[dataset] += 1
+        return to_trees(self._parts[dataset].tokenise(row, origin), self._row_tokens)
 
     @property
     def pass_len(self) -> int | None:

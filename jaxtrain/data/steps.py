@@ -30,7 +30,7 @@ class Shape:
     """What a step takes from the packer."""
 
     rows: int
-    """B, rows of a microstep on this process."""
+    """B, rows of a microstep."""
     microsteps: int
     """A"""
     row_tokens: int
@@ -40,8 +40,6 @@ class Shape:
     normalise: Normalise = "token"
     units: int | None = None
     """Trees (branches, groups, samples) of a step; A then follows from what they fill."""
-    pad_forever: bool = False
-    """Give empty batches after the end: processes with a shorter share keep step with the rest."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -86,7 +84,7 @@ class _StepIterator(grain.DatasetIterator):
     def _next_batch(self) -> Batch:
         shape = self._shape
         rows = self._next_rows()
-        if not rows and not shape.pad_forever:
+        if not rows:
             raise StopIteration
         slots = shape.rows * shape.count_microsteps(len(rows))
         used = [sum(tree.num_tokens for tree in row) for row in rows]
@@ -158,9 +156,9 @@ class Source:
         shape: Shape,
         *,
         prefetch: int = 2,
-        layout: Any = None,
+        layout: dict[str, Any],
     ):
-        """`layout` goes into the cursor: a cursor of another layout is refused."""
+        """`layout` goes into the cursor: a cursor that differs in any of it is refused."""
         self.lengths = shape.lengths
         """Every T that a batch may have: at most so many compilations."""
         self._layout = layout
@@ -192,12 +190,12 @@ class Source:
 
     def restore(self, state: dict) -> None:
         """Go on with exactly the round that would have followed. UserError if the data changed."""
-        if state["layout"] != self._layout:
-            changed = [
-                f"{key}: {state['layout'].get(key)} then, {value} now"
-                for key, value in self._layout.items()
-                if state["layout"].get(key) != value
-            ]
+        changed = [
+            f"{key}: {state['layout'].get(key)} then, {value} now"
+            for key, value in self._layout.items()
+            if state["layout"].get(key) != value
+        ]
+        if changed:
             raise UserError(
                 f"the data differ from those of the checkpoint ({'; '.join(changed)}), so its place"
                 ' in them means nothing; restore the data or start with run.resume = "never"'
@@ -246,8 +244,6 @@ def open_parts(
     seed: int,
     rows_per_microstep: int,
     microsteps: int,
-    process_index: int = 0,
-    process_count: int = 1,
     num_epochs: float | None = None,
     normalise: Normalise = "token",
     row_tokens: int | None = None,
@@ -259,26 +255,18 @@ def open_parts(
     microsteps as they need; microsteps does not count.
     """
     row_tokens = row_tokens or data.sequence_len
-    if units is not None and process_count > 1:
-        raise UserError(
-            f"task.units_per_step {units} on {process_count} processes: each process would fill"
-            " another number of microsteps; unset it"
-        )
     shape = Shape(
         rows_per_microstep,
         microsteps,
         row_tokens,
-        # Processes must agree on a step's shape, and each knows its own rows only.
-        tuple(data.length_buckets) if process_count == 1 else (),
+        tuple(data.length_buckets),
         normalise,
         units,
-        pad_forever=num_epochs is not None and process_count > 1,
     )
     streams = any(is_stream(part.rows) for part in parts)
     if streams and num_epochs is not None:
         raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
-    shard = {"process_index": process_index, "process_count": process_count}
-    common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle, **shard}
+    common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle}
     if streams:
         reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
     else:
@@ -293,7 +281,6 @@ def open_parts(
         "units": units,
         "packing": data.packing,
         "packing_window": data.packing_window,
-        **shard,
     }
     packer = _open_packer(reader, data, seed, row_tokens, units)
     return Source(packer, shape, prefetch=data.prefetch, layout=layout)
@@ -341,7 +328,6 @@ def count_part_steps(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float = 1.0,
-    process_count: int = 1,
     row_tokens: int | None = None,
     units: int | None = None,
 ) -> int:
@@ -353,22 +339,13 @@ def count_part_steps(
         Part(part.name, measure_lengths(part, data, row_tokens), _pass_on, part.weight)
         for part in parts
     ]
-    steps = 0
-    for process_index in range(process_count):
-        reader = IndexedReader(
-            sized,
-            row_tokens=row_tokens,
-            seed=seed,
-            shuffle=data.shuffle,
-            num_epochs=num_epochs,
-            process_index=process_index,
-            process_count=process_count,
-        )
-        packer = _open_packer(reader, data, seed, row_tokens, units)
-        found = sum(1 for _ in iter(lambda packer=packer: next(packer, None), None))
-        per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
-        steps = max(steps, -(-found // per_step))
-    return steps
+    reader = IndexedReader(
+        sized, row_tokens=row_tokens, seed=seed, shuffle=data.shuffle, num_epochs=num_epochs
+    )
+    packer = _open_packer(reader, data, seed, row_tokens, units)
+    found = sum(1 for _ in iter(lambda: next(packer, None), None))
+    per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
+    return -(-found // per_step)
 
 
 def _pass_on(row: list, origin: str) -> list:

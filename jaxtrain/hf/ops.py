@@ -109,25 +109,6 @@ class Transpose:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshape:
-    """The stored array of shape `stored` seen in another shape; reads the whole of it."""
-
-    op: Op
-    stored: tuple[int, ...]
-    target: tuple[int, ...]
-
-    def shapes(self, shape):
-        assert shape == self.target, f"{shape} is not {self.target}"
-        return self.op.shapes(self.stored)
-
-    def read(self, fetch, index):
-        return self.op.read(fetch, whole(self.stored)).reshape(self.target)[index]
-
-    def write(self, array, host):
-        yield from self.op.write(host(array).reshape(self.stored), host)
-
-
-@dataclasses.dataclass(frozen=True)
 class Stack:
     """Equal ops side by side on a new leading axis (layers, experts)."""
 
@@ -149,41 +130,6 @@ class Stack:
     def write(self, array, host):
         for i, op in enumerate(self.ops):
             yield from op.write(array[i], host)
-
-
-@dataclasses.dataclass(frozen=True)
-class Concat:
-    """Ops end to end along `axis`, each of its size there (a fused projection of ours)."""
-
-    ops: Sequence[Op]
-    sizes: Sequence[int]
-    axis: int
-
-    def _at(self, index, start, stop):
-        return (*index[: self.axis], slice(start, stop), *index[self.axis + 1 :])
-
-    def shapes(self, shape):
-        assert shape[self.axis] == sum(self.sizes), f"{shape} is not made of {self.sizes}"
-        found = {}
-        for op, size in zip(self.ops, self.sizes, strict=True):
-            found |= op.shapes((*shape[: self.axis], size, *shape[self.axis + 1 :]))
-        return found
-
-    def read(self, fetch, index):
-        parts, begin = [], 0
-        wanted = index[self.axis]
-        for op, size in zip(self.ops, self.sizes, strict=True):
-            start, stop = max(wanted.start - begin, 0), min(wanted.stop - begin, size)
-            if start < stop:
-                parts.append(op.read(fetch, self._at(index, start, stop)))
-            begin += size
-        return np.concatenate(parts, axis=self.axis)
-
-    def write(self, array, host):
-        array, begin = host(array), 0
-        for op, size in zip(self.ops, self.sizes, strict=True):
-            yield from op.write(array[self._at(whole(array.shape), begin, begin + size)], host)
-            begin += size
 
 
 class Entry(NamedTuple):

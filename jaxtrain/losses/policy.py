@@ -2,20 +2,28 @@
 
 For a trained token t of sequence i, with advantage A_i:
 
-    ratio      r = exp(logp - old_logp) of the token; of the sequence by mean (GSPO), sum (RLOO)
+    ratio      r = exp(logp - old_logp) of the token; of the sequence by mean (GSPO; GSPO-token has
+               its value with the token's own gradient), sum (RLOO)
     surrogate  ppo        min(min(r, delta) A, clip(r, 1 - low, 1 + high) A)
                cispo      stop(min(r, high)) A logp
                reinforce  A logp
                none       r A
+               sapo       A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A
+               vespo      stop(exp(lambda + k log w - lambda w)) A logp, w the sequence's product of
+                          ratios and importance weights, (k, lambda) by the sign of A
+               gmpo       A exp(mean of the sequence's log-ratios, each cut off at -low for A < 0
+                          and at high for A > 0)
     loss       -surrogate x off-policy mask x entropy mask x importance weight, then KL beside it
 
 How tokens are averaged is no business of these functions: it lies in the batch's weights.
 Sources: PPO (1707.06347), GRPO (2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783), GSPO
-(2507.18071), CISPO (2506.13585), RLOO (2402.14740), M2PO (2510.01161), dual clip (1912.09729).
+(2507.18071), CISPO (2506.13585), RLOO (2402.14740), M2PO (2510.01161), dual clip (1912.09729),
+SAPO (2511.20347), GMPO (2507.20673), VESPO and the defaults of its numbers as in TRL.
 
 Shapes: B rows, T packed tokens.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +37,8 @@ LOGP_FLOOR = -1e4
 """Log-probs below it count as it: differences of two impossible tokens stay finite."""
 LOG_RATIO_LIMIT = 20.0
 """exp() of larger log-ratios would swamp every sum; no published clip range reaches it."""
+VESPO_LEAST = 1e-8
+"""Least weight of a sequence in VESPO."""
 WIDEST = (0.95, 20.0)
 """Bounds of the clip range that M2PO's adaptive form starts from."""
 
@@ -37,11 +47,15 @@ WIDEST = (0.95, 20.0)
 class Objective:
     """The numbers of one objective; see the module's docstring for the letters."""
 
-    ratio: Literal["token", "sequence", "sequence_sum"] = "token"
-    clip: Literal["ppo", "cispo", "reinforce", "none"] = "ppo"
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = "token"
+    clip: Literal["ppo", "cispo", "reinforce", "none", "sapo", "vespo", "gmpo"] = "ppo"
     low: float = 0.2
     high: float = 0.2
     delta: float | None = None
+    sapo: tuple[float, float] = (1.0, 1.05)
+    """tau for A > 0 and for the others."""
+    vespo: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0))
+    """(k, lambda) for A >= 0 and for A < 0."""
     own_old: bool = False
     """The policy is its own old policy: r is 1 but has its gradient. For one update a round, where
     the log-probs before it are those of the update itself."""
@@ -89,7 +103,18 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: Objective):
             fixed_BT - old_BT, advantage_BT, mask_BT, objective.m2_threshold
         )
         m2 = {"m2": moment, "m2/epsilon_low": low, "m2/epsilon_high": high}
-    surrogate_BT = _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective)
+    importance_BT = importance_weight(old_BT - sampler_BT, mask_BT, batch.owner, objective)
+    weight_of_loss_BT = importance_BT
+    if objective.clip == "gmpo":
+        ratio_BT = gmpo_ratio(logp_BT - old_BT, advantage_BT, mask_BT, batch.owner, low, high)
+    if objective.clip == "vespo":
+        shape_BT = vespo_weight(
+            fixed_BT - old_BT, importance_BT, advantage_BT, mask_BT, batch.owner, objective
+        )
+        surrogate_BT = jax.lax.stop_gradient(shape_BT) * advantage_BT * logp_BT
+        weight_of_loss_BT = jnp.ones_like(importance_BT)  # it is in w already
+    else:
+        surrogate_BT = _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective)
 
     kept_BT = jnp.ones_like(mask_BT)
     if objective.off_policy_threshold is not None:
@@ -97,8 +122,7 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: Objective):
         kept_BT &= (advantage_BT >= 0) | (drift_BT <= objective.off_policy_threshold)
     if objective.top_entropy < 1.0:
         kept_BT &= top_entropy_mask(entropy_BT, mask_BT, objective.top_entropy)
-    importance_BT = importance_weight(old_BT - sampler_BT, mask_BT, batch.owner, objective)
-    loss_BT = -surrogate_BT * jax.lax.stop_gradient(kept_BT * importance_BT)
+    loss_BT = -surrogate_BT * jax.lax.stop_gradient(kept_BT * weight_of_loss_BT)
     sums = {"pg": jnp.sum(jnp.where(mask_BT, weight_BT * loss_BT, 0.0))}
 
     metrics = describe_tokens(
@@ -126,6 +150,10 @@ def _ratio(log_ratio_BT, token_ratio_BT, mask_BT, owner_BT, level: str):
         return token_ratio_BT
     if level == "sequence":
         return jnp.exp(_limit(segment_mean(log_ratio_BT, mask_BT, owner_BT)))
+    if level == "sequence_token":
+        fixed_BT = jax.lax.stop_gradient(log_ratio_BT)
+        own_BT = log_ratio_BT - fixed_BT
+        return jnp.exp(_limit(segment_mean(fixed_BT, mask_BT, owner_BT)) + own_BT)
     assert level == "sequence_sum", level
     return jnp.exp(_limit(segment_sum(log_ratio_BT, mask_BT, owner_BT)))
 
@@ -143,9 +171,37 @@ def _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective: Objective)
             return capped_BT * advantage_BT * logp_BT
         case "reinforce":
             return advantage_BT * logp_BT
-        case "none":
+        case "none" | "gmpo":
             return ratio_BT * advantage_BT
+        case "sapo":
+            tau_BT = jnp.where(advantage_BT > 0, *objective.sapo).astype(ratio_BT.dtype)
+            gate_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1.0)) * 4.0 / tau_BT
+            return gate_BT * advantage_BT
     raise AssertionError(objective.clip)
+
+
+def gmpo_ratio(log_ratio_BT, advantage_BT, mask_BT, owner_BT, low, high):
+    """GMPO's geometric mean of the sequence's ratios, each cut off where it would help the loss."""
+    cut_BT = jnp.where(
+        advantage_BT > 0, jnp.minimum(log_ratio_BT, high), jnp.maximum(log_ratio_BT, -low)
+    )
+    return jnp.exp(_limit(segment_mean(cut_BT, mask_BT, owner_BT)))
+
+
+def vespo_weight(log_ratio_BT, importance_BT, advantage_BT, mask_BT, owner_BT, objective):
+    """VESPO's weight of a sequence, on each of its tokens [B, T]; no gradient is meant to pass.
+
+    A correction by token counts with every token's weight, one by sequence once.
+    """
+    log_w_BT = segment_sum(_limit(log_ratio_BT), mask_BT, owner_BT)
+    log_importance_BT = jnp.log(jnp.maximum(importance_BT, VESPO_LEAST))
+    if objective.correction.startswith("token"):
+        log_importance_BT = segment_sum(log_importance_BT, mask_BT, owner_BT)
+    log_w_BT = jnp.clip(log_w_BT + log_importance_BT, math.log(VESPO_LEAST), LOG_RATIO_LIMIT)
+    (k, shift), (k_below, shift_below) = objective.vespo
+    k_BT = jnp.where(advantage_BT >= 0, k, k_below)
+    shift_BT = jnp.where(advantage_BT >= 0, shift, shift_below)
+    return jnp.exp(shift_BT + k_BT * log_w_BT - shift_BT * jnp.exp(log_w_BT))
 
 
 def importance_weight(log_ratio_BT, mask_BT, owner_BT, objective: Objective):

@@ -195,35 +195,6 @@ def param_count(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
-def _count_experts(config: DecoderConfig) -> int:
-    flat = nnx.to_flat_state(nnx.state(abstract(config)))
-    return sum(math.prod(leaf.get_value().shape) for path, leaf in flat if "experts" in path)
-
-
-def flops_per_token(config: DecoderConfig, seq_len: int, full_square: bool = False) -> float:
-    """Training FLOPs per token of packed rows of documents of `seq_len` tokens, for MFU.
-
-    6 per weight of a matmul (2 forward, 4 backward): all parameters but the embedding lookup, the
-    head included, tied or not; of experts those that a token goes to. Plus attention: 12 * N * H
-    per layer and visible key (QK^T and PV, forward and backward), where a token sees
-    (seq_len + 1) / 2 keys on average, or with `full_square` all seq_len (the convention that counts
-    masked work), and at most its window.
-    Recomputation by remat is not counted: this is model, not hardware, utilisation.
-    """
-    head = config.vocab_size * config.hidden_size
-    weights = param_count(config) - (0 if config.tie_word_embeddings else head)
-    if config.experts_per_token is not None:
-        chosen, experts = config.experts_per_token
-        weights -= _count_experts(config) * (1 - chosen / experts)
-    keys = 0.0
-    for window in config.windows():
-        reach = min(seq_len, window or seq_len)
-        # The first `reach` tokens see 1, 2, ..., reach keys, the others reach.
-        seen = reach * (reach + 1) / 2 + (seq_len - reach) * reach
-        keys += reach if full_square else seen / seq_len
-    return 6.0 * weights + 12.0 * config.num_attention_heads * config.head_size * keys
-
-
 def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: DecoderConfig) -> None:
     """One UserError for all tensors that are missing, unexpected or of another shape."""
     wanted = {}

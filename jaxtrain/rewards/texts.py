@@ -21,14 +21,6 @@ def text_of(completion: Completion) -> str:
     return str(said[-1].get("content") or "") if said else ""
 
 
-def whole_text(completion: Completion) -> str:
-    """All that the assistant wrote, its turns one after the other."""
-    if isinstance(completion, str):
-        return completion
-    turns = [message for message in completion if message.get("role") == "assistant"]
-    return "\n".join(str(turn.get("content") or "") for turn in turns)
-
-
 def without_thinking(text: str) -> str:
     """The text without its <think> blocks; one that was never closed is left out to the end."""
     return THINKING.sub("", text).strip()

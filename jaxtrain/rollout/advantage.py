@@ -26,10 +26,16 @@ def reward_table(groups: Sequence[Group], names: Sequence[str]) -> np.ndarray:
     ).reshape(-1, len(names))
 
 
-def weigh(rewards_NK: np.ndarray, weights_K: Sequence[float]) -> np.ndarray:
-    """Weighted sum [N] of the rewards that are there; NaN where none is."""
+def weigh(
+    rewards_NK: np.ndarray,
+    weights_K: Sequence[float],
+    clip: tuple[float, float] | None = None,
+) -> np.ndarray:
+    """Weighted sum [N] of the rewards that are there, within `clip`; NaN where none is."""
     weighted_NK = rewards_NK * np.asarray(weights_K, np.float64)
     totals_N = np.nansum(weighted_NK, axis=1)
+    if clip is not None:
+        totals_N = np.clip(totals_N, *clip)
     return np.where(np.isnan(rewards_NK).all(axis=1), np.nan, totals_N)
 
 
@@ -41,12 +47,17 @@ def compute_advantages(
     baseline: str = "group",
     scale: str = "group",
     combine: str = "sum_then_normalise",
+    clip: tuple[float, float] | None = None,
+    penalty_N: np.ndarray | None = None,
+    whiten: bool = False,
 ) -> np.ndarray:
     """Advantages [N] of consecutive groups of `sizes` episodes.
 
     baseline group | leave_one_out | batch | none, scale group | batch | none: see section task.
     combine normalise_then_sum is GDPO (arXiv 2601.05242): every reward is normalised within its
     group, then the weighted sum within the batch; baseline and scale do not matter.
+    clip: bounds of an episode's sum of rewards; penalty: subtracted from it after that. whiten: at
+    last all advantages to mean 0 and deviation 1 (TRL's normalize_advantages).
     Standard deviations are unbiased (n - 1).
     """
     bounds = np.cumsum([0, *sizes])
@@ -58,10 +69,13 @@ def compute_advantages(
             part = rewards_NK[group]
             normal_NK[group] = (part - mean(part)) / (deviation(part) + EPSILON)
         totals_N = weigh(normal_NK, weights_K)
-        found = (totals_N - mean(totals_N)) / (deviation(totals_N) + EPSILON)
-        return np.nan_to_num(found, nan=0.0)
+        if penalty_N is not None:
+            totals_N = totals_N - penalty_N
+        return np.nan_to_num(normalise(totals_N), nan=0.0)
     assert combine == "sum_then_normalise", combine
-    totals_N = weigh(rewards_NK, weights_K)
+    totals_N = weigh(rewards_NK, weights_K, clip)
+    if penalty_N is not None:
+        totals_N = totals_N - penalty_N
     found = totals_N.copy()
     for group in groups:
         part = totals_N[group]
@@ -80,7 +94,12 @@ def compute_advantages(
             found[group] /= deviation(part) + EPSILON
     if scale == "batch":
         found /= deviation(totals_N) + EPSILON
-    return np.nan_to_num(found, nan=0.0)
+    return np.nan_to_num(normalise(found) if whiten else found, nan=0.0)
+
+
+def normalise(values_N: np.ndarray) -> np.ndarray:
+    """Mean 0, deviation 1."""
+    return (values_N - mean(values_N)) / (deviation(values_N) + EPSILON)
 
 
 def leave_one_out(totals_G: np.ndarray) -> np.ndarray:
@@ -91,12 +110,17 @@ def leave_one_out(totals_G: np.ndarray) -> np.ndarray:
     return (totals_G - mean(totals_G)) * count / (count - 1)
 
 
-def is_flat(rewards_GK: np.ndarray, weights_K: Sequence[float], combine: str) -> bool:
+def is_flat(
+    rewards_GK: np.ndarray,
+    weights_K: Sequence[float],
+    combine: str,
+    clip: tuple[float, float] | None = None,
+) -> bool:
     """Whether nothing can be learnt from comparing a group's episodes: all rewards are equal."""
     if combine == "normalise_then_sum":
         used = [k for k, weight in enumerate(weights_K) if weight]
         return bool(np.isclose(deviation(rewards_GK[:, used]), 0.0).all())
-    return bool(np.isclose(deviation(weigh(rewards_GK, weights_K)), 0.0))
+    return bool(np.isclose(deviation(weigh(rewards_GK, weights_K, clip)), 0.0))
 
 
 def mean(values: np.ndarray) -> np.ndarray:

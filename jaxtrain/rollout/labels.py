@@ -10,6 +10,7 @@ N episodes with n_i trained tokens each:
     average    weight of a token        denominator
     token      1                        the sum of all weights
     sequence   1 / n_i                  N, episodes without any trained token included
+    sum        1                        N: sequences count by their length (LUSPO)
     constant   1                        N x longest answer
     microstep  1 / tokens of the step   microsteps that hold a trained token
 """
@@ -31,7 +32,7 @@ STREAMS = ("advantage", "sampler_logp", "old_logp", "ref_logp", "episode")
 EPISODE = "episode"
 """Host-only stream: number of the token's episode in the round, from 0."""
 
-Average = Literal["token", "sequence", "microstep", "constant"]
+Average = Literal["token", "sequence", "sum", "microstep", "constant"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def average_over(batch: Batch, labels: Labels, episodes: int) -> Batch:
         share_A11 = 1.0 / np.maximum(counts_A, 1)[:, None, None]
         weights = {name: (w * share_A11).astype(w.dtype) for name, w in batch.weights.items()}
         denominator = np.count_nonzero(counts_A)
-    elif labels.average == "sequence":
+    elif labels.average in ("sequence", "sum"):
         denominator = episodes
     else:
         assert labels.average == "constant", labels.average

@@ -17,7 +17,7 @@ on while the trainer trains. Either way nothing but the event loop touches slots
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Slot:
     group: Group | None
     """None: dropped, for a reason that `dropped` counts."""
     asks: list[Ask]
-    """Prompts that it took, all of them done once the slot is taken."""
+    """Prompts that it took, all of them done once the slot is settled."""
     flat: list[Group] = field(default_factory=list)
     """Groups whose rewards were all equal."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -55,6 +55,8 @@ class Rules:
     weights: dict[str, float]
     """Rewards that count, by name; those that only an environment gives count 1."""
     combine: str = "sum_then_normalise"
+    clip: tuple[float, float] | None = None
+    """Bounds of an episode's sum of rewards."""
     drop_flat: bool = True
     """Groups whose rewards are all equal are dropped."""
     max_asks: int = 1
@@ -107,7 +109,8 @@ class GroupPlayer:
         """Whether all its rewards are equal."""
         names = reward_names([group])
         weights = [self.rules.weights.get(name, 1.0) for name in names]
-        return is_flat(reward_table([group], names), weights, self.rules.combine)
+        table = reward_table([group], names)
+        return is_flat(table, weights, self.rules.combine, self.rules.clip)
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:
@@ -125,14 +128,17 @@ class Producer:
         *,
         ahead: int = 0,
         ordered: bool = True,
+        streaming: bool = False,
         threaded: bool = False,
         choose_again: Callable[[], bool] = lambda: False,
         should_stop: Callable[[], bool] = lambda: False,
     ):
         """ordered: slots come out in the order in which they were started, not finished.
+        streaming: as they finish after all, but never one that was not asked for yet.
         choose_again: whether the next prompt may be one that waits for a second try."""
         self.prompts, self.player, self.rules = prompts, player, player.rules
         self.ahead, self.ordered, self.threaded = ahead, ordered, threaded
+        self.streaming = streaming
         self.choose_again, self.should_stop = choose_again, should_stop
         self._asked = self._started = 0
         self._running: dict[asyncio.Task, int] = {}
@@ -146,16 +152,22 @@ class Producer:
             )
             self._thread.start()
 
-    def take(self, count: int) -> list[Slot]:
-        """The next `count` slots; waits for them.
+    def take(self, count: int, asking: int | None = None) -> list[Slot]:
+        """The next `count` slots; waits for them. They are not done until `settle`.
 
+        asking: places that are asked for by this call, where it is not `count`: all of a round when
+        its first slots are taken, none when the rest is.
         Raises what an engine or a reward raised that ends a run (UserError, RunStopped), and
         Interrupted once should_stop() says so.
         """
-        return self._wait(self._take(count))
+        return self._wait(self._take(count, count if asking is None else asking))
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Slots that were taken are done: handed to the trainer, or dropped and counted."""
+        self._wait(self._settle(slots), patient=True)
 
     def state(self) -> dict[str, Any]:
-        """Cursor of the prompts: what was taken is done, all else will be asked again."""
+        """Cursor of the prompts: what was settled is done, all else will be asked again."""
         return self._wait(self._prompts_state(), patient=True)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -189,8 +201,9 @@ class Producer:
                     future.cancel()
                     raise Interrupted from None
 
-    async def _take(self, count: int) -> list[Slot]:
-        self._asked += count
+    async def _take(self, count: int, asking: int) -> list[Slot]:
+        self._asked += asking
+        assert self._taken + count <= self._asked, "taken before it was asked for"
         while self._started < self._asked + self.ahead:
             task = self._loop.create_task(self._fill())
             self._running[task] = self._started
@@ -201,18 +214,20 @@ class Producer:
                 slots.append(slot)
             if len(slots) < count:
                 await self._progress()
+        return slots
+
+    async def _settle(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             for ask in slot.asks:
                 hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
                 self.prompts.settle(ask, again=hopeless)
-        return slots
 
     def _pop(self) -> Slot | None:
         """A finished slot that is due, the oldest first."""
         if not self._finished:
             return None
         number = min(self._finished)
-        if self.ordered and number != self._taken:
+        if self.ordered and number >= (self._asked if self.streaming else self._taken + 1):
             return None
         self._taken += 1
         return self._finished.pop(number)

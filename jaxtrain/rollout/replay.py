@@ -19,6 +19,7 @@ class ReplayBuffer:
         self.size, self.max_lag, self.seed = size, max_lag, seed
         self._heap: list[tuple[float, int, int, Group]] = []
         self._count = 0
+        self._drawn: tuple[int, set[int]] = (-1, set())
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -40,18 +41,24 @@ class ReplayBuffer:
 
     def draw(self, count: int, version: int) -> list[Group]:
         """At most `count` different groups, by chance in proportion to their score, each marked as
-        replayed. Those older than max_lag are let go first."""
+        replayed. Those older than max_lag are let go first. None is given out twice under a version
+        or under that which trained it first."""
         self._heap = [e for e in self._heap if version - e[2] <= self.max_lag]
         heapq.heapify(self._heap)
-        entries = sorted(self._heap, key=lambda entry: entry[1])
+        if self._drawn[0] != version:
+            self._drawn = (version, set())
+        drawn = self._drawn[1]
+        fresh = [e for e in self._heap if e[2] < version and e[1] not in drawn]
+        entries = sorted(fresh, key=lambda entry: entry[1])
         count = min(count, len(entries))
         if count == 0:
             return []
         scores = np.array([max(score, 1e-8) for score, *_ in entries])
-        rng = np.random.default_rng((self.seed, version))
+        rng = np.random.default_rng((self.seed, version, len(drawn)))
         chosen = rng.choice(len(entries), count, replace=False, p=scores / scores.sum())
         found = []
         for index in chosen:
-            old = entries[index][3]
+            _, number, _, old = entries[index]
+            drawn.add(number)
             found.append(Group(old.draw, old.row, old.episodes, old.rewards, replayed=True))
         return found

@@ -13,7 +13,7 @@ from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.labels import EPISODE, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
-from jaxtrain.rollout.rounds import RoundSource, Table
+from jaxtrain.rollout.rounds import RoundSource
 
 Who = Literal["policy", "reference"]
 
@@ -47,14 +47,16 @@ def updates_per_round(task: RLTask) -> int:
     return task.num_minibatches * task.num_iterations
 
 
-def scores_policy(task: RLTask) -> bool:
+def scores_policy(task: RLTask, streaming: bool = False) -> bool:
     """Whether the policy's log-probs are computed before a round's first update.
 
-    Not for one update a round: there they are those of the update itself.
+    Not for one update a round, nor for the parts of a streamed one, each of which is judged by the
+    weights that it meets: there they are those of the update itself.
     """
     if task.objective == "m2po_mask" or (task.beta > 0 and task.knob("kl_in") == "reward"):
         return True
-    return task.knob("old_logp") == "recomputed" and updates_per_round(task) > 1
+    once = streaming or updates_per_round(task) == 1
+    return task.knob("old_logp") == "recomputed" and not once
 
 
 def scores_reference(task: RLTask) -> bool:
@@ -72,7 +74,12 @@ def read_objective(config: Config) -> Objective:
         low=task.knob("epsilon"),
         high=task.knob("epsilon_high"),
         delta=task.delta,
-        own_old=not from_sampler and not scores_policy(task),
+        sapo=(task.sapo_temperature_pos, task.sapo_temperature_neg),
+        vespo=(
+            (task.vespo_k_pos, task.vespo_lambda_pos),
+            (task.vespo_k_neg, task.vespo_lambda_neg),
+        ),
+        own_old=not from_sampler and not scores_policy(task, config.rollout.streaming),
         m2_threshold=task.m2_threshold if task.objective == "m2po_clip" else None,
         correction="none" if from_sampler else task.importance_correction,
         correction_max=task.importance_max,
@@ -98,7 +105,8 @@ def read_labels(config: Config, rows: int) -> Labels:
         longest=config.sampling.max_new_tokens,
         share_prompts=task.share_prompts,
         mask_truncated=task.mask_truncated_completions,
-        num_minibatches=task.num_minibatches,
+        # A streamed round comes out by minibatches already.
+        num_minibatches=1 if config.rollout.streaming else task.num_minibatches,
         dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
     )
 
@@ -115,23 +123,39 @@ class Preparation:
     """
 
     def __init__(
-        self, task: RLTask, source: RoundSource | None, comparison: RoundComparison | None = None
+        self,
+        task: RLTask,
+        source: RoundSource | None,
+        comparison: RoundComparison | None = None,
+        *,
+        streaming: bool = False,
     ):
         """source: on process 0."""
         self.task, self.source, self.comparison = task, source, comparison
+        self.scores_policy = scores_policy(task, streaming)
         self._rounds = 0
         self.metrics: dict[str, float] = {}
 
-    def __call__(self, batches: list[Batch], scorer: Scorer) -> list[Batch]:
-        """The round as it is trained: streams filled in, one batch for each update."""
+    def __call__(self, batches: list[Batch], scorer: Scorer, part: int = 0) -> list[Batch]:
+        """The round as it is trained: streams filled in, one batch for each update.
+
+        part: number of the part of it that a streamed round is given by. Sampler and trainer are
+        compared on the first: those that follow meet other weights.
+        """
+        if not batches:
+            self.metrics = {}
+            return []
         task = self.task
-        looks = self.comparison is not None and self._rounds % LOOK_EVERY == 0
-        self._rounds += 1
+        looks = self.comparison is not None and part == 0 and self._rounds % LOOK_EVERY == 0
+        self._rounds += part == 0
+        compares = self.comparison is not None and part == 0 and (self.scores_policy or looks)
         scored = [self.score(batch, scorer, looks) for batch in batches]
         if any(scored):
-            parts, self.metrics = share("scores of a round", lambda: self.finish(batches, scored))
+            parts, self.metrics = share(
+                "scores of a round", lambda: self.finish(batches, scored, compares)
+            )
         else:
-            parts, self.metrics = self.finish(batches, scored)
+            parts, self.metrics = self.finish(batches, scored, compares)
         slim = [
             batch._replace(weights=weights, streams=streams)
             for batch, (weights, streams) in zip(batches, parts, strict=True)
@@ -141,14 +165,14 @@ class Preparation:
     def score(self, batch: Batch, scorer: Scorer, looks: bool) -> dict[str, np.ndarray]:
         """The log-probs that a batch needs; on all processes."""
         found = {}
-        if scores_policy(self.task) or looks:
+        if self.scores_policy or looks:
             found["policy_logp"] = scorer.logp(batch, "policy")
         if scores_reference(self.task):
             found["ref_logp"] = scorer.logp(batch, "reference")
         return found
 
     def finish(
-        self, batches: list[Batch], scored: list[dict[str, np.ndarray]]
+        self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool
     ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
         """([(weights, streams) of each batch], metrics)."""
         task, self.metrics = self.task, {}
@@ -159,14 +183,14 @@ class Preparation:
             streams = {**batch.streams, **found}
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
-        if self.comparison is not None and "policy_logp" in filled[0].streams:
+        if compares:
             self.metrics |= self.compare(filled)
         if task.beta > 0 and task.knob("kl_in") == "reward":
             filled = self.penalise(filled)
         if task.objective == "m2po_mask":
             filled = self.mask(filled)
         wanted = ["advantage", "sampler_logp"]
-        if scores_policy(task) or from_sampler:
+        if self.scores_policy or from_sampler:
             wanted.append("old_logp")
         if "kl" in rl_coef(task):
             wanted.append("ref_logp")
@@ -183,7 +207,7 @@ class Preparation:
         return self.comparison(sampler, trainer, self.source.metrics.get("lag/max") == 0)
 
     def penalise(self, batches: list[Batch]) -> list[Batch]:
-        """Advantages anew with -beta sum_t (old - reference) among each episode's rewards."""
+        """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward."""
         table = self.source.table
         assert table is not None, "a round was handed out"
         kl_N = np.zeros(len(table.rewards_NK))
@@ -192,12 +216,7 @@ class Preparation:
             gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
             np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
         self.metrics["kl"] = float(kl_N.mean())
-        with_kl = Table(
-            np.column_stack([table.rewards_NK, kl_N]),
-            (*table.weights, -self.task.beta),
-            table.sizes,
-        )
-        advantages_N = self.source.advantages(with_kl)
+        advantages_N = self.source.advantages(table, self.task.beta * kl_N)
         changed = []
         for batch in batches:
             place = np.maximum(batch.streams[EPISODE], 0).astype(int)

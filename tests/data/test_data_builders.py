@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_trajectory import AGENT, Characters
 
-from jaxtrain.data.builders import Limits, TreeBuilder, build_group_units, build_units
+from jaxtrain.data.builders import Limits, TreeBuilder, build_units
 from jaxtrain.data.pack import lay_out
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.sample import Dropped
@@ -19,7 +19,7 @@ BOTH = Trained()
 
 
 def units(turns, mode, trained=BOTH, limits=WIDE):
-    return build_units(turns, mode, trained, limits)
+    return build_units([turns], mode, trained, limits)
 
 
 def conversation(*thoughts):
@@ -174,7 +174,7 @@ def test_a_group_of_trials_is_one_tree_of_all_their_branches(group):
         [Turn(np.r_[9, t.prompt].astype(np.int32), t.reasoning, t.response) for t in turns]
         for turns in group
     ]
-    (tree,) = build_group_units(shared, "tree", BOTH, WIDE)
+    (tree,) = build_units(shared, "tree", BOTH, WIDE)
     apart = [build_caterpillar(turns, BOTH) for turns in shared]
     count = sum(one.num_branches for one in apart)
     assert tree.num_branches == count

@@ -139,39 +139,24 @@ def test_workers_give_the_same_batches_and_take_over_each_others_cursor():
     assert_same(read(alone, 5), expected[4:])
 
 
+def test_a_cursor_of_other_data_is_refused_and_what_it_no_longer_needs_is_ignored():
+    source = open_source(make_parts(), make_data())
+    state, first = source.state(), read(source, 1)
+    other = open_source(make_parts(), make_data(packing_window=2), seed=4)
+    with pytest.raises(UserError, match=r"seed: 3 then, 4 now; packing_window: \d+ then, 2 now"):
+        other.restore(state)
+    source.restore({**state, "layout": {**state["layout"], "gone": 1}})
+    assert_same(read(source, 1), first)
+    source.close()
+    other.close()
+
+
 def test_weights_share_out_the_draws_and_restart_the_smaller_dataset():
     source = open_source(make_parts("weighted"), make_data())
     ids = np.array(ids_of(read(source, 200)))
     assert abs((ids < 100).mean() - 0.75) < 0.02
     counts = np.bincount(ids)[1:24]
     assert counts.max() - counts.min() <= 2  # passes of the dataset, each row once a pass
-
-
-def test_processes_share_the_rows_of_an_epoch():
-    seen = []
-    for index in range(3):
-        source = open_source(
-            make_parts(), make_data(), num_epochs=1, process_index=index, process_count=3
-        )
-        seen += ids_of(read(source, 10))
-        assert not next(source)[0].weights["nll"].any()  # keeps step with longer shares
-        source.close()
-    assert sorted(seen) == sorted([*range(1, 24), *range(100, 111)])
-
-
-def test_processes_share_a_stream():
-    seen = []
-    for index in range(2):
-        source = open_source(
-            make_parts("stream"), make_data(), process_index=index, process_count=2
-        )
-        seen.append(ids_of(read(source, 30)))
-        source.close()
-    both = open_source(make_parts("stream"), make_data())
-    together = ids_of(read(both, 60))
-    count = min(map(len, seen)) - 30
-    assert set(zip(seen[0][:count], seen[1][:count], strict=True))
-    assert sorted(set(seen[0] + seen[1])) == sorted(set(together))
 
 
 @pytest.mark.parametrize("kind", ["indexed", "stream"])

@@ -5,13 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.hf.ops import Concat, Part, Reshape, Stack, Tensor, Transpose, whole
+from jaxtrain.hf.ops import Part, Stack, Tensor, Transpose, whole
 
 STORE = {
     "a": np.arange(12.0).reshape(3, 4),
     "b": np.arange(12.0, 24.0).reshape(3, 4),
     "fused": np.arange(40.0).reshape(10, 4),
-    "flat": np.arange(12.0),
 }
 CASES = {
     "tensor": (Tensor("a"), STORE["a"]),
@@ -22,11 +21,6 @@ CASES = {
         np.stack([STORE["a"].T, STORE["b"].T]),
     ),
     "part": (Part("fused", 0, 2, 10), STORE["fused"][2:5]),
-    "concat": (
-        Concat((Tensor("a"), Part("fused", 0, 6, 10)), (3, 4), 0),
-        np.concatenate([STORE["a"], STORE["fused"][6:]]),
-    ),
-    "reshape": (Reshape(Tensor("flat"), (12,), (3, 4)), STORE["flat"].reshape(3, 4)),
 }
 
 

@@ -85,19 +85,29 @@ def plainly(q, k, v, until, since, softcap):
     return jnp.einsum("bns,bsnh->bnh", weight, v).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("impl", ["reference", "xla"])
 @pytest.mark.parametrize("case", CI, ids=lambda c: c.name)
-def test_cases_match_numpy(case, impl, dtype):
-    check(case, dtype, functools.partial(decode_attention, impl=impl))
+def test_cases_match_numpy(case):
+    check(case, "float32", functools.partial(decode_attention, impl="reference"))
+    check(case, "bfloat16", functools.partial(decode_attention, impl="xla"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_low_and_high_precision_of_both():
+    case = next(case for case in CI if case.name == "ragged")
+    check(case, "bfloat16", functools.partial(decode_attention, impl="reference"))
+    check(case, "float32", functools.partial(decode_attention, impl="xla"))
+
+
 @pytest.mark.parametrize("case", CI, ids=lambda c: c.name)
-def test_kernel_matches_numpy(case, dtype):
-    """In parts and whole; slots that nobody sees hold NaN: they must not be used."""
-    for config in (gpu.Config(keys=32, part=24), gpu.Config(keys=64, part=256)):
-        check(case, dtype, functools.partial(interpreted, config), spoil=jnp.nan)
+def test_kernel_matches_numpy(case):
+    """In parts; slots that nobody sees and other layers hold NaN: they must not be used."""
+    kernel = functools.partial(interpreted, gpu.Config(keys=32, part=24))
+    check(case, "bfloat16", kernel, spoil=jnp.nan)
+
+
+@pytest.mark.parametrize("name", ["ragged", "window"])
+def test_kernel_without_a_merge(name):
+    case = next(case for case in CI if case.name == name)
+    check(case, "float32", functools.partial(interpreted, gpu.Config(keys=64, part=256)), jnp.nan)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
@@ -132,6 +142,35 @@ def test_float32_queries_of_a_bfloat16_cache():
         assert found.dtype == jnp.float32
         # Results of order 1, rounded to bfloat16 on one side, as the weights were: 2 roundings.
         np.testing.assert_allclose(found, want, rtol=0, atol=2**-7, err_msg=name)
+
+
+def test_intervals_end_with_the_cache():
+    case = next(case for case in CI if case.name == "ragged")
+    q, k, v, _, _ = arrays(case, "float32")
+    inside = (jnp.full(case.rows, case.slots, jnp.int32), jnp.zeros(case.rows, jnp.int32))
+    beyond = (inside[0] + 3, inside[1] - 2)
+    for kernel in (
+        functools.partial(decode_attention, impl="reference"),
+        functools.partial(decode_attention, impl="xla"),
+        functools.partial(interpreted, gpu.Config(keys=32, part=32)),
+    ):
+        np.testing.assert_array_equal(kernel(q, k, v, 0, *inside), kernel(q, k, v, 0, *beyond))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(dtype):
+    case = next(case for case in CI if case.name == "group3_softcap")
+    given = arrays(case, dtype)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for kernel in (
+            functools.partial(decode_attention, impl="reference"),
+            functools.partial(decode_attention, impl="xla"),
+            functools.partial(interpreted, gpu.Config(keys=32, part=64)),
+        ):
+            out = jax.eval_shape(
+                lambda q, k, v, *x, f=kernel: f(q, k, v, 1, *x, softcap=2.0), *given
+            )
+            assert out.dtype == jnp.dtype(dtype)
 
 
 def test_no_window_is_a_window_from_0():

@@ -62,12 +62,14 @@ def reference(batch, logp, entropy, objective):
             if weight[b, t] == 0:
                 continue
             own = [s for s in range(length) if owner[b, s] == owner[b, t] and weight[b, s]]
+            importance = importance_of(b, t, own, logp, streams, objective)
             old = logp if objective.own_old else streams["old_logp"]
             gaps = [logp[b, s] - old[b, s] for s in own]
             token_ratio = math.exp(logp[b, t] - old[b, t])
             ratio = {
                 "token": token_ratio,
                 "sequence": math.exp(sum(gaps) / len(own)),
+                "sequence_token": math.exp(sum(gaps) / len(own)),
                 "sequence_sum": math.exp(sum(gaps)),
             }[objective.ratio]
             advantage = streams["advantage"][b, t]
@@ -79,6 +81,22 @@ def reference(batch, logp, entropy, objective):
                 gain = min(ratio, objective.high) * advantage * logp[b, t]
             elif objective.clip == "reinforce":
                 gain = advantage * logp[b, t]
+            elif objective.clip == "sapo":
+                tau = objective.sapo[0] if advantage > 0 else objective.sapo[1]
+                gain = advantage / (1 + math.exp(-tau * (ratio - 1))) * 4 / tau
+            elif objective.clip == "gmpo":
+                high, low = objective.high, objective.low
+                cut = [min(g, high) if advantage > 0 else max(g, -low) for g in gaps]
+                gain = advantage * math.exp(sum(cut) / len(own))
+            elif objective.clip == "vespo":
+                logs = [math.log(importance_of(b, s, own, logp, streams, objective)) for s in own]
+                by_token = objective.correction.startswith("token")
+                log_w = sum(gaps) + (sum(logs) if by_token else math.log(importance))
+                log_w = min(max(log_w, math.log(1e-8)), 20.0)
+                k, shift = objective.vespo[0 if advantage >= 0 else 1]
+                gain = math.exp(shift + k * log_w - shift * math.exp(log_w))
+                gain *= advantage * logp[b, t]
+                importance = 1.0
             else:
                 gain = ratio * advantage
             loss = -gain
@@ -86,23 +104,28 @@ def reference(batch, logp, entropy, objective):
                 drift = sum(streams["sampler_logp"][b, s] - logp[b, s] for s in own) / len(own)
                 if advantage < 0 and drift > objective.off_policy_threshold:
                     loss = 0.0
-            level, _, form = objective.correction.partition("_")
-            if level != "none":
-                differences = [old[b, s] - streams["sampler_logp"][b, s] for s in own]
-                of_token = old[b, t] - streams["sampler_logp"][b, t]
-                importance = math.exp(of_token if level == "token" else sum(differences))
-                least = objective.correction_min or 0.0
-                if form == "truncate":
-                    importance = min(max(importance, least), objective.correction_max)
-                elif not least <= importance <= objective.correction_max:
-                    importance = 0.0
-                loss *= importance
+            loss *= importance
             pg += weight[b, t] * loss
             if objective.kl:
                 gap = streams["ref_logp"][b, t] - logp[b, t]
                 found = {"k1": -gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[objective.kl]
                 kl += weight[b, t] * found * (token_ratio if objective.kl_bias_correction else 1.0)
     return pg, kl
+
+
+def importance_of(b, t, own, logp, streams, objective):
+    """Weight of a token for having been drawn by the sampler."""
+    level, _, form = objective.correction.partition("_")
+    if level == "none":
+        return 1.0
+    old = logp if objective.own_old else streams["old_logp"]
+    differences = [old[b, s] - streams["sampler_logp"][b, s] for s in own]
+    of_token = old[b, t] - streams["sampler_logp"][b, t]
+    importance = math.exp(of_token if level == "token" else sum(differences))
+    least = objective.correction_min or 0.0
+    if form == "truncate":
+        return min(max(importance, least), objective.correction_max)
+    return importance if least <= importance <= objective.correction_max else 0.0
 
 
 OBJECTIVES = {
@@ -118,6 +141,12 @@ OBJECTIVES = {
     "token mask": Objective(correction="token_mask", correction_max=1.3, correction_min=0.7),
     "sequence": Objective(correction="sequence_truncate", correction_max=1.5),
     "sequence mask": Objective(correction="sequence_mask", correction_max=1.5),
+    "sapo": Objective(clip="sapo", correction="token_truncate", correction_max=1.2),
+    "gmpo": Objective(clip="gmpo", low=0.1, high=0.2),
+    "gspo token": Objective(ratio="sequence_token", low=0.05, high=0.1),
+    "vespo": Objective(clip="vespo"),
+    "vespo token": Objective(clip="vespo", correction="token_truncate", correction_max=1.2),
+    "vespo sequence": Objective(clip="vespo", correction="sequence_truncate", correction_max=1.5),
     "off policy": Objective(off_policy_threshold=0.01),
 }
 
@@ -133,7 +162,7 @@ def test_the_loss_is_the_specifications(name):
         np.testing.assert_allclose(sums["kl"], kl, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "rloo", "bare", "off policy"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "rloo", "bare", "off policy", "gmpo"])
 def test_gradients_are_those_of_finite_differences(name):
     """Away from clip edges, which random numbers never hit; of all that stops no gradient."""
     batch, logp, entropy = make_batch(3)
@@ -187,6 +216,58 @@ def test_cispo_caps_the_weight_but_keeps_the_gradient():
     assert slope == pytest.approx(-5.0)  # -cap x A, where ppo would give 0
 
 
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, slope",
+    [
+        # -A sigmoid(r - 1) 4 at r = 1: 2 A; its slope by log r is -A 4 r s (1 - s) = -A.
+        (1.0, 1.0, -2.0, -1.0),
+        # tau 1.05: sigmoid(0) 4 / 1.05; the slope does not know tau there.
+        (1.0, -1.0, 2.0 / 1.05, 1.0),
+        # sigmoid(1) = 0.731058..., slope 4 x 2 x 0.196611...
+        (2.0, 1.0, -4 * 0.7310585786300049, -8 * 0.19661193324148185),
+    ],
+)
+def test_sapo_is_a_soft_gate(ratio, advantage, loss, slope):
+    found = token(advantage, math.log(ratio), 0.0, clip="sapo")
+    np.testing.assert_allclose(found, [loss, slope], rtol=1e-12)
+
+
+def test_vespo_weighs_a_token_of_ratio_one_by_one():
+    # exp(lambda + k log 1 - lambda 1) = 1: on policy the plain gradient, -A logp.
+    assert token(2.0, -1.5, -1.5, clip="vespo") == pytest.approx([3.0, -2.0])
+    # w = 2, A < 0: exp(2 + 3 log 2 - 2 x 2) = 8 exp(-2).
+    loss, slope = token(-1.0, -1.0, -1.0 - math.log(2.0), clip="vespo")
+    assert (loss, slope) == pytest.approx((-8 * math.exp(-2), 8 * math.exp(-2)))
+
+
+def test_gmpo_cuts_log_ratios_where_they_would_help():
+    assert token(1.0, 0.9, 0.0, clip="gmpo", low=0.4, high=0.4) == pytest.approx(
+        [-math.exp(0.4), 0.0]
+    )
+    value = math.exp(0.9)
+    assert token(-1.0, 0.9, 0.0, clip="gmpo", low=0.4, high=0.4) == pytest.approx([value, value])
+
+
+def test_gspo_token_has_gspos_value_and_the_tokens_own_gradient():
+    """Two tokens, log-ratios log 1.1 and log 1.3, weights 1 and 3: by GSPO both get half of the
+    gradient, by GSPO-token each what its weight is worth."""
+    ints = np.zeros((1, 2), np.int32)
+    zeros = np.zeros((1, 2))
+    streams = {"advantage": zeros + 1.0, "old_logp": zeros, "sampler_logp": zeros}
+    weight = np.array([[1.0, 3.0]])
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": weight}, owner=ints, streams=streams)
+    ratio = math.sqrt(1.1 * 1.3)
+    for level, want in (("sequence", [2.0, 2.0]), ("sequence_token", [1.0, 3.0])):
+        objective = Objective(ratio=level, low=0.5, high=0.5)
+
+        def loss(logp, objective=objective):
+            return policy_terms(logp, jnp.zeros((1, 2)), batch, objective)[0]["pg"]
+
+        value, slope = jax.value_and_grad(loss)(jnp.log(jnp.array([[1.1, 1.3]])))
+        np.testing.assert_allclose(value, -4 * ratio, rtol=1e-12)
+        np.testing.assert_allclose(slope, -ratio * np.array([want]), rtol=1e-12)
+
+
 def test_an_own_old_policy_has_ratio_one_and_its_gradient():
     assert token(2.0, -1.3, -7.0, own_old=True) == pytest.approx([-2.0, -2.0])
 
@@ -210,7 +291,7 @@ def test_sequence_ratio_is_the_mean_over_the_sequences_trained_tokens():
     np.testing.assert_allclose(metrics["ratio/max"][0], math.sqrt(1.1 * 1.3), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "sequence mask"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "sequence mask", "sapo", "gmpo", "vespo token"])
 def test_all_masked_is_zero_without_nan(name):
     batch, logp, entropy = make_batch(weights=0.0)
 
@@ -223,7 +304,7 @@ def test_all_masked_is_zero_without_nan(name):
     assert not np.asarray(slope).any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "sequence mask"])
+@pytest.mark.parametrize("name", ["grpo", "cispo", "sequence mask", "sapo", "gmpo", "vespo token"])
 @pytest.mark.parametrize("where", ["policy", "old_logp", "sampler_logp", "ref_logp", "all"])
 def test_impossible_tokens_stay_finite(name, where):
     batch, logp, entropy = make_batch(5)

@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.load import call_function, find_function
 from jaxtrain.rewards.python_tests import find_program, python_tests, run_program
-from jaxtrain.rewards.texts import text_of, whole_text
+from jaxtrain.rewards.texts import text_of
 
 
 def judge(name, completions, **columns):
@@ -90,7 +90,7 @@ def test_json_schema_reads_plain_and_fenced_answers():
 def test_conversations_are_judged_by_the_last_assistant_turn():
     said = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "9"}]
     said += [{"role": "assistant", "content": "2"}]
-    assert text_of(said) == "2" and whole_text(said) == "1\n2" and text_of([]) == ""
+    assert text_of(said) == "2" and text_of([]) == ""
     assert judge("exact_match", [said], answer=["2"]) == [1]
 
 

@@ -43,6 +43,43 @@ def test_leave_one_out_is_the_mean_of_the_others():
     np.testing.assert_allclose(leave_one_out(np.array([5.0])), [0.0])
 
 
+def test_rloo_clips_rewards_before_they_are_compared():
+    """Rewards 1, 0, 0, 1 and 1, 3 within [0.25, 2] are 1, 1/4, 1/4, 1 and 1, 2."""
+    found = compute(baseline="leave_one_out", scale="none", clip=(0.25, 2.0))
+    want = [1 - 0.5, 0.25 - 0.75, 0.25 - 0.75, 1 - 0.5, 1 - 2, 2 - 1]
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    # Of several rewards it is the weighted sum that has bounds, not each of them.
+    two = np.column_stack([REWARDS[:, 0], -REWARDS[:, 0]])
+    found = compute(two, weights=(2.0, 1.0), baseline="none", scale="none", clip=(0.25, 2.0))
+    np.testing.assert_allclose(found, [1, 0.25, 0.25, 1, 1, 2])
+
+
+def test_rloos_penalty_comes_off_the_clipped_reward():
+    """A penalty of 0.5 for the third answer alone: its own -0.5, the others' mean -0.5 / 3."""
+    penalty = np.array([0, 0, 0.5, 0, 0, 0])
+    options = {"baseline": "leave_one_out", "scale": "none", "clip": (0.25, 2.0)}
+    found = compute(penalty_N=penalty, **options)
+    want = np.array([0.5 + 0.5 / 3, -0.5 + 0.5 / 3, -1.0, 0.5 + 0.5 / 3, -1, 1])
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    # An answer that nobody judged has no advantage, whatever its divergence.
+    rewards = np.array([[1.0], [np.nan], [3.0]])
+    found = compute(rewards, [3], penalty_N=np.array([0.0, 9.0, 0.0]), **options)
+    np.testing.assert_allclose(found, [-1.0, 0.0, 1.0])
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one():
+    plain = compute(baseline="leave_one_out", scale="none")
+    found = compute(baseline="leave_one_out", scale="none", whiten=True)
+    want = (plain - plain.mean()) / (plain.std(ddof=1) + EPSILON)
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+
+
+def test_a_group_that_the_clip_makes_equal_is_flat():
+    rewards = np.array([[2.0], [3.0], [9.0]])
+    assert is_flat(rewards, (1.0,), "sum_then_normalise", (0.0, 2.0))
+    assert not is_flat(rewards, (1.0,), "sum_then_normalise", (0.0, 2.5))
+
+
 def test_no_baseline_is_the_reward_itself():
     np.testing.assert_allclose(compute(baseline="none", scale="none"), REWARDS[:, 0])
 

@@ -207,6 +207,13 @@ def test_microsteps_weigh_alike_whatever_their_tokens():
     assert batch.denoms["pg"].tolist() == [np.count_nonzero(sums)] * len(batch.tokens)
 
 
+def test_luspo_sums_tokens_and_divides_by_sequences():
+    groups = make_groups(sizes=(2, 2))
+    (batch,) = label(groups, make_labels(average="sum")).batches
+    assert set(np.unique(batch.weights["pg"])) == {0.0, 1.0}
+    assert set(batch.denoms["pg"].tolist()) == {4.0}
+
+
 def test_minibatches_divide_the_groups():
     groups = make_groups(sizes=(2, 2, 2, 2))
     labelled = label(groups, make_labels(num_minibatches=2))

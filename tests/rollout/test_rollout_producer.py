@@ -101,6 +101,13 @@ def drawn(slots):
     return [slot.group.draw for slot in slots]
 
 
+def take(producer, count):
+    """Slots that were handed to the trainer."""
+    slots = producer.take(count)
+    producer.settle(slots)
+    return slots
+
+
 @pytest.fixture
 def closing():
     made = []
@@ -181,7 +188,7 @@ def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
 def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
     producer = make(rows=12, ahead=2, threaded=True)
     closing(producer)
-    before = drawn(producer.take(3))
+    before = drawn(take(producer, 3))
     state = producer.state()
     resumed = make(rows=12)
     closing(resumed)
@@ -194,7 +201,7 @@ def test_prompts_taken_out_of_order_leave_no_hole_in_the_cursor(closing):
     slow = KnownPolicy(delay=lambda index: 0.5 if index // (4 * GROUP) == 1 else 0.0)
     producer = make(slow, rows=8, ahead=2, ordered=False, threaded=True)
     closing(producer)
-    before = drawn(producer.take(3))
+    before = drawn(take(producer, 3))
     assert 1 not in before
     resumed = make(rows=8)
     closing(resumed)
@@ -215,7 +222,7 @@ def test_prompts_nobody_earned_on_are_asked_again_with_new_draws(closing):
     again = iter([False, False, True, True])
     producer = make(engine, judge=judge, choose_again=lambda: next(again))
     closing(producer)
-    producer.take(2)
+    take(producer, 2)
     assert producer.prompts.waiting == 1
     calls = len(engine.calls)
     slots = producer.take(2)

@@ -176,7 +176,8 @@ def test_a_dry_run_traces_the_step_and_samples_nothing(config, tmp_path, capsys)
 
 @pytest.mark.slow  # a compilation each; the losses themselves have fast tests
 @pytest.mark.parametrize(
-    "objective", ["dr_grpo", "bnpo", "gdpo", "gspo", "cispo", "rloo", "reinforce", "m2po_clip"]
+    "objective",
+    "dr_grpo bnpo gdpo gspo cispo rloo reinforce m2po_clip sapo luspo vespo gmpo".split(),
 )
 def test_every_objective_takes_a_step(config, tmp_path, objective):
     (line,) = run(
@@ -192,7 +193,7 @@ def test_every_objective_takes_a_step(config, tmp_path, objective):
     "words, name",
     [
         (["task.objective=m2po_mask"], "m2/masked_share"),
-        (["task.objective=rloo", "task.beta=0.1"], "kl"),
+        (["task.objective=rloo", "task.beta=0.1", "task.reward_clip_range=[0.2, 0.9]"], "kl"),
         (["adapter.kind=lora", "task.beta=0.1", "task.entropy_coef=0.01"], "kl"),
     ],
 )
@@ -210,6 +211,8 @@ def test_what_needs_more_than_the_loss_is_there(config, tmp_path, words, name):
         (["rollout.mode=async", "rollout.devices=4"], "at least one must be left"),
         (["rollout.group_size=1"], "task.baseline group compares"),
         (["task.num_minibatches=3"], "does not divide"),
+        (["task.reward_clip_range=[1, 0]"], "give the lower bound first"),
+        (["task.objective=gdpo", "task.reward_clip_range=[0, 1]"], "bounds a sum of rewards"),
         (["task.reference=adapter_off", "task.beta=0.1"], "needs an adapter"),
         (["task.kind=sft"], "has no effect without task.kind"),
         (["task.objectiv=grpo"], "did you mean 'objective'"),

@@ -69,7 +69,7 @@ def one_step(mode, turns_of_each, normalise="token", rows=1, sizes=()):
     units = []
     for turns in trajectories(turns_of_each):
         limits = Limits(ROW_TOKENS, ROW_TOKENS)
-        for unit in build_units(turns, mode, Trained(), limits):
+        for unit in build_units([turns], mode, Trained(), limits):
             units += unit.trees if isinstance(unit, Group) else [unit]
     packed = [[lay_out(unit, normalise)] for unit in units]
     batch = stack_batches(
@@ -121,7 +121,7 @@ def test_a_trajectory_without_thoughts_is_the_same_in_every_mode():
     turns = make_turns([([1, 2, 3], [], [4, 5]), ([6, 7], [], [8, 9, 10])])
     rows = []
     for mode in ("tree", "per_branch", "grouped", "current_rl", "flat"):
-        (unit,) = build_units(turns, mode, Trained(), Limits(ROW_TOKENS, ROW_TOKENS))
+        (unit,) = build_units([turns], mode, Trained(), Limits(ROW_TOKENS, ROW_TOKENS))
         tree = unit.trees[0] if isinstance(unit, Group) else unit
         rows.append(build_batch([[lay_out(tree)]], 16))
     for row in rows[1:]:

@@ -28,10 +28,11 @@ def decode_attention(
     """Softmax attention of one query per row; returns [B, N, H] in q's dtype.
 
     q [B, N, H]; k, v [L, B, S, K, H] with N a multiple of K: the cache of all layers, of which
-    `layer` (int32 scalar, may be traced) is read. Row b sees the slots since[b] (default 0) <= s <
-    until[b] (int32 [B], within [0, S]); a row that sees none returns 0. Scores are q.k * scale
-    (default H**-0.5), then softcap * tanh(score / softcap). Products are in the cache's dtype,
-    sums and the softmax in float32 (float64 for float64 caches). For sampling: no gradients.
+    `layer` (int32 scalar, may be traced) is read. Row b sees the slots from since[b] (default 0) up
+    to, but not with, until[b] (int32 [B]); there are none outside of [0, S), and a row that sees
+    none returns 0. Scores are q.k * scale (default H**-0.5), then softcap * tanh(score / softcap).
+    Products are in the cache's dtype, sums and the softmax in float32 (float64 for float64 caches).
+    For sampling: no gradients.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
     B, N, H = q.shape

@@ -107,7 +107,7 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False
     if parts == 1:
         return found
     return pl.pallas_call(
-        functools.partial(_merge, part=config.part, parts=parts),
+        functools.partial(_merge, slots=S, part=config.part),
         grid=(B, N),
         out_shape=whole,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
@@ -138,8 +138,9 @@ def _attend(
     assert J % together == 0, f"tiles of {J} keys for {together} heads together"
     slots = J // together
     layer = layer_ref[0]
-    start = since_ref[row] + part * config.part
-    stop = jnp.minimum(until_ref[row], start + config.part)
+    since, until = _interval(since_ref, until_ref, row, k_ref.shape[2])
+    start = since + part * config.part
+    stop = jnp.minimum(until, start + config.part)
     first = group * together
     here = pl.ds(first * queries, R)
     real_R1 = (jnp.arange(R) < together * queries)[:, None]
@@ -200,13 +201,19 @@ def _attend(
         attend()
 
 
-def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, part: int, parts: int):
+def _interval(since_ref, until_ref, row, slots: int):
+    """What the row sees, within the cache: rows that ended may stand behind their last slot."""
+    return jnp.maximum(since_ref[row], 0), jnp.minimum(until_ref[row], slots)
+
+
+def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, slots: int, part: int):
     row, head = pl.program_id(0), pl.program_id(1)
     H = out_ref.shape[-1]
-    P = pl.next_power_of_2(parts)
+    P = pl.next_power_of_2(part_ref.shape[1])
     index_P = jnp.arange(P, dtype=jnp.int32)
     # The others were not written.
-    written_P = index_P * part < until_ref[row] - since_ref[row]
+    since, until = _interval(since_ref, until_ref, row, slots)
+    written_P = index_P * part < until - since
     lse_P = plt.load(lse_ref.at[row, pl.ds(0, P), head], mask=written_P, other=MASKED)
     weight_P = jnp.where(written_P, jnp.exp2(lse_P - lse_P.max(0)), 0.0)
     total = weight_P.sum(0)

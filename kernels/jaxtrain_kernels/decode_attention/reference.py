@@ -14,8 +14,8 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     score_BNS = jnp.einsum("BNH,BSNH->BNS", q.astype(compute), k_BSNH) * scale
     if softcap is not None:
         score_BNS = softcap * jnp.tanh(score_BNS / softcap)
-    slot_S = jnp.arange(k.shape[2], dtype=jnp.int32)
-    seen_B1S = ((since[:, None] <= slot_S) & (slot_S < until[:, None]))[:, None]
+    slot_1S = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    seen_B1S = ((since[:, None] <= slot_1S) & (slot_1S < until[:, None]))[:, None]
     score_BNS = jnp.where(seen_B1S, score_BNS, jnp.finfo(compute).min)
     top_BN1 = score_BNS.max(-1, keepdims=True)
     weight_BNS = jnp.where(seen_B1S, jnp.exp(score_BNS - top_BN1), 0.0)

@@ -17,8 +17,8 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     score_BKGS *= scale
     if softcap is not None:
         score_BKGS = softcap * jnp.tanh(score_BKGS / softcap)
-    slot_S = jnp.arange(S, dtype=jnp.int32)
-    seen_BS = (since[:, None] <= slot_S) & (slot_S < until[:, None])
+    slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
+    seen_BS = (since[:, None] <= slot_1S) & (slot_1S < until[:, None])
     seen_B11S = seen_BS[:, None, None]
     # A finite stand-in for -inf: a row that sees nothing has weights of 0, not NaN.
     score_BKGS = jnp.where(seen_B11S, score_BKGS, jnp.finfo(compute).min)

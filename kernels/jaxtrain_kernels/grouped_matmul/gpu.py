@@ -351,7 +351,7 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
 
 
 def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config: Config):
-    """(d_gate [P, F], d_up [P, F] bfloat16, d_gates float32 [F / 256, P], to be summed).
+    """(d_gate [P, F], d_up [P, F] bfloat16, d_gates float32 [F / columns, P], to be summed).
 
     The gradient of hidden is the sum over `pairs` of dy [P, D] times w [E, F, D] transposed; gate,
     up and gates are those of `gated_product`. After a tile's last step, its pieces of gate and up

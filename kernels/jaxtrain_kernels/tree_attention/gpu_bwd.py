@@ -99,7 +99,7 @@ def dkv(
     order that changes from run to run. `tiles` lists query blocks of `config.q_block` for key tiles
     of `key_tile(H)`.
     """
-    B, T, N, H = q.shape
+    B, _, N, H = q.shape
     S, K = k.shape[1:3]
     bq, stages = config.q_block, config.q_stages
     assert stages > 1, "a slot is released one step late"

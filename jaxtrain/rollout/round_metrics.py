@@ -1,0 +1,88 @@
+"""Numbers and examples that describe groups of answers, under the names that TRL's users know."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.rollout.advantage import deviation, reward_table, weigh
+from jaxtrain.rollout.producer import reward_names
+from jaxtrain.rollout.types import Episode, Group
+
+
+def describe_rewards(groups: Sequence[Group], weights: dict[str, float]) -> dict[str, float]:
+    """Mean rewards and how they spread, under TRL's names. Groups dropped as zero_advantage count,
+    so that the mean is that of all prompts."""
+    names = reward_names(groups)
+    if not names:
+        return {}
+    rewards_NK = reward_table(groups, names)
+    totals_N = weigh(rewards_NK, [weights.get(name, 1.0) for name in names])
+    spreads = [
+        float(deviation(part))
+        for part in np.split(totals_N, np.cumsum([len(g.episodes) for g in groups])[:-1])
+    ]
+    found = {
+        "reward": nan_mean(totals_N),
+        "reward_std": float(np.mean(spreads)),
+        "frac_reward_zero_std": float(np.mean(np.isclose(spreads, 0.0))),
+    }
+    for k, name in enumerate(names):
+        found[f"rewards/{name}/mean"] = nan_mean(rewards_NK[:, k])
+        found[f"rewards/{name}/std"] = float(deviation(rewards_NK[:, k]))
+    return {name: value for name, value in found.items() if not np.isnan(value)}
+
+
+def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Lengths in drawn tokens, the share that was cut off, and what the environment measured."""
+    lengths = np.array([episode.num_sampled for episode in episodes])
+    ended = np.array([episode.finish_reason != "length" for episode in episodes])
+    found = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1.0 - ended.mean()),
+        "num_tokens": float(sum(len(episode.tokens) for episode in episodes)),
+    }
+    if ended.any():
+        found["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
+        values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
+        found[f"env/{name}"] = float(np.mean(values))
+    return found
+
+
+def choose_samples(
+    groups: Sequence[Group], weights: dict[str, float], count: int
+) -> list[dict[str, Any]]:
+    """Up to `count` lines for samples.jsonl: the best and the worst answers in turn."""
+    scored = []
+    for group in groups:
+        for episode, rewards in zip(group.episodes, group.rewards, strict=True):
+            there = {name: value for name, value in rewards.items() if value is not None}
+            total = sum(weights.get(name, 1.0) * value for name, value in there.items())
+            scored.append((total, group.draw, episode, rewards))
+    order = sorted(range(len(scored)), key=lambda i: -scored[i][0])
+    best, worst = order[: (count + 1) // 2], order[len(order) - count // 2 :]
+    lines = []
+    for i in dict.fromkeys([*best, *reversed(worst)]):
+        total, draw, episode, rewards = scored[i]
+        lines.append(
+            {
+                "prompt_number": draw,
+                "reward": total,
+                "rewards": rewards,
+                "prompt": episode.prompt,
+                "completion": episode.completion,
+                "finish_reason": episode.finish_reason,
+                "tokens": episode.num_sampled,
+                "policy_version": episode.min_version,
+            }
+        )
+    return lines
+
+
+def nan_mean(values: np.ndarray) -> float:
+    """Mean of what is not NaN; NaN of nothing."""
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else float("nan")
