@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.batch import Batch
+from jaxtrain.parallel import relay
 from jaxtrain.parallel.gather import cut_pieces, gather_params
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.processes import Launch, Timeouts, finish, join
@@ -35,7 +36,11 @@ def make_round() -> list[Batch]:
 
 def main(port: str, size: int, process: int) -> None:
     join(Launch(f"localhost:{port}", process, size), {}, Timeouts(60, 60, 60))
-    found = {"one": share("a number", lambda: 17), "two": share("text", lambda: "x" * 3)}
+    relay.ASK_SECONDS = 0.5  # the others ask several times while process 0 is at it
+    found = {
+        "one": share("a number", lambda: time.sleep(2) or 17),
+        "two": share("text", lambda: "x" * 3),
+    }
     share("warm", make_round)
     start = time.monotonic()
     batches = share("a round", make_round)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.parallel.hub import free_port
 from jaxtrain.parallel.relay import Receiver, Sender
 
@@ -51,7 +52,7 @@ def test_values_and_parameters_reach_process_0_and_the_others():
 
 
 def open_pair() -> tuple[Sender, Receiver]:
-    sender = Sender(1, timeout=10)
+    sender = Sender(1)
     waiting = threading.Thread(target=sender.accept)
     waiting.start()
     receiver = Receiver("localhost", sender.port, sender.token, timeout=10)
@@ -60,7 +61,7 @@ def open_pair() -> tuple[Sender, Receiver]:
 
 
 def test_a_stranger_is_hung_up_on_and_hears_nothing():
-    sender = Sender(1, timeout=10)
+    sender = Sender(1)
     waiting = threading.Thread(target=sender.accept)
     waiting.start()
     stranger = socket.create_connection(("localhost", sender.port))
@@ -96,3 +97,8 @@ def test_the_end_of_process_0_ends_the_wait():
         connection.close()
     with pytest.raises(ConnectionError):
         receiver.hear("a round")
+
+
+def test_a_closed_port_is_explained():
+    with pytest.raises(UserError, match="cannot be reached from .* refused"):
+        Receiver("localhost", free_port(), bytes(32), timeout=5)
