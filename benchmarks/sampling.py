@@ -23,7 +23,7 @@ from step_work import MODELS
 
 from jaxtrain.models import build
 from jaxtrain.rollout.local import LocalSampler
-from jaxtrain.rollout.slots import CHUNK
+from jaxtrain.rollout.slots import CHUNK, unstack
 from jaxtrain.rollout.types import Sampling
 
 BYTES_PER_SECOND = 4.8e12
@@ -82,19 +82,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="different prompts of a round")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens of an answer")
-    parser.add_argument("--layers", default="scan", choices=("scan", "unroll"))
+    parser.add_argument("--stacked", action="store_true", help="layers stored as one array")
     parser.add_argument("--trace", type=Path, help="folder for a profile of one chunk")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     config = build.config_from_hf(MODELS[args.model])
-    options = {"param_dtype": "bfloat16", "dtype": "bfloat16", "scan_layers": args.layers == "scan"}
-    model = build.init(config, 0, **options)
+    model = build.init(config, 0, param_dtype="bfloat16", dtype="bfloat16")
+    if not args.stacked:
+        model = unstack(model)
     found = []
     for rows in args.rows:
         groups = min(args.prompts, rows)
         found.append(measure(model, rows, groups, args.prompt, args.new, args.trace))
         line = {name: round(value, 2) for name, value in found[-1].items()}
-        print(args.model, args.layers, "  ".join(f"{name} {v:g}" for name, v in line.items()))
+        print(args.model, "  ".join(f"{name} {v:g}" for name, v in line.items()))
     if args.out:
         device = jax.devices()[0].device_kind
         args.out.write_text(json.dumps({"device": device, "cases": found}, indent=1) + "\n")

@@ -6,6 +6,7 @@ trainer: float32, cut over fsdp, on all processes
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -50,21 +51,25 @@ def make_copier(parts: Parts, mesh: jax.sharding.Mesh) -> Callable[[Params], Par
     trained, _ = split_trained(shapes, parts.adapter)
     several = jax.process_count() > 1
 
-    def round_one(path: str, value: jax.Array) -> jax.Array:
-        moves = several or value.sharding.device_set != places[path].device_set
-        if value.dtype == dtypes[path] and (moves or path not in trained):
-            return value
-        out = None if moves else places[path]
-        return jax.jit(lambda x: jnp.copy(x.astype(dtypes[path])), out_shardings=out)(value)
+    def moves(value: jax.Array, path: str) -> bool:
+        return several or value.sharding.device_set != places[path].device_set
+
+    @functools.cache
+    def rounding(path: str, moved: bool):
+        """One compiled function a parameter."""
+        out = None if moved else places[path]
+        return jax.jit(lambda x: jnp.copy(x.astype(dtypes[path])), out_shardings=out)
 
     def copy(params: Params) -> Params:
         found = {}
         for path, value in params.items():
-            rounded = round_one(path, value)
+            moved = moves(value, path)
+            if value.dtype != dtypes[path] or (path in trained and not moved):
+                value = rounding(path, moved)(value)
             if several:
-                found |= gather_params({path: rounded}, places)
+                found |= gather_params({path: value}, places)
             else:
-                found[path] = jax.device_put(rounded, places[path])
+                found[path] = jax.device_put(value, places[path])
         return found
 
     return copy

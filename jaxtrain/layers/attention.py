@@ -5,7 +5,6 @@ decoding. The kernel sees local arrays only: sharded_attention.py.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +13,8 @@ from flax import nnx
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
-from jaxtrain.layers.sharded_attention import Sight, attend, attend_cached
+from jaxtrain.layers.sharded_attention import LayerCache, Sight, attend, attend_cached
 from jaxtrain.parallel.rules import constrain
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of all layers, and where this layer's T new ones go."""
-
-    k: jax.Array
-    """[L, B, S, K, H], and v the same."""
-    v: jax.Array
-    layer: jax.Array | int
-    """Which layer."""
-    start: jax.Array
-    """int32 [B]: first slot of S to write in each row."""
 
 
 class Attention(nnx.Module):
@@ -88,7 +75,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = _write(cache, k_BSKH, v_BSKH)
         if cache is not None and q_BTNH.shape[1] == 1:
-            out_BTNH = attend_cached(q_BTNH, cache.k, cache.v, cache.layer, cache.start, **see)
+            out_BTNH = attend_cached(q_BTNH, cache, **see)
         else:
             if cache is not None:
                 k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]

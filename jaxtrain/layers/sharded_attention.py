@@ -102,39 +102,49 @@ def attend(
     )(q_BTNH, k_BSKH, v_BSKH, sight.until, since, sight.positions, sight.key_positions)
 
 
+class LayerCache(NamedTuple):
+    """Keys and values of all layers, and where this layer's T new ones go."""
+
+    k: jax.Array
+    """[L, B, S, K, H], and v the same."""
+    v: jax.Array
+    layer: jax.Array | int
+    """Which layer."""
+    start: jax.Array
+    """int32 [B]: first slot of S to write in each row."""
+    end: jax.Array
+    """int32 [B]: slots that count afterwards; `start` in rows whose tokens do not count."""
+
+
 def attend_cached(
-    q_B1NH: jax.Array,
-    k_LBSKH: jax.Array,
-    v_LBSKH: jax.Array,
-    layer: jax.Array | int,
-    position_B: jax.Array,
-    *,
-    window: int | None = None,
-    **options,
+    q_B1NH: jax.Array, cache: LayerCache, *, window: int | None = None, **options
 ) -> jax.Array:
-    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, at slot and
-    position `position_B` of its row of the cache. Returns [B, 1, N, H], placed as q."""
-    since_B = None if window is None else jnp.maximum(position_B + 1 - window, 0)
+    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, whose own key
+    is in the cache. Returns [B, 1, N, H], placed as q; 0 in rows whose token does not count."""
+    until_B = jnp.where(cache.end > cache.start, cache.end, 0)
+    since_B = jnp.zeros_like(until_B) if window is None else jnp.maximum(until_B - window, 0)
     op = functools.partial(decode_attention, **options)
+    layer = jnp.asarray(cache.layer, jnp.int32)
+
+    def local(q_B1NH, k_LBSKH, v_LBSKH, layer, until_B, since_B):
+        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, until_B, since_B)[:, None]
+
+    inputs = (q_B1NH, cache.k, cache.v, layer, until_B, since_B)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, position_B + 1, since_B)[:, None]
+        return local(*inputs)
     names = ("rows", None, "act_heads", None)
     q_spec = partition_spec(names, q_B1NH.shape, mesh)
-    k_spec = partition_spec((None, *names), k_LBSKH.shape, mesh)
+    k_spec = partition_spec((None, *names), cache.k.shape, mesh)
     if q_spec[2] != k_spec[3]:  # heads that do not divide: every device takes all of them
         q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(None, k_spec[1])
     row = PartitionSpec(q_spec[0])
-
-    def local(q_B1NH, k_LBSKH, v_LBSKH, layer, position_B, since_B):
-        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, position_B + 1, since_B)[:, None]
-
     return jax.shard_map(
         local,
-        in_specs=(q_spec, k_spec, k_spec, PartitionSpec(), row, None if window is None else row),
+        in_specs=(q_spec, k_spec, k_spec, PartitionSpec(), row, row),
         out_specs=q_spec,
         check_vma=False,
-    )(q_B1NH, k_LBSKH, v_LBSKH, jnp.asarray(layer, jnp.int32), position_B, since_B)
+    )(*inputs)
 
 
 def share_heads(x_BSKH: jax.Array, num_heads: int, mesh) -> jax.Array:

@@ -56,6 +56,7 @@ class Stack(nnx.Module):
         self.windows = tuple(windows)
         self.remat = remat
         self.scan = scan
+        self.layers = nnx.data(None)
         self.kinds = ("block",) * len(self.windows) if kinds is None else tuple(kinds)
         assert len(self.kinds) == len(self.windows), f"{self.kinds} for {self.windows}"
         keys = jax.random.split(rngs.params(), len(self.windows))
@@ -75,6 +76,9 @@ class Stack(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, dict[int, jax.Array], dict[str, jax.Array]]:
         """(output [B, T, D], cache, {layer: output of that layer} for the layers of `capture`,
         {name: [layers that note it, ...]})."""
+        if self.layers is not None:
+            assert not capture, "a stack that was taken apart captures nothing"
+            return self._run_apart(x_BTD, angles, sight, cache)
         num_layers = len(self.windows)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
         bounds = self._bounds(capture)
@@ -109,6 +113,43 @@ class Stack(nnx.Module):
         notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
         return x_BTD, cache, captured, notes
 
+    def unstack(self) -> None:
+        """Store every layer by itself from now on, and run them unrolled.
+
+        For programs that run the layers in a loop of their own, as decoding does: there a slice of
+        the stack is a copy every time. To be called inside of jit; nothing of the stack remains.
+        """
+        layers: list[Any] = [None] * len(self.kinds)
+        for kind in dict.fromkeys(self.kinds):
+            block = getattr(self, kind)
+            graphdef, state = nnx.split(block)
+            mine = [layer for layer, name in enumerate(self.kinds) if name == kind]
+            for layer, piece in zip(mine, _split(state, [1] * len(mine)), strict=True):
+                layers[layer] = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], piece))
+            delattr(self, kind)
+        for _, variable in nnx.iter_graph(layers):
+            if isinstance(variable, nnx.Variable):
+                axes = variable.get_metadata()["axes"][1:]
+                variable.set_metadata(axes=axes)
+                variable.set_value(constrain(variable.get_value(), *axes))
+        self.layers = nnx.List(layers)
+
+    def _run_apart(self, x_BTD, angles, sight, cache):
+        kv = None if cache is None else (cache.k, cache.v)
+        steps, notes = {}, {}
+        for layer, block in enumerate(self.layers):
+            graphdef, state = nnx.split(block)
+            key = (graphdef, self.windows[layer])
+            if key not in steps:  # traced once
+                steps[key] = jax.jit(self._step(graphdef, angles, sight, key[1], cache))
+            index = jnp.asarray(layer, jnp.int32)
+            (x_BTD, kv), noted = steps[key]((x_BTD, kv), (state, index))
+            _append(notes, jax.tree.map(lambda leaf: leaf[None], noted))
+        if cache is not None:
+            cache = cache._replace(k=kv[0], v=kv[1])
+        notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
+        return x_BTD, cache, {}, notes
+
     def _bounds(self, capture: Sequence[int]) -> list[tuple[int, int]]:
         """Runs [start, stop): a new one where window or kind change and after a captured layer."""
         looks = list(zip(self.windows, self.kinds, strict=True))
@@ -122,7 +163,7 @@ class Stack(nnx.Module):
     def _step(self, graphdef, angles, sight, window, cache):
         def step(carry, layer_input):
             (x_BTD, kv), (state, layer) = carry, layer_input
-            here = None if kv is None else LayerCache(*kv, layer=layer, start=cache.start)
+            here = None if kv is None else cache._replace(k=kv[0], v=kv[1], layer=layer)
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, state)
             x_BTD, here, noted = block(x_BTD, angles, sight, window=window, cache=here)

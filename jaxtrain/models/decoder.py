@@ -198,6 +198,11 @@ class Decoder(nnx.Module):
         head_VD = self.head().astype(hidden.dtype)
         return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
 
+    def unstack(self) -> "Decoder":
+        """This model with every layer stored by itself, for decoding: see `Stack.unstack`."""
+        self.stack.unstack()
+        return self
+
     def init_cache(self, batch_size: int, length: int, dtype: Any = None) -> Cache:
         """Empty cache of `length` slots for `batch_size` rows, by default in the compute dtype."""
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
@@ -226,7 +231,7 @@ class Decoder(nnx.Module):
             positions=positions_BT,
             key_positions=jnp.broadcast_to(slots_S, (B, len(slots_S))),
         )
-        layers = LayerCache(cache.k, cache.v, layer=0, start=start_B)
+        layers = LayerCache(cache.k, cache.v, layer=0, start=start_B, end=end_B)
         x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
         return x_BTD, Cache(layers.k, layers.v, end_B)
 

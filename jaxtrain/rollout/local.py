@@ -11,7 +11,7 @@ are given back when there is none. `slots.py` has the device's side.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,10 @@ class LocalSampler:
         nothing. May be called from any thread."""
         self._weights = (model, version)
 
+    def on_mesh(self) -> AbstractContextManager:
+        """Where the sampler's programs run."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
     @property
     def version(self) -> int:
         """What `use` was told of the weights."""
@@ -180,7 +184,7 @@ class LocalSampler:
 
         Blocks until the device has answered. When nothing is left, the rows are given back.
         """
-        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+        with self.on_mesh():
             self._begin()
             ended = self._draw() if any(self._running) else []
         if not self.busy:

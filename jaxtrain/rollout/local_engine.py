@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.rollout.local import LocalSampler, Request
+from jaxtrain.rollout.slots import unstack
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
 
 PATIENCE = 3
@@ -136,7 +137,9 @@ class LocalPublisher:
         copies = self.copy(params)
         if self.engine is None:
             return {}
-        self.engine.use(rebuild(copies), version)
+        with self.engine.sampler.on_mesh():
+            model = unstack(rebuild(copies))
+        self.engine.use(model, version)
         return {"sync/seconds": time.monotonic() - start}
 
     def sleep(self) -> None:

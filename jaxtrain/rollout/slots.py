@@ -78,6 +78,12 @@ class Entry(NamedTuple):
     """int32 [R, E]."""
 
 
+@jax.jit
+def unstack(model: Any) -> Any:
+    """The model with its layers stored one by one: a token then costs no copies of weights."""
+    return model.unstack()
+
+
 @functools.partial(jax.jit, static_argnames=("B", "S", "E"))
 def empty_rows(model: Any, *, B: int, S: int, E: int) -> Rows:
     """B rows of S slots in which nothing runs."""

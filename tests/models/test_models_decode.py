@@ -10,10 +10,15 @@ from jaxtrain.models import build
 
 
 @pytest.mark.parametrize(
-    ("name", "scan"),
-    [("qwen3", True), ("qwen2_window", False), ("mistral", True), ("qwen3_moe_mixed", True)],
+    ("name", "scan", "apart"),
+    [
+        ("qwen3", True, True),
+        ("qwen2_window", False, False),
+        ("mistral", True, False),
+        ("qwen3_moe_mixed", True, True),
+    ],
 )
-def test_ragged_prefill_and_steps_equal_full_forward(name, scan):
+def test_ragged_prefill_and_steps_equal_full_forward(name, scan, apart):
     config = build.config_from_hf(RAW[name])
     model = build.init(config, 0, scan_layers=scan)
     texts = documents(0, 17, 12, 20)
@@ -25,6 +30,8 @@ def test_ragged_prefill_and_steps_equal_full_forward(name, scan):
     prompts = np.zeros((3, width), np.int32)
     for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
         prompts[row, :n] = text[:n]
+    if apart:
+        model = jax.jit(lambda model: model.unstack())(model)
     cache = model.init_cache(3, width + steps)
     decode = jax.jit(type(model).decode)
     hidden, cache = decode(model, prompts, cache, jnp.asarray(lengths))
