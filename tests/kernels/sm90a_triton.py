@@ -1,8 +1,8 @@
 """Compile Triton kernels to Hopper machine code without a GPU: what ptxas says about each.
 
-Run by test_kernels_decode_attention_gpu.py in a process of its own, as sm90a.py is, with the XLA
-flags of `FLAGS` for the folder given: `python sm90a_triton.py FOLDER` prints {case, kernel,
-registers, spills} lines as JSON.
+Run by test_kernels_decode_attention_gpu.py in a process of its own, as sm90a.py is, with `FLAGS` as
+XLA's: `python sm90a_triton.py FOLDER` prints {case, kernel, registers, spills, in_flight} lines as
+JSON; `in_flight` says whether loads go to shared memory while the program computes.
 """
 
 import itertools

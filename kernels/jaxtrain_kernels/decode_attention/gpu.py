@@ -35,20 +35,21 @@ class Config:
 
     keys: int = 64
     """Keys of a tile, all heads of the program together."""
-    part: int = 256
+    part: int = 512
     """Slots of a program at most."""
     warps: int = 4
     stages: int = 3
 
 
 def heuristic(B: int, S: int, K: int, N: int, H: int, itemsize: int = 2) -> Config:
-    """16 KiB of keys a tile; parts such that full rows give every core several programs."""
+    """16 KiB of keys a tile; the largest parts that give every core two programs of full rows."""
     keys = max(ROWS, 16384 // (H * itemsize))
     groups = K // heads_together(K, N)
     part = 64
-    while part < S and B * groups * pl.cdiv(S, 2 * part) >= 4 * num_cores():
+    while part < S and B * groups * pl.cdiv(S, 2 * part) >= 2 * num_cores():
         part *= 2
-    return Config(keys=keys, part=part)
+    # Float32 is multiplied without tensor cores: 4 warps would not have the registers.
+    return Config(keys=keys, part=part, warps=4 if itemsize == 2 else 8)
 
 
 def heads_together(K: int, N: int) -> int:
