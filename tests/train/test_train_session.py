@@ -1,9 +1,10 @@
 """What a session opens is closed again when it cannot be opened to its end."""
 
 import dataclasses
-from pathlib import Path
+import tomllib
 
 import pytest
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain import rollouts, session
 from jaxtrain.adapters.spec import Adapter
@@ -12,22 +13,9 @@ from jaxtrain.config import validate_config
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import pool
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 SFT = {
+    **tomllib.loads(MODEL),
     "run": {"max_steps": 1},
-    "model": {"architecture": MODEL, "tokenizer": "builtin"},
     "data": {
         "sequence_len": 64,
         "datasets": [{"path": "builtin:calculator", "options": {"num_rows": 20}}],
@@ -35,12 +23,8 @@ SFT = {
 }
 RL = {
     **SFT,
+    **tomllib.loads(EVEN_TOKENS),
     "task": {"kind": "rl", "beta": 0.1},
-    "sampling": {"temperature": 1.0, "max_new_tokens": 8},
-    "env": {
-        "kind": "python",
-        "path": f"{Path(__file__).with_name('rl_toy_env.py')}:EvenTokens",
-    },
     "rewards": [{"function": "length", "options": {"max_tokens": 4}}],
     "rollout": {"reward_workers": 1},
 }
