@@ -204,10 +204,14 @@ def list_tensors() -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync, mode", [("lora", "sync"), ("full", "prefetch"), ("delta", "sync")])
+@pytest.mark.parametrize(
+    "sync, mode", [("lora", "sync"), ("full", "streaming"), ("delta", "async")]
+)
 def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
     fake = Server(tensors=None if sync == "lora" else list_tensors())
-    words = ["run.export=true", "rollout.engine=vllm", f"rollout.mode={mode}", *SERVED]
+    words = ["run.export=true", "rollout.engine=vllm", *SERVED]
+    parts = ["rollout.mode=prefetch", "rollout.streaming=true", "task.num_minibatches=2"]
+    words += parts if mode == "streaming" else [f"rollout.mode={mode}"]
     words += [f'rollout.vllm.servers=["{fake.url}"]', f"rollout.vllm.sync={sync}"]
     words += ["adapter.kind=lora", "adapter.rank=4"] if sync == "lora" else []
     try:
