@@ -45,7 +45,7 @@ def workers(monkeypatch):
 
 
 def refuse(*_):
-    raise UserError("no such optimizer")
+    raise UserError("it is broken")
 
 
 def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers):
@@ -67,7 +67,7 @@ def test_reward_workers_end_when_a_later_part_fails(workers, monkeypatch):
         rollouts.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
     )
     monkeypatch.setattr(session, "make_step", refuse)
-    with pytest.raises(UserError, match="no such optimizer"):
+    with pytest.raises(UserError, match="it is broken"):
         session.open_session(config, assemble(config), lambda line: None)
     assert [process.poll() is not None for process in workers] == [True]
     assert len(closed) == 1
@@ -80,10 +80,35 @@ def test_the_source_is_closed_when_a_later_part_fails(monkeypatch):
     parts = assemble(config)
     with monkeypatch.context() as patch:
         patch.setattr(session, "build_optimizer", refuse)
-        with pytest.raises(UserError, match="no such optimizer"):
+        with pytest.raises(UserError, match="it is broken"):
             session.open_session(config, parts, print)
     assert len(closed) == 1
     opened = session.open_session(config, parts, print)
     assert len(closed) == 1  # one that opened stays open until it is told to close
     opened.close()
     assert closed[1:] == [opened.source]
+
+
+def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
+    told = []
+
+    class Servers:
+        def __init__(self, *_):
+            pass
+
+        def open(self):
+            told.append("open")
+
+        def close(self):
+            told.append("close")
+
+    publishing = pytest.importorskip("jaxtrain.publishing")
+    monkeypatch.setattr(publishing, "Servers", Servers)
+    monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: None)
+    monkeypatch.setattr(publishing, "open_weights", lambda *_, **__: refuse())
+    vllm = {"servers": ["http://localhost:1"], "sync": "full"}
+    rollout = {"engine": "vllm", "vllm": vllm, "reward_workers": 1}
+    config = validate_config({**RL, "rollout": rollout}, "a test")
+    with pytest.raises(UserError, match="it is broken"):
+        session.open_session(config, assemble(config), lambda line: None)
+    assert told == ["open", "close"]
