@@ -16,11 +16,13 @@ import json
 import sys
 from pathlib import Path
 
+import decode
 import jax
 import jax.numpy as jnp
 import numpy as np
 import vocabulary
 from jaxtrain_kernels import Adapters, attention, logp_gather, moe_ffn
+from jaxtrain_kernels.decode_attention import cases as decode_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
@@ -296,7 +298,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--op",
-        choices=["attention", "logp_gather", "weighted_logp", "logp_of_logits", "moe"],
+        choices=[
+            "attention",
+            "decode_attention",
+            "logp_gather",
+            "weighted_logp",
+            "logp_of_logits",
+            "moe",
+        ],
         nargs="+",
         required=True,
     )
@@ -316,6 +325,10 @@ def main():
         "logp_of_logits": (
             logits_cases,
             vocabulary.logp_of_logits_errors if options.errors else vocabulary.run_logp_of_logits,
+        ),
+        "decode_attention": (
+            decode_cases,
+            decode.decode_attention_errors if options.errors else decode.run_decode_attention,
         ),
         "moe": (moe_cases, moe_errors if options.errors else run_moe),
     }

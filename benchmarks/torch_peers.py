@@ -2,6 +2,7 @@
 
 Attention: FlexAttention compiled with a block mask of the same intervals (its mask is built outside
 the timing); for plain documents of one length, scaled_dot_product_attention on a batch of them.
+decode_attention: both, on one layer's cache.
 logp_gather: torch.compile of matmul, log-softmax and gather, whole and in chunks of tokens.
 moe_ffn: torch.compile of sort, grouped_mm, SwiGLU, grouped_mm and combine.
 """
@@ -81,6 +82,47 @@ def sdpa(case, inputs, backend="cudnn"):
         return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
     return forward, backward
+
+
+def decode_arrays(case):
+    """q [B, N, 1, H], k and v [B, K, S, H] of one layer, until [B]."""
+    B, S, H = case.rows, case.slots, case.head_dim
+    q, k, v = (
+        torch.randn(B, heads, length, H, device="cuda", dtype=torch.bfloat16)
+        for heads, length in ((case.heads, 1), (case.kv_heads, S), (case.kv_heads, S))
+    )
+    return q, k, v, torch.from_numpy(case.interval()[0]).cuda()
+
+
+def decode_sdpa(case):
+    """scaled_dot_product_attention of one query a row, with a mask over all slots."""
+    q, k, v, until = decode_arrays(case)
+    mask = (torch.arange(case.slots, device="cuda") < until[:, None])[:, None, None]
+
+    @torch.no_grad()
+    def forward():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return forward
+
+
+def decode_flex(case):
+    """FlexAttention of one query a row, with a block mask over the slots that are seen."""
+    q, k, v, until = decode_arrays(case)
+
+    def mask(b, h, q_index, k_index):
+        return k_index < until[b]
+
+    blocks = create_block_mask(mask, case.rows, None, 1, case.slots, _compile=True)
+    attend = torch.compile(
+        functools.partial(flex_attention, block_mask=blocks, enable_gqa=True), dynamic=False
+    )
+
+    @torch.no_grad()
+    def forward():
+        return attend(q, k, v)
+
+    return forward
 
 
 def compiled_logp(inputs, chunks: int = 1):

@@ -38,7 +38,7 @@ def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softca
         v,
         jnp.asarray(layer, jnp.int32),
         until,
-        jnp.zeros_like(until) if since is None else since,
+        since,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         interpret=True,
@@ -177,9 +177,13 @@ def test_no_window_is_a_window_from_0():
     case = next(case for case in CI if case.name == "ragged")
     q, k, v, until, _ = arrays(case, "float32")
     until = jnp.asarray(until)
-    for impl in ("reference", "xla"):
-        alone = decode_attention(q, k, v, 0, until, impl=impl)
-        given = decode_attention(q, k, v, 0, until, jnp.zeros_like(until), impl=impl)
+    for kernel in (
+        functools.partial(decode_attention, impl="reference"),
+        functools.partial(decode_attention, impl="xla"),
+        functools.partial(interpreted, gpu.Config(keys=32, part=32)),
+    ):
+        alone = kernel(q, k, v, 0, until)
+        given = kernel(q, k, v, 0, until, jnp.zeros_like(until))
         np.testing.assert_array_equal(alone, given)
 
 

@@ -41,9 +41,8 @@ def decode_attention(
             f"decode_attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, N, H] and twice "
             "[L, B, S, K, H] with N a multiple of K"
         )
-    since = jnp.zeros_like(until) if since is None else since
     for name, array in {"until": until, "since": since}.items():
-        if array.shape != (B,) or array.dtype != jnp.int32:
+        if array is not None and (array.shape != (B,) or array.dtype != jnp.int32):
             raise ValueError(
                 f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want int32[{B}]"
             )

@@ -203,7 +203,8 @@ def _attend(
 
 def _interval(since_ref, until_ref, row, slots: int):
     """What the row sees, within the cache: rows that ended may stand behind their last slot."""
-    return jnp.maximum(since_ref[row], 0), jnp.minimum(until_ref[row], slots)
+    since = 0 if since_ref is None else jnp.maximum(since_ref[row], 0)
+    return since, jnp.minimum(until_ref[row], slots)
 
 
 def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, slots: int, part: int):

@@ -18,7 +18,9 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     if softcap is not None:
         score_BKGS = softcap * jnp.tanh(score_BKGS / softcap)
     slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
-    seen_BS = (since[:, None] <= slot_1S) & (slot_1S < until[:, None])
+    seen_BS = slot_1S < until[:, None]
+    if since is not None:
+        seen_BS &= since[:, None] <= slot_1S
     seen_B11S = seen_BS[:, None, None]
     # A finite stand-in for -inf: a row that sees nothing has weights of 0, not NaN.
     score_BKGS = jnp.where(seen_B11S, score_BKGS, jnp.finfo(compute).min)

@@ -1,0 +1,67 @@
+"""Compile Triton kernels to Hopper machine code without a GPU: what ptxas says about each.
+
+Run by test_kernels_decode_attention_gpu.py in a process of its own, as sm90a.py is, with the XLA
+flags of `FLAGS` for the folder given: `python sm90a_triton.py FOLDER` prints {case, kernel,
+registers, spills} lines as JSON.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from sm90a import compile_for_h200
+
+FLAGS = "--xla_dump_to={folder} --xla_dump_emitter_re=.* --xla_gpu_dump_llvmir=true"
+PTXAS = "/usr/local/cuda/bin/ptxas"
+
+
+def report(folder: Path, case: str, function, *shapes):
+    for old in folder.glob("*"):
+        old.unlink()
+    compile_for_h200(function, *shapes)
+    for path in sorted(folder.glob("*.ptx")):
+        done = subprocess.run(
+            [PTXAS, "-arch=sm_90a", "-v", str(path), "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (name,) = re.findall(r"entry function '(\w+)'", done.stderr)
+        (spills,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
+        (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+        row = {"case": case, "kernel": name, "registers": int(registers), "spills": int(spills)}
+        row |= {"in_flight": "cp.async" in path.read_text()}
+        print(json.dumps(row), flush=True)
+
+
+def decode_call(head_dim, dtype, heads=16, softcap=None, config=None):
+    from jaxtrain_kernels.decode_attention import decode_attention, gpu
+
+    q = jax.ShapeDtypeStruct((128, heads, head_dim), dtype)
+    cache = jax.ShapeDtypeStruct((4, 128, 1280, 8, head_dim), dtype)
+    layer, until = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (128,)))
+
+    def call(q, k, v, layer, until):
+        if config is None:
+            return decode_attention(q, k, v, layer, until, softcap=softcap, impl="gpu")
+        return gpu.run(config, q, k, v, layer, until, until * 0, scale=0.1, softcap=softcap)
+
+    return call, q, cache, cache, layer, until
+
+
+def main():
+    folder = Path(sys.argv[1])
+    for head_dim, dtype in itertools.product((64, 128, 256), ("bfloat16", "float32")):
+        for softcap in (None, 30.0):
+            name = f"d{head_dim} {dtype}" + (" softcap" if softcap else "")
+            report(folder, name, *decode_call(head_dim, dtype, softcap=softcap))
+    report(folder, "d128 bfloat16 16 to 1", *decode_call(128, "bfloat16", heads=128))
+
+
+if __name__ == "__main__":
+    main()
