@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from jaxtrain.checkpoint_folder import (
     ORBAX_TMP,
@@ -38,6 +36,7 @@ from jaxtrain.checkpoint_folder import (
 )
 from jaxtrain.errors import UserError
 from jaxtrain.manifest import find_damage, is_sealed, read_manifest, write_manifest
+from jaxtrain.parallel.relay import share
 
 
 class Restored(NamedTuple):
@@ -147,19 +146,19 @@ class Checkpoints:
         the arrays are not those of this model.
         """
         self.wait()
-        step = -1
-        if jax.process_index() == 0:
-            step, problems = find_good_step(self.folder)
-            if step >= 0 or not any(p.damaged for p in problems):
-                if said := clear_folder(self.folder, problems, step):
-                    self.say(said)
-            else:
-                step = -2
-        if jax.process_count() > 1:
-            step = int(multihost_utils.broadcast_one_to_all(np.int64(step)))
+        step = share("the newest checkpoint", self._find_newest)  # reading it all may take minutes
         if step == -2:
             raise UserError(describe_all_damaged(self.folder))
         return None if step < 0 else self.load(step, abstract)
+
+    def _find_newest(self) -> int:
+        """The newest good step; -1: there is none, -2: all are damaged. Clears what is not good."""
+        step, problems = find_good_step(self.folder)
+        if step < 0 and any(p.damaged for p in problems):
+            return -2
+        if said := clear_folder(self.folder, problems, step):
+            self.say(said)
+        return step
 
     def load(self, step: int, abstract: Any) -> Restored:
         """Read one checkpoint without checking its files; `abstract` may name a part of it."""

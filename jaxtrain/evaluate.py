@@ -24,6 +24,7 @@ from jaxtrain.envs.calculator import (
 from jaxtrain.errors import UserError
 from jaxtrain.metrics import add_pairs, average
 from jaxtrain.parallel.feed import feed, row_shards
+from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.relay import share
 from jaxtrain.parameters import Params, Rebuild
 from jaxtrain.problem_sets import ProblemSets, open_problem_sets
@@ -188,12 +189,14 @@ def held_out_loss(
 
 def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
     """The verb `eval`: held-out loss and answered problems of a run's newest checkpoint, or of a
-    config's model. What is generated goes to the folder `eval` in the run's."""
+    config's model. What is generated goes to the folder `eval` in the run's. Of several processes
+    the first answers, prints and writes."""
+    say = print if is_main_process() else silent
     if run is not None:
         trained = open_trained(str(run), overrides)
         config, parts, step = trained.config, trained.parts, trained.step
         params, rebuild = trained.params, trained.rebuild
-        print(f"{run}, step {step}")
+        say(f"{run}, step {step}")
     else:
         config, step = load_config(config_path, overrides), 0
         parts = assemble(config)
@@ -210,41 +213,53 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         for dataset in datasets:
             means = held_out_loss(evaluate, params, open_eval(config, parts, dataset), parts.mesh)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
-            print(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
+            say(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
         if generates:
             of_run = run is not None and (run / "checkpoints").is_dir()
             folder = (run if of_run else Path(config.run.output_dir)) / "eval"
-            generate_into(folder, config, parts, params, rebuild, step)
+            generate_into(folder, config, parts, params, rebuild, step, say)
+
+
+def silent(text: str) -> None:
+    """What all processes but the first say."""
 
 
 def generate_into(
-    folder: Path, config: Config, parts: Parts, params: Params, rebuild: Rebuild, step: int
+    folder: Path,
+    config: Config,
+    parts: Parts,
+    params: Params,
+    rebuild: Rebuild,
+    step: int,
+    say: Callable[[str], None],
 ) -> None:
     """Let the weights answer what section eval asks; prints the numbers, appends them to
     metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew."""
     samples = folder / "samples.jsonl"
     with ExitStack() as stack:
-        sets = open_problem_sets(config, parts, print)
+        sets = open_problem_sets(config, parts, say)
         if sets is not None:
             stack.callback(sets.close)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            samples.write_text("")
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+        if is_main_process():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                samples.write_text("")
+            except OSError as error:
+                raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
         engine = None
-        if sets is not None and config.rollout.engine == "vllm":
+        if config.eval.sets and config.rollout.engine == "vllm":
             # Adapters go to this folder, beside those of a run that may be under way.
             place = config.run.model_copy(update={"output_dir": str(folder)})
-            engine, publisher = open_engine(config.model_copy(update={"run": place}), parts, print)
+            engine, publisher = open_engine(config.model_copy(update={"run": place}), parts, say)
             stack.callback(publisher.close)
             publisher.publish(0, params, rebuild)
-        evaluation = Evaluation(config, parts, print, samples, sets, engine)
+        evaluation = Evaluation(config, parts, say, samples, sets, engine)
         found = evaluation.generate(params, rebuild, step)
-        file = JsonLines(folder / "metrics.jsonl")
-        file.start(step, step)
-        stack.callback(file.close, None)
-        file.write(step, found)
+        if is_main_process():
+            file = JsonLines(folder / "metrics.jsonl")
+            file.start(step, step)
+            stack.callback(file.close, None)
+            file.write(step, found)
     for name, value in found.items():
-        print(f"{name:<32} {value:.6g}")
-    print(f"answers: {samples}")
+        say(f"{name:<32} {value:.6g}")
+    say(f"answers: {samples}")

@@ -6,6 +6,7 @@ Heavy imports happen inside the verb that needs them, so `--help` and mistakes a
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.errors import RunStopped, UserError
@@ -87,19 +88,29 @@ def run_train(argv: list[str]) -> int:
 
 
 def train_together(args: argparse.Namespace, command: list[str]) -> int:
-    """Train with whatever other processes there are; what ends one of them is told once."""
+    """Train with whatever other processes there are."""
+
+    def work(config) -> int:
+        from jaxtrain.train import train
+
+        return train(config, command)
+
+    return run_together(lambda: read_config(args), lambda config: config.parallel, work)
+
+
+def run_together(read: Callable, parallel: Callable, work: Callable) -> int:
+    """work(read()) on all processes that parallel(read()) and the environment tell of; what ends
+    one of them is told once."""
     from jaxtrain.parallel.processes import finish, join_by_config, report
 
     try:
         try:
-            config = read_config(args)
+            wanted = read()
         except UserError:
             join_by_config(None)  # so that this, too, is told once
             raise
-        join_by_config(config.parallel)
-        from jaxtrain.train import train
-
-        code = train(config, command)
+        join_by_config(parallel(wanted))
+        code = work(wanted)
         finish()
         return code
     except (UserError, RunStopped, KeyboardInterrupt) as error:
@@ -120,17 +131,35 @@ def run_preprocess(argv: list[str]) -> None:
     preprocess(read_config(args), args.samples)
 
 
-def run_eval(argv: list[str]) -> None:
+def run_eval(argv: list[str]) -> int:
     """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
     parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
     args = parser.parse_args(argv)
-    from jaxtrain.evaluate import evaluate_command
-
     runs = [word for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(runs) + bool(args.config) != 1:
         raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
-    evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
+
+    def read():
+        from jaxtrain.config import ParallelConfig, load_config
+        from jaxtrain.config.load import apply_overrides
+
+        if args.config:
+            return load_config(args.config, overrides).parallel
+        # Not as the run's own config says: that is how its first process was started.
+        own = [word for word in overrides if word.startswith("parallel.")]
+        try:
+            return ParallelConfig(**apply_overrides({}, own).get("parallel", {}))
+        except ValueError:  # told where all of the config is read
+            return None
+
+    def work(parallel) -> int:
+        from jaxtrain.evaluate import evaluate_command
+
+        evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
+        return 0
+
+    return run_together(read, lambda parallel: parallel, work)
 
 
 def run_generate(argv: list[str]) -> None:

@@ -6,6 +6,7 @@ would hold.
 
 import collections
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +43,16 @@ def open_vllm(
     engine = own = None
     if is_main_process():
         servers = Servers(vllm, config.sampling, say)
-        servers.open()
-        engine = VllmEngine(servers, adapters=adapters)
-        folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
-        if adapters:
-            own = open_lora(servers, folder, parts, config.model.path)
-        else:
-            own = open_weights(servers, parts, delta=vllm.sync == "delta")
+        with ExitStack() as stack:
+            stack.callback(servers.close)
+            servers.open()
+            engine = VllmEngine(servers, adapters=adapters)
+            folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
+            if adapters:
+                own = open_lora(servers, folder, parts, config.model.path)
+            else:
+                own = open_weights(servers, parts, delta=vllm.sync == "delta")
+            stack.pop_all()  # the publisher closes them
     return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
 
 

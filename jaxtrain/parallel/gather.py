@@ -51,7 +51,8 @@ def _gather(value: jax.Array, place: NamedSharding | None, piece_bytes: int) -> 
         start = np.int32(min(start, value.shape[axis] - size))  # the last two may overlap
         piece = take(value, start)
         if place is not None:
-            made = _putter(place, axis)(made, _copy_on(piece, place.mesh), start)
+            with jax.set_mesh(place.mesh):  # around this stands the trainer's
+                made = _putter(place, axis)(made, _copy_on(piece, place.mesh), start)
     return made
 
 

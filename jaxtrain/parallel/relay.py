@@ -9,6 +9,7 @@ so does the end of a process while others wait for it.
 
 import hmac
 import pickle
+import platform
 import secrets
 import socket
 import struct
@@ -19,27 +20,30 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed
 
+from jaxtrain.errors import UserError
 from jaxtrain.parallel.processes import peers
 
 T = TypeVar("T")
 
 KEY = "jaxtrain_relay"
 TOKEN_BYTES = 32
+ASK_SECONDS = 600.0
+"""After that long a process asks anew where process 0 is; nothing is given up."""
 
 
 class Sender:
     """Process 0's end: one connection to each other process."""
 
-    def __init__(self, count: int, timeout: float):
+    def __init__(self, count: int):
         """Listens at once, at `port`, for `count` processes that know the `token`."""
         self.count, self.token = count, secrets.token_bytes(TOKEN_BYTES)
         self._listener = listen()
-        self._listener.settimeout(timeout)
         self.port = self._listener.getsockname()[1]
         self._connections: list[socket.socket] = []
 
     def accept(self) -> None:
-        """Wait for all of them; whoever does not know the token is hung up on."""
+        """Wait for all of them, however long (the hub ends the run where one is lost); whoever does
+        not know the token is hung up on."""
         while len(self._connections) < self.count:
             connection, _ = self._listener.accept()
             connection.settimeout(5)
@@ -86,7 +90,15 @@ class Receiver:
     """Another process's end."""
 
     def __init__(self, host: str, port: int, token: bytes, timeout: float):
-        self._connection = socket.create_connection((host, port), timeout=timeout)
+        """Raises UserError where that port cannot be reached."""
+        try:
+            self._connection = socket.create_connection((host, port), timeout=timeout)
+        except OSError as error:
+            raise UserError(
+                f"process 0 shares what it samples on port {port} of {host}, which cannot be"
+                f" reached from {platform.node()} ({error.strerror or error}); let these machines"
+                " open any port of each other, as their collectives need, too"
+            ) from None
         self._connection.sendall(token)
         self._connection.settimeout(None)
         # A machine that vanishes closes nothing; the hub tells of it, this only tidies up.
@@ -147,7 +159,7 @@ def open_sender() -> Sender:
     """Process 0's end, once the others have connected to it."""
     others = peers()
     assert others is not None, "processes that share something have joined"
-    sender = Sender(others.size - 1, others.start_timeout)
+    sender = Sender(others.size - 1)
     address = f"{sender.port} {sender.token.hex()}"
     distributed.global_state.client.key_value_set(KEY, address)
     sender.accept()
@@ -161,7 +173,7 @@ def open_receiver() -> Receiver:
     client = distributed.global_state.client
     while True:
         try:
-            address = client.blocking_key_value_get(KEY, 600_000)
+            address = client.blocking_key_value_get(KEY, int(ASK_SECONDS * 1000))
             break
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):

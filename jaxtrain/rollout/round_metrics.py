@@ -46,6 +46,8 @@ def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     if ended.any():
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
+        found["completions/min_terminated_length"] = float(lengths[ended].min())
+        found["completions/max_terminated_length"] = float(lengths[ended].max())
     for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
         values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
         found[f"env/{name}"] = float(np.mean(values))

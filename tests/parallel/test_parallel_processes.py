@@ -62,7 +62,13 @@ console = "plain"
 
 
 def start(
-    folder: Path, count: int, *overrides: str, devices: int = 2, environs=None, config_text=CONFIG
+    folder: Path,
+    count: int,
+    *overrides: str,
+    devices: int = 2,
+    environs=None,
+    config_text=CONFIG,
+    verb=("--config", "config.toml"),
 ):
     """`count` processes of one run in folder/run; their output goes to folder/<i>.txt."""
     folder.mkdir(exist_ok=True)
@@ -81,7 +87,7 @@ def start(
         if environs is None:
             words += [f"parallel.coordinator=localhost:{port}", f"parallel.num_processes={count}"]
             words += [f"parallel.process_id={process}"]
-        command = [sys.executable, "-m", "jaxtrain.main", "--config", str(config), *words]
+        command = [sys.executable, "-m", "jaxtrain.main", *verb, *words]
         with (folder / f"{process}.txt").open("w") as output:
             running.append(
                 subprocess.Popen(

@@ -118,6 +118,24 @@ def test_two_processes_train_and_evaluate_what_one_does(tmp_path):
     ).read_text()
 
 
+@pytest.mark.slow
+def test_the_verb_eval_says_alike_on_two_processes(tmp_path):
+    """Held-out loss by all, questions and sets by process 0, of a model that nobody trained."""
+    held_out = ["data.eval_datasets.0.path=builtin:calculator"]
+    held_out += ["data.eval_datasets.0.options.num_rows=9", "sampling.max_new_tokens=8"]
+    sets = ["eval.problems=3", "eval.sets.0.path=builtin:calculator", "env.kind=calculator"]
+    sets += ["eval.sets.0.options.num_rows=4"]
+    verb, texts = ("eval", "--config", "config.toml"), []
+    for count in (1, 2):
+        running = start(tmp_path, count, *held_out, *sets, devices=4 // count, verb=verb)
+        assert finish(running) == [0] * count, output(tmp_path, 0) + output(tmp_path, count - 1)
+        texts.append(output(tmp_path, 0))
+        answers = (tmp_path / "run" / "eval" / "samples.jsonl").read_text().splitlines()
+        assert len(answers) == 3 + 4
+    assert output(tmp_path, 1) == []
+    assert texts[0] == texts[1] and any("perplexity" in line for line in texts[0])
+
+
 def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
     found = {line["step"]: line for line in numbers(folder) if "reward" in line}
     return {step: (line["reward"], line["loss"]) for step, line in found.items()}
@@ -204,10 +222,14 @@ def list_tensors() -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync, mode", [("lora", "sync"), ("full", "prefetch"), ("delta", "sync")])
+@pytest.mark.parametrize(
+    "sync, mode", [("lora", "sync"), ("full", "streaming"), ("delta", "async")]
+)
 def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
     fake = Server(tensors=None if sync == "lora" else list_tensors())
-    words = ["run.export=true", "rollout.engine=vllm", f"rollout.mode={mode}", *SERVED]
+    words = ["run.export=true", "rollout.engine=vllm", *SERVED]
+    parts = ["rollout.mode=prefetch", "rollout.streaming=true", "task.num_minibatches=2"]
+    words += parts if mode == "streaming" else [f"rollout.mode={mode}"]
     words += [f'rollout.vllm.servers=["{fake.url}"]', f"rollout.vllm.sync={sync}"]
     words += ["adapter.kind=lora", "adapter.rank=4"] if sync == "lora" else []
     try:

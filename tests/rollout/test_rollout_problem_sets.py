@@ -2,49 +2,29 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from fake_vllm import FakeVllm
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 
-CONFIG = """
+CONFIG = f"""
 [run]
 max_steps = 1
 export = false
 output_dir = "OUT"
-
-[model]
-tokenizer = "builtin"
-compute_dtype = "float32"
-
-[model.architecture]
-architectures = ["Qwen3ForCausalLM"]
-model_type = "qwen3"
-vocab_size = 512
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-max_position_embeddings = 64
-
+{MODEL}
 [adapter]
 kind = "lora"
 rank = 4
-
-[parallel]
-data = 1
-fsdp = -1
 
 [data]
 sequence_len = 64
 
 [[data.datasets]]
 path = "builtin:calculator"
-options = { num_rows = 50 }
+options = {{ num_rows = 50 }}
 
 [task]
 kind = "rl"
@@ -60,20 +40,13 @@ servers = ["URL"]
 sync = "lora"
 health_seconds = 0.1
 
-[env]
-kind = "python"
-path = "ENV:EvenTokens"
-
-[sampling]
-temperature = 1.0
-max_new_tokens = 8
-
+{EVEN_TOKENS}
 [eval]
 at_start = true
 
 [[eval.sets]]
 path = "builtin:calculator"
-options = { num_rows = 5 }
+options = {{ num_rows = 5 }}
 k = 2
 
 [log]
@@ -90,8 +63,7 @@ def fake():
 
 @pytest.fixture
 def config(fake, tmp_path):
-    env = Path(__file__).parents[1] / "train" / "rl_toy_env.py"
-    text = CONFIG.replace("URL", fake.url).replace("ENV", str(env))
+    text = CONFIG.replace("URL", fake.url)
     (tmp_path / "rl.toml").write_text(text.replace("OUT", str(tmp_path / "run")))
     return tmp_path / "rl.toml"
 

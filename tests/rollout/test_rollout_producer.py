@@ -16,6 +16,7 @@ from jaxtrain.rollout.labels import EPISODE, Labels
 from jaxtrain.rollout.producer import GroupPlayer, Interrupted, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
+from jaxtrain.rollout.round_metrics import describe_episodes
 from jaxtrain.rollout.rounds import Estimator, RoundSource
 from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed, Group
 
@@ -276,6 +277,17 @@ def test_a_round_has_exact_advantages_and_metrics(closing):
     assert found["lag/max"] == 0
     assert found["prompt_tokens_saved"] == (2 * (GROUP - 1)) / (2 * GROUP * 2)
     assert [sample["reward"] for sample in source.samples] == [3.0, 0.0]
+
+
+def test_lengths_of_answers_that_ended_are_told_from_those_cut_off():
+    def episode(length, reason):
+        return Episode([1] * (length + 1), [False] + [True] * length, [], [], reason)
+
+    found = describe_episodes([episode(2, "stop"), episode(9, "length"), episode(5, "stop")])
+    names = ("mean_length", "max_length", "clipped_ratio", "mean_terminated_length")
+    names += ("min_terminated_length", "max_terminated_length")
+    values = [found[f"completions/{name}"] for name in names]
+    assert values == pytest.approx([16 / 3, 9, 1 / 3, 3.5, 2, 5])
 
 
 def test_dropped_groups_still_count_in_the_mean_reward(closing):

@@ -5,6 +5,7 @@ minute, so all of this is slow.
 """
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 from jaxtrain.assemble import abstract_params, assemble, open_params
 from jaxtrain.config import validate_config
 from jaxtrain.data.template import load_tokenizer
+from jaxtrain.main import main
 from jaxtrain.models import build
 from jaxtrain.publishing import open_vllm
 
@@ -174,8 +176,11 @@ def change(params, share, seed):
     """Some entries of every parameter moved by a step that bfloat16 sees."""
     rng = np.random.default_rng(seed)
     return {
-        name: array + (rng.random(array.shape) < share) * rng.normal(size=array.shape) * 0.1
-        for name, array in ((n, np.asarray(a)) for n, a in params.items())
+        name: array
+        + jnp.asarray(
+            (rng.random(array.shape) < share) * rng.normal(size=array.shape) * 0.1, array.dtype
+        )
+        for name, array in params.items()
     }
 
 
@@ -336,6 +341,116 @@ def test_served_adapters_are_the_trainers(lora_server, tmp_path):
         assert worst(engine, rebuild, params, config, 3) > 10 * CLOSE
     finally:
         publisher.close()
+
+
+RUN = """
+[run]
+max_steps = 12
+export = false
+output_dir = "OUT"
+[model]
+path = "MODEL"
+compute_dtype = "float32"
+[parallel]
+data = 1
+fsdp = -1
+[data]
+sequence_len = 128
+micro_batch_size = 1
+[[data.datasets]]
+path = "builtin:calculator"
+options = { num_rows = 200 }
+[task]
+kind = "rl"
+num_minibatches = 2
+[rollout]
+engine = "ENGINE"
+mode = "async"
+max_lag = 2
+streaming = true
+prompts_per_step = 4
+group_size = 4
+[rollout.vllm]
+servers = ["http://127.0.0.1:PORT"]
+weight_dtype = "float32"
+wait_seconds = 180.0
+[env]
+kind = "python"
+path = "ENV:EvenTokens"
+[sampling]
+temperature = 1.0
+max_new_tokens = 24
+[optim]
+learning_rate = 1e-3
+lr_scheduler = "constant"
+[[eval.sets]]
+path = "builtin:calculator"
+options = { num_rows = 12 }
+temperature = 0.0
+[log]
+plot = false
+"""
+
+
+def write_run(server, folder, engine="vllm", model=None) -> Path:
+    """A config file whose run samples from the server, or in its own process."""
+    text = RUN.replace("OUT", str(folder / "run")).replace("MODEL", str(model or server.model))
+    text = text.replace("ENV", str(ROOT / "tests" / "train" / "rl_toy_env.py"))
+    text = text.replace("ENGINE", engine).replace("PORT", str(server.port))
+    if engine == "local":
+        kept = [line for line in text.splitlines() if not line.startswith(LOCAL_HAS_NO)]
+        text = "\n".join(kept)
+    (folder / "run.toml").write_text(text)
+    return folder / "run.toml"
+
+
+LOCAL_HAS_NO = ("[rollout.vllm]", "servers", "weight_dtype", "wait_seconds", "mode", "streaming")
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_eval_verb_brings_its_weights_to_the_server(weights_server, tmp_path):
+    """Greedy answers of a model that the server never had are those of the local engine."""
+    other = make_model(tmp_path / "other", seed=5, tied=True)
+    answers = {}
+    for name, engine, model in (
+        ("served", "vllm", other),
+        ("local", "local", other),
+        ("first", "vllm", None),
+    ):
+        (tmp_path / name).mkdir()
+        config = write_run(weights_server, tmp_path / name, engine, model)
+        assert main(["eval", "--config", str(config)]) == 0
+        folder = tmp_path / name / "run" / "eval"
+        answers[name] = [line["completion"] for line in read(folder / "samples.jsonl")]
+        (line,) = read(folder / "metrics.jsonl")
+        print(name, {key: value for key, value in line.items() if key.startswith("eval/")})
+        assert len(answers[name]) == 12 and "eval/calculator/failed" not in line
+    assert answers["served"] == answers["local"] != answers["first"]
+
+
+def test_a_streamed_asynchronous_run(weights_server, tmp_path):
+    """Six rounds of two steps, answers drawn all the time: versions, lag and log-probs hold."""
+    assert main(["--config", str(write_run(weights_server, tmp_path))]) == 0
+    lines = [line for line in read(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    rounds = [line for line in lines if "policy_version" in line]
+    assert [line["policy_version"] for line in rounds] == list(range(6))
+    assert max(line["lag/max"] for line in rounds) in (1, 2) and rounds[0]["lag/max"] == 0
+    # The first part of the first round was drawn with the weights that train it.
+    gaps = [line["sampling/sampling_logp_difference/max"] for line in lines]
+    print("parts", [line["part"] for line in lines], "lags", [x["lag/max"] for x in rounds], gaps)
+    print("sync", [(line["sync/seconds"], line["sync/pause_seconds"]) for line in rounds])
+    assert gaps[0] < CLOSE < gaps[1]
+    assert all(line["ratio/max"] == 1.0 for line in lines)
+    trained = sum(line["part/groups"] for line in lines)
+    assert trained == sum(line["groups"] for line in rounds)
+    for line in rounds[1:]:  # the ratio to what drew them stays near 1: the versions are right
+        assert 0.5 < line["sampling/importance_sampling_ratio/mean"] < 2.0
+    (evaluation,) = [x for x in read(tmp_path / "run" / "metrics.jsonl") if "loss" not in x]
+    assert "eval/calculator/avg@1" in evaluation
 
 
 def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 
@@ -12,28 +13,7 @@ CONFIG = f"""
 [run]
 max_steps = 2
 export = false
-
-[model]
-tokenizer = "builtin"
-compute_dtype = "float32"
-
-[model.architecture]
-architectures = ["Qwen3ForCausalLM"]
-model_type = "qwen3"
-vocab_size = 512
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-max_position_embeddings = 64
-tie_word_embeddings = false
-
-[parallel]
-data = 1
-fsdp = -1
-
+{MODEL}
 [data]
 sequence_len = 64
 
@@ -45,14 +25,7 @@ options = {{ num_rows = 50 }}
 prompts_per_step = 2
 group_size = 4
 
-[env]
-kind = "python"
-path = "{Path(__file__).with_name("rl_toy_env.py")}:EvenTokens"
-
-[sampling]
-temperature = 1.0
-max_new_tokens = 8
-
+{EVEN_TOKENS}
 [optim]
 learning_rate = 1e-2
 

@@ -2,10 +2,10 @@
 run that was never stopped, and what the config asks for is what the numbers show."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import AdapterConfig, Config, RLTask
@@ -17,28 +17,7 @@ CONFIG = f"""
 [run]
 max_steps = 4
 export = false
-
-[model]
-tokenizer = "builtin"
-compute_dtype = "float32"
-
-[model.architecture]
-architectures = ["Qwen3ForCausalLM"]
-model_type = "qwen3"
-vocab_size = 512
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-max_position_embeddings = 64
-tie_word_embeddings = false
-
-[parallel]
-data = 1
-fsdp = -1
-
+{MODEL}
 [data]
 sequence_len = 64
 micro_batch_size = 1
@@ -54,14 +33,7 @@ kind = "rl"
 prompts_per_step = 4
 group_size = 4
 
-[env]
-kind = "python"
-path = "{Path(__file__).with_name("rl_toy_env.py")}:EvenTokens"
-
-[sampling]
-temperature = 1.0
-max_new_tokens = 8
-
+{EVEN_TOKENS}
 [optim]
 learning_rate = 1e-2
 lr_scheduler = "constant"
@@ -153,6 +125,13 @@ def test_minibatches_and_iterations_are_steps_under_one_version(config, tmp_path
     assert lines[1]["ratio/max"] > 1.01
     assert lines[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert lines[4]["kl"] > 1e-4
+
+
+def test_a_rounds_numbers_wait_for_the_next_line_that_is_written(config, tmp_path):
+    words = ("task.num_minibatches=2", "run.max_steps=4", "log.every=2")
+    lines = run(config, tmp_path / "run", *words)
+    assert [(line["step"], line["policy_version"]) for line in lines] == [(2, 0), (4, 1)]
+    assert all("reward" in line for line in lines)
 
 
 def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tmp_path):

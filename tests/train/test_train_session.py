@@ -1,9 +1,10 @@
 """What a session opens is closed again when it cannot be opened to its end."""
 
 import dataclasses
-from pathlib import Path
+import tomllib
 
 import pytest
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain import rollouts, session
 from jaxtrain.adapters.spec import Adapter
@@ -12,22 +13,9 @@ from jaxtrain.config import validate_config
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import pool
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 SFT = {
+    **tomllib.loads(MODEL),
     "run": {"max_steps": 1},
-    "model": {"architecture": MODEL, "tokenizer": "builtin"},
     "data": {
         "sequence_len": 64,
         "datasets": [{"path": "builtin:calculator", "options": {"num_rows": 20}}],
@@ -35,12 +23,8 @@ SFT = {
 }
 RL = {
     **SFT,
+    **tomllib.loads(EVEN_TOKENS),
     "task": {"kind": "rl", "beta": 0.1},
-    "sampling": {"temperature": 1.0, "max_new_tokens": 8},
-    "env": {
-        "kind": "python",
-        "path": f"{Path(__file__).with_name('rl_toy_env.py')}:EvenTokens",
-    },
     "rewards": [{"function": "length", "options": {"max_tokens": 4}}],
     "rollout": {"reward_workers": 1},
 }
@@ -61,7 +45,7 @@ def workers(monkeypatch):
 
 
 def refuse(*_):
-    raise UserError("no such optimizer")
+    raise UserError("it is broken")
 
 
 def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers):
@@ -83,7 +67,7 @@ def test_reward_workers_end_when_a_later_part_fails(workers, monkeypatch):
         rollouts.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
     )
     monkeypatch.setattr(session, "make_step", refuse)
-    with pytest.raises(UserError, match="no such optimizer"):
+    with pytest.raises(UserError, match="it is broken"):
         session.open_session(config, assemble(config), lambda line: None)
     assert [process.poll() is not None for process in workers] == [True]
     assert len(closed) == 1
@@ -96,10 +80,35 @@ def test_the_source_is_closed_when_a_later_part_fails(monkeypatch):
     parts = assemble(config)
     with monkeypatch.context() as patch:
         patch.setattr(session, "build_optimizer", refuse)
-        with pytest.raises(UserError, match="no such optimizer"):
+        with pytest.raises(UserError, match="it is broken"):
             session.open_session(config, parts, print)
     assert len(closed) == 1
     opened = session.open_session(config, parts, print)
     assert len(closed) == 1  # one that opened stays open until it is told to close
     opened.close()
     assert closed[1:] == [opened.source]
+
+
+def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
+    told = []
+
+    class Servers:
+        def __init__(self, *_):
+            pass
+
+        def open(self):
+            told.append("open")
+
+        def close(self):
+            told.append("close")
+
+    publishing = pytest.importorskip("jaxtrain.publishing")
+    monkeypatch.setattr(publishing, "Servers", Servers)
+    monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: None)
+    monkeypatch.setattr(publishing, "open_weights", lambda *_, **__: refuse())
+    vllm = {"servers": ["http://localhost:1"], "sync": "full"}
+    rollout = {"engine": "vllm", "vllm": vllm, "reward_workers": 1}
+    config = validate_config({**RL, "rollout": rollout}, "a test")
+    with pytest.raises(UserError, match="it is broken"):
+        session.open_session(config, assemble(config), lambda line: None)
+    assert told == ["open", "close"]
