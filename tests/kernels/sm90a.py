@@ -34,12 +34,17 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def compile_for_h200(function, *shapes):
-    """The compiled program for one H200 of a function of ShapeDtypeStructs."""
+def make_mesh() -> Mesh:
+    """Of one H200 that is not there."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h200", topology="1x1x1", target_config=H200
     )
-    mesh = Mesh(np.array(topology.devices), ("x",))
+    return Mesh(np.array(topology.devices), ("x",))
+
+
+def compile_for_h200(function, *shapes):
+    """The compiled program for one H200 of a function of ShapeDtypeStructs."""
+    mesh = make_mesh()
     whole = NamedSharding(mesh, PartitionSpec())
     placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole) for s in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -1,0 +1,77 @@
+"""What the compiled program of a chunk of tokens does with the KV cache.
+
+`python cache_program.py` compiles it for an H200 that is not there and prints JSON; the test on the
+CPU calls `describe`.
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models import build
+from jaxtrain.rollout import slots
+from jaxtrain.rollout.draws import Kind
+
+RAW = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "attention_bias": False,
+}
+
+
+def compile_chunk(scan: bool, dtype: str, sharding=None):
+    """(decode_chunk for 8 rows of 2,048 slots, shape of its k and v)."""
+    config = build.config_from_hf(RAW)
+    model = build.abstract(config, param_dtype=dtype, dtype=dtype, scan_layers=scan)
+    rows = jax.eval_shape(lambda model: slots.empty_rows(model, B=8, S=2048, E=1), model)
+    shapes = (model, rows, jax.ShapeDtypeStruct((8,), bool), jax.ShapeDtypeStruct((), jnp.int32))
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
+    traced = slots.decode_chunk.trace(*placed, Kind(random=True, truncate=False))
+    return traced.lower().compile(), rows.cache.k
+
+
+def describe(compiled, cache) -> dict:
+    """What makes another array of the cache's size, and memory: {made, temp, cache}."""
+    size = cache.size
+    made = []
+    for line in compiled.as_text().splitlines():
+        found = re.match(r"\s*(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if found and math.prod(map(int, found[1].split(","))) == size:
+            made.append(found[2])
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    return {"made": sorted(set(made)), "temp": temp, "cache": size * cache.dtype.itemsize}
+
+
+def main():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+    from sm90a import make_mesh
+
+    mesh = make_mesh()
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        for scan in (True, False):
+            print(json.dumps(describe(*compile_chunk(scan, "bfloat16", whole))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
