@@ -1,5 +1,7 @@
 """One optimizer step: exact under accumulation and on meshes, careful with what is not finite."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,15 +55,29 @@ def regroup(batch, microsteps):
     return jax.tree.map(lambda leaf: leaf.reshape(microsteps, -1, leaf.shape[-1]), batch)
 
 
-def run_step(batch, mesh=None, optimizer=None, max_grad_norm=0.5, params_of=None):
+@functools.cache
+def open_model(mesh):
+    """(parameters, rebuild) of the same random model on a mesh."""
+    model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
+    return split_model(model)
+
+
+@functools.cache
+def open_step(mesh, optimizer, max_grad_norm):
+    """Compiled once for every shape of a batch."""
+    return make_step(open_model(mesh)[1], nll_loss, {"nll": 1.0}, optimizer, max_grad_norm)
+
+
+SGD, STILL, ADAM = optax.sgd(1.0), optax.sgd(0.0), optax.adamw(1e-2)
+
+
+def run_step(batch, mesh=None, optimizer=SGD, max_grad_norm=0.5, params_of=None):
     mesh = mesh or make_mesh(jax.devices()[:1])
     with jax.set_mesh(mesh):
-        model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
-        params, rebuild = split_model(model)
+        params = jax.tree.map(jnp.copy, open_model(mesh)[0])  # the step donates them
         if params_of:
             params = params_of(params)
-        optimizer = optimizer or optax.sgd(1.0)
-        step = make_step(rebuild, nll_loss, {"nll": 1.0}, optimizer, max_grad_norm)
+        step = open_step(mesh, optimizer, max_grad_norm)
         state, output = step(init_state(params, optimizer), feed(batch, mesh))
         return jax.device_get(state), jax.device_get(output)
 
@@ -90,9 +106,8 @@ def test_accumulation_equals_the_large_batch(microsteps):
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}], ids=str)
 def test_meshes_equal_one_device(sizes):
     batch = regroup(documents_batch(), 2)
-    adam = optax.adamw(1e-2)
-    one, one_out = run_step(batch, optimizer=adam)
-    many, many_out = run_step(batch, make_mesh(**sizes), optimizer=adam)
+    one, one_out = run_step(batch, optimizer=ADAM)
+    many, many_out = run_step(batch, make_mesh(**sizes), optimizer=ADAM)
     np.testing.assert_allclose(many_out.grad_norm, one_out.grad_norm, rtol=1e-5)
     # adam's first update is the gradient's sign, so near-zero gradients may flip: compare
     # the moments, which are linear in the gradients.
@@ -106,7 +121,8 @@ def test_loss_is_the_mean_over_trained_tokens():
     _, output = run_step(batch)
     mesh = make_mesh(jax.devices()[:1])
     with jax.set_mesh(mesh):
-        model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
+        params, rebuild = open_model(mesh)
+        model = rebuild(params)
         micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), batch)
         logits = model.logits(model.hidden(micro))
     logp = jax.nn.log_softmax(np.asarray(logits, np.float64))
@@ -122,7 +138,7 @@ def test_clipping_bounds_the_update():
     batch = documents_batch()
     free, output = run_step(batch, max_grad_norm=None)
     clipped, _ = run_step(batch, max_grad_norm=0.01)
-    start, _ = run_step(batch, optimizer=optax.sgd(0.0))
+    start, _ = run_step(batch, optimizer=STILL)
     moved = jax.tree.map(lambda a, b: a - b, clipped.params, start.params)
     np.testing.assert_allclose(optax.tree.norm(moved), 0.01, rtol=1e-3)
     moved = jax.tree.map(lambda a, b: a - b, free.params, start.params)
@@ -135,7 +151,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_alone():
 
     batch = regroup(documents_batch(), 2)
     state, output = run_step(batch, params_of=poison)
-    start, _ = run_step(batch, optimizer=optax.sgd(0.0), params_of=poison)
+    start, _ = run_step(batch, optimizer=STILL, params_of=poison)
     assert not output.finite and not np.isfinite(output.micro_loss).any()
     assert state.step == 0
     for path, value in state.params.items():
@@ -146,7 +162,7 @@ def test_a_step_without_trained_tokens_changes_nothing():
     batch = documents_batch()
     batch = batch._replace(weights={"nll": np.zeros_like(batch.weights["nll"])})
     state, output = run_step(batch)
-    start, _ = run_step(batch, optimizer=optax.sgd(0.0))
+    start, _ = run_step(batch, optimizer=STILL)
     assert output.finite and output.metrics["loss"][0] == 0
     assert_same(state, start, 0.0)
 
@@ -155,8 +171,7 @@ def test_evaluation_sums_add_up_over_batches():
     mesh = make_mesh(jax.devices()[:1])
     batch = documents_batch()
     with jax.set_mesh(mesh):
-        model = build.init(build.config_from_hf(ARCHITECTURE), 0, mesh=mesh)
-        params, rebuild = split_model(model)
+        params, rebuild = open_model(mesh)
         evaluate = make_eval(rebuild, nll_loss)
         micro = [jax.tree.map(lambda leaf, i=i: leaf[i], regroup(batch, 4)) for i in range(4)]
         parts = [evaluate(params, part)["nll"] for part in micro]
