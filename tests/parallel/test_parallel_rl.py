@@ -142,17 +142,19 @@ def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_run_goes_on_where_it_was(tmp_path, victim):
     """With what one process would have trained, and nothing twice."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["run.max_steps=60", "checkpoint.every=4", "eval.at_start=false"]
     assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
     running = start(killed, 2, *words, config_text=CONFIG)
     wait_for_step(killed, 9)
-    running[1].kill()
-    assert finish(running, 60) == [1, -signal.SIGKILL]
-    assert "process 1" in output(killed, 0)[-1] and "ended without a word" in output(killed, 0)[-1]
-    assert not any("Traceback" in line for line in output(killed, 0))
+    running[victim].kill()
+    assert sorted(finish(running, 60)) == [-signal.SIGKILL, 1]
+    told = output(killed, 1 - victim)
+    assert f"process {victim}" in told[-1] and "ended without a word" in told[-1]
+    assert not any("Traceback" in line for line in told)
     assert finish(start(killed, 2, *words, config_text=CONFIG)) == [0, 0], output(killed, 0)
     # The same programs on the same devices: equal to the last bit.
     assert rewards_by_step(killed) == rewards_by_step(whole)
