@@ -12,8 +12,6 @@ maths, `plain_error` that of the same maths in bf16 by XLA.
 import argparse
 import dataclasses
 import functools
-import json
-import sys
 from pathlib import Path
 
 import decode
@@ -28,44 +26,8 @@ from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import cudnn
+from report import Report
 from timing import jax_ms, torch_ms
-
-PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
-DECLINED = (NotImplementedError, ValueError, RuntimeError)  # this measurement is recorded as failed
-
-
-class Report:
-    """Lines printed as they come, and all of them as JSON at the end."""
-
-    def __init__(self, path: Path | None):
-        device = jax.devices()[0]
-        self.path = path
-        self.rows = []
-        self.header = {
-            "command": f"python benchmarks/{Path(sys.argv[0]).name} "
-            + " ".join(sys.argv[1:]).split(" --out")[0],
-            "hardware": f"{jax.device_count()} {device.device_kind}",
-            "jax": jax.__version__,
-        }
-
-    def add(self, **row):
-        self.rows.append(row)
-        cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-        print("  ".join(cells), flush=True)
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
-
-    def timed(self, work: float, measure, unit: str = "tflops", **row):
-        """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
-        try:
-            found = measure()
-        except DECLINED as reason:
-            self.add(**row, failed=" ".join(str(reason).split())[:200])
-            return
-        rate = work / found["ms"] / 1e9
-        share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
-        self.add(**row, **found, **{unit: rate}, **share)
 
 
 def attention_function(case, arrays, impl):

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtrain_kernels import autotune
 from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather, gpu_tiles
+from report import Report
 from timing import jax_ms
-
-from kernels import Report
 
 SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per multiprocessor
 MORE = {"compute_registers": 240, "memory_registers": 24}

@@ -1,0 +1,44 @@
+"""What a benchmark found: a line per measurement, and all of them with command and hardware."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
+DECLINED = (NotImplementedError, ValueError, RuntimeError)  # this measurement is recorded as failed
+
+
+class Report:
+    """Lines printed as they come, and all of them as JSON at the end."""
+
+    def __init__(self, path: Path | None):
+        device = jax.devices()[0]
+        self.path = path
+        self.rows = []
+        self.header = {
+            "command": f"python benchmarks/{Path(sys.argv[0]).name} "
+            + " ".join(sys.argv[1:]).split(" --out")[0],
+            "hardware": f"{jax.device_count()} {device.device_kind}",
+            "jax": jax.__version__,
+        }
+
+    def add(self, **row):
+        self.rows.append(row)
+        cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+        print("  ".join(cells), flush=True)
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
+
+    def timed(self, work: float, measure, unit: str = "tflops", **row):
+        """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
+        try:
+            found = measure()
+        except DECLINED as reason:
+            self.add(**row, failed=" ".join(str(reason).split())[:200])
+            return
+        rate = work / found["ms"] / 1e9
+        share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
+        self.add(**row, **found, **{unit: rate}, **share)
