@@ -151,8 +151,12 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-EXTREMES = {"max": (jnp.maximum, -jnp.inf), "min": (jnp.minimum, jnp.inf)}
-"""How metrics named ".../max" and ".../min" are joined over microsteps; all others add up."""
+EXTREMES = {
+    **dict.fromkeys(("max", "high_max"), (jnp.maximum, -jnp.inf)),
+    **dict.fromkeys(("min", "low_min"), (jnp.minimum, jnp.inf)),
+}
+"""How metrics named ".../max", ".../low_min" and so on are joined over microsteps; all others add
+up."""
 
 
 def join_metrics(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

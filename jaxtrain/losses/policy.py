@@ -126,7 +126,14 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: Objective):
     sums = {"pg": jnp.sum(jnp.where(mask_BT, weight_BT * loss_BT, 0.0))}
 
     metrics = describe_tokens(
-        ratio_BT, advantage_BT, entropy_BT, mask_BT, low=low, high=high, objective=objective
+        ratio_BT,
+        advantage_BT,
+        entropy_BT,
+        mask_BT,
+        batch.owner,
+        low=low,
+        high=high,
+        objective=objective,
     )
     metrics |= describe_gap(old_BT - sampler_BT, importance_BT, mask_BT)
     metrics["trained_share"] = _mean(kept_BT, mask_BT)
@@ -296,9 +303,10 @@ def segment_mean(values_BT, mask_BT, owner_BT):
 
 
 def describe_tokens(
-    ratio_BT, advantage_BT, entropy_BT, mask_BT, *, low, high, objective: Objective
+    ratio_BT, advantage_BT, entropy_BT, mask_BT, owner_BT, *, low, high, objective: Objective
 ) -> dict[str, Any]:
-    """Entropy, ratios and how often the clip bit, as (sum, weight) pairs or extremes."""
+    """Entropy, ratios and how often the clip bit, as (sum, weight) pairs or extremes; low_min and
+    high_max are those of single branches (TRL: of sequences)."""
     ratio_BT = jax.lax.stop_gradient(ratio_BT)
     found = {
         "entropy": _mean(entropy_BT, mask_BT),
@@ -312,6 +320,12 @@ def describe_tokens(
         found["clip_ratio/low_mean"] = _mean(low_BT, mask_BT)
         found["clip_ratio/high_mean"] = _mean(high_BT, mask_BT)
         found["clip_ratio/region_mean"] = _mean(low_BT | high_BT, mask_BT)
+        low_BT, high_BT = (
+            segment_mean(bit_BT.astype(ratio_BT.dtype), mask_BT, owner_BT)
+            for bit_BT in (low_BT, high_BT)
+        )
+        found["clip_ratio/low_min"] = _extreme(low_BT, mask_BT, jnp.min, jnp.inf)
+        found["clip_ratio/high_max"] = _extreme(high_BT, mask_BT, jnp.max, -jnp.inf)
     if objective.clip == "cispo":
         found["cispo_clip_ratio"] = _mean((ratio_BT > high) & (advantage_BT > 0), mask_BT)
     return found

@@ -398,3 +398,27 @@ def test_clip_ratios_count_tokens():
     gap = (batch.streams["old_logp"] - batch.streams["sampler_logp"])[weight]
     found = metrics["sampling/sampling_logp_difference/max"]
     np.testing.assert_allclose(found[0], np.abs(gap).max(), rtol=1e-12)
+
+
+def test_extremes_of_clip_ratios_are_those_of_single_sequences():
+    batch, logp, entropy = make_batch(2, length=40)
+    objective = Objective(low=0.1, high=0.1)
+    _, metrics = policy_terms(jnp.asarray(logp), jnp.asarray(entropy), batch, objective)
+    ratio = np.exp(logp - batch.streams["old_logp"])
+    low = (ratio < 0.9) & (batch.streams["advantage"] < 0)
+    high = (ratio > 1.1) & (batch.streams["advantage"] > 0)
+    lows, highs = [], []
+    for row, weights in enumerate(batch.weights["pg"]):
+        for branch in np.unique(batch.owner[row]):
+            own = (weights != 0) & (batch.owner[row] == branch)
+            if own.any():
+                lows.append(low[row, own].mean())
+                highs.append(high[row, own].mean())
+    assert 0 < max(highs) < 1
+    np.testing.assert_allclose(metrics["clip_ratio/low_min"], (min(lows), 1), rtol=1e-12)
+    np.testing.assert_allclose(metrics["clip_ratio/high_max"], (max(highs), 1), rtol=1e-12)
+    low_means, high_means = (metrics[f"clip_ratio/{name}_mean"][0] for name in ("low", "high"))
+    assert (low_means, high_means) == (
+        (low & (batch.weights["pg"] != 0)).sum(),
+        (high & (batch.weights["pg"] != 0)).sum(),
+    )
