@@ -60,8 +60,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "luspo": {
         **GRPO,
         "ratio": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
+        "epsilon": 2e-3,
+        "epsilon_high": 2.5e-3,
         "average": "sum",
     },
     "vespo": {**GRPO, "clip": "vespo", "average": "token"},
