@@ -80,6 +80,7 @@ def start(
             **os.environ,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONUNBUFFERED": "1",
             **(environs[process] if environs else {}),
         }

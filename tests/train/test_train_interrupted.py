@@ -71,9 +71,6 @@ def start(folder: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
         **os.environ,
         "PYTHONPATH": f"{REPO}:{REPO / 'kernels'}",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", str(folder.parents[1] / "jax-cache")
-        ),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
