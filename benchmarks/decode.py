@@ -114,12 +114,5 @@ def decode_attention_errors(case, impls, report):
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch", "sweep")):
         found = results(impl, jnp.bfloat16)
-        report.add(
-            op="decode_attention",
-            case=case.name,
-            impl=impl,
-            what="out",
-            error=float(jnp.abs(found - exact).max()),
-            plain_error=float(jnp.abs(plain - exact).max()),
-            relative=float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)),
-        )
+        labels = {"op": "decode_attention", "case": case.name, "impl": impl}
+        report.errors(["out"], [found], [exact], [plain], **labels)

@@ -84,18 +84,9 @@ def attention_errors(case, impls, report):
         exact = results("xla", jnp.float32)
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        for name, a, e, p in zip(
-            ("out", "dq", "dk", "dv"), results(impl, jnp.bfloat16), exact, plain, strict=True
-        ):
-            report.add(
-                op="attention",
-                case=case.name,
-                impl=impl,
-                what=name,
-                error=float(np.abs(a - e).max()),
-                plain_error=float(np.abs(p - e).max()),
-                relative=float(np.linalg.norm(a - e) / np.linalg.norm(e)),
-            )
+        names = ("out", "dq", "dk", "dv")
+        labels = {"op": "attention", "case": case.name, "impl": impl}
+        report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
 def run_logp_gather(case, impls, report):
@@ -140,16 +131,8 @@ def logp_gather_errors(case, impls, report):
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
         names = ("logp", "entropy", "lse", "d_hidden", "d_head")
-        for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
-            report.add(
-                op="logp_gather",
-                case=case.name,
-                impl=impl,
-                what=name,
-                error=float(jnp.abs(a - e).max()),
-                plain_error=float(jnp.abs(p - e).max()),
-                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
-            )
+        labels = {"op": "logp_gather", "case": case.name, "impl": impl}
+        report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
 def moe_arrays(case, dtype):
@@ -244,16 +227,8 @@ def moe_errors(case, impls, report):
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
         names = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
-        for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
-            report.add(
-                op="moe_ffn",
-                case=case.name,
-                impl=impl,
-                what=name,
-                error=float(jnp.abs(a - e).max()),
-                plain_error=float(jnp.abs(p - e).max()),
-                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
-            )
+        labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
+        report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
 def main():

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 PEAK_TFLOPS = 790  # bf16 matmuls of random data, measured on one H200
 DECLINED = (NotImplementedError, ValueError, RuntimeError)  # this measurement is recorded as failed
@@ -32,6 +33,17 @@ class Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.header | {"rows": self.rows}, indent=1) + "\n")
 
+    def errors(self, names, found, exact, plain=None, **row):
+        """Add how far `found` is from `exact` for each name, and where given the plain maths."""
+        for place, name in enumerate(names):
+            numbers = {"error": _largest(found[place], exact[place])}
+            if plain is not None:
+                numbers["plain_error"] = _largest(plain[place], exact[place])
+            numbers["relative"] = _relative(found[place], exact[place])
+            if plain is not None:
+                numbers["plain_relative"] = _relative(plain[place], exact[place])
+            self.add(**row, what=name, **numbers)
+
     def timed(self, work: float, measure, unit: str = "tflops", **row):
         """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
         try:
@@ -42,3 +54,11 @@ class Report:
         rate = work / found["ms"] / 1e9
         share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
         self.add(**row, **found, **{unit: rate}, **share)
+
+
+def _largest(found, exact) -> float:
+    return float(jnp.abs(found - exact).max())
+
+
+def _relative(found, exact) -> float:
+    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))

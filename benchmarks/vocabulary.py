@@ -75,17 +75,8 @@ def weighted_logp_errors(case, impls, report):
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
         names = ("logp", "entropy", "lse", "sum", "d_hidden", "d_head")
-        for name, a, e, p in zip(names, results(impl, jnp.bfloat16), exact, plain, strict=True):
-            report.add(
-                op="weighted_logp",
-                case=case.name,
-                impl=impl,
-                what=name,
-                error=float(jnp.abs(a - e).max()),
-                plain_error=float(jnp.abs(p - e).max()),
-                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
-                plain_relative=float(jnp.linalg.norm(p - e) / jnp.linalg.norm(e)),
-            )
+        labels = {"op": "weighted_logp", "case": case.name, "impl": impl}
+        report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
 def logits_arrays(case):
@@ -135,13 +126,6 @@ def logp_of_logits_errors(case, impls, report):
 
     exact = results("reference", jnp.float32)
     for impl in (impl for impl in impls if impl != "torch"):
-        found = results(impl, jnp.bfloat16)
-        for name, a, e in zip(("logp", "entropy", "lse", "d_logits"), found, exact, strict=True):
-            report.add(
-                op="logp_of_logits",
-                case=case.name,
-                impl=impl,
-                what=name,
-                error=float(jnp.abs(a - e).max()),
-                relative=float(jnp.linalg.norm(a - e) / jnp.linalg.norm(e)),
-            )
+        names = ("logp", "entropy", "lse", "d_logits")
+        labels = {"op": "logp_of_logits", "case": case.name, "impl": impl}
+        report.errors(names, results(impl, jnp.bfloat16), exact, **labels)
