@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_parallel_processes import finish, output, start, wait_for_step
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 from jaxtrain.models import build
@@ -19,33 +20,11 @@ from jaxtrain.parameters import split_model
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from fake_vllm import BODY, FakeVllm
 
-ENV = Path(__file__).parents[1] / "train" / "rl_toy_env.py"
 CONFIG = f"""
 [run]
 max_steps = 4
 export = false
-
-[model]
-tokenizer = "builtin"
-compute_dtype = "float32"
-
-[model.architecture]
-architectures = ["Qwen3ForCausalLM"]
-model_type = "qwen3"
-vocab_size = 512
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-max_position_embeddings = 64
-tie_word_embeddings = false
-
-[parallel]
-data = 1
-fsdp = -1
-
+{MODEL}
 [data]
 sequence_len = 64
 
@@ -63,14 +42,7 @@ beta = 0.01
 prompts_per_step = 4
 group_size = 4
 
-[env]
-kind = "python"
-path = "{ENV}:EvenTokens"
-
-[sampling]
-temperature = 1.0
-max_new_tokens = 8
-
+{EVEN_TOKENS}
 [optim]
 learning_rate = 1e-2
 lr_scheduler = "constant"
