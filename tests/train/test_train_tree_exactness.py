@@ -254,7 +254,7 @@ def test_random_forests_equal_their_branches(name, impl, forest):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", MODELS)
-@settings(RANDOM, max_examples=1000)
+@settings(RANDOM, max_examples=300)
 @given(forest=FORESTS)
 def test_many_random_forests_equal_their_branches(name, impl, forest):
     check_forest(name, impl, forest)
