@@ -14,16 +14,16 @@ rl: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/rl_calculator.toml run.overwrite=true
 
 test: $(VENV)/installed-test style
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 2
 
 test-slow: $(VENV)/installed-test
-	$(RUN) -m pytest -n 2 --dist worksteal -m slow
+	$(RUN) -m pytest -n 2 -m slow
 
 # The Hopper kernels and their interpreter need one jax, which needs Python 3.12:
 # make test-kernels PYTHON=python3.12 VENV=.venv-3.12
 test-kernels: $(VENV)/installed-test
 	$(RUN) -m pip install --quiet --disable-pip-version-check jax==0.11.2 flax==0.12.10
-	$(RUN) -m pytest -n 2 --dist worksteal tests/kernels
+	$(RUN) -m pytest -n 2 tests/kernels
 
 lint: style types
 

@@ -5,6 +5,7 @@ They talk over gloo, as GPUs would over NCCL; each has two fake devices.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,8 @@ plot = false
 console = "plain"
 """
 
+GLOO = re.compile(r"\[Gloo\]|peer ranks|^[\d\s:]*$")
+
 
 def start(
     folder: Path,
@@ -109,9 +112,9 @@ def finish(running: list[subprocess.Popen], seconds: float = 240) -> list[int]:
 
 
 def output(folder: Path, process: int) -> list[str]:
-    """What a process printed, but for gloo's own chatter."""
+    """What a process printed, but for gloo's own chatter: several threads write over each other."""
     lines = (folder / f"{process}.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("[Gloo]")]
+    return [line for line in lines if not GLOO.search(line)]
 
 
 def losses(folder: Path) -> dict[int, float]:
