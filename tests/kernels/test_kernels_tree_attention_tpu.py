@@ -3,9 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +13,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jaxtrain_kernels import attention, testing
 from jaxtrain_kernels.tree_attention import tpu, tpu_kernels
+from other_devices import run_script
 from test_kernels_tree_attention import (
     CI_CASES,
     arguments,
@@ -215,13 +213,5 @@ def test_compiles_for_a_tpu():
     """The TPU compiler takes the kernels: layouts, alignment and VMEM of every head dim."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the wheel libtpu")
-    environment = {n: v for n, v in os.environ.items() if n not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("tpu_topology.py"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 9, done.stdout
+    printed = run_script(Path(__file__).with_name("tpu_topology.py"))
+    assert printed.count("compiled") == 9, printed

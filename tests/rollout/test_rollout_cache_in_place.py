@@ -1,17 +1,12 @@
 """Drawing tokens never copies the KV cache: what the compiled program makes of its size."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import jax
 import pytest
 from cache_program import compile_chunk, describe
+from other_devices import need_hopper_compiler, run_script
 
-ROOT = Path(__file__).parents[2]
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion"}
 
 
@@ -30,23 +25,10 @@ def test_on_a_cpu(scan):
 
 @pytest.mark.slow
 def test_on_a_hopper_gpu():
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
-    if jax.__version_info__[:2] != (0, 11):
-        pytest.skip(f"the plugin is for jax 0.11, found {jax.__version__}")
-    environment = {n: v for n, v in os.environ.items() if n not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    environment |= {
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "cache_program.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    need_hopper_compiler()
+    script = Path(__file__).with_name("cache_program.py")
+    printed = run_script(script, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(rows) == 2
     for row in rows:
         check(row)

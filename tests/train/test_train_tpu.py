@@ -1,15 +1,13 @@
 """The whole training step for TPUs, on a machine without one: lowered, and compiled with libtpu."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from other_devices import run_script
 
 from jaxtrain.batch import Batch
 from jaxtrain.losses.nll import nll_loss
@@ -91,13 +89,5 @@ def test_step_compiles_for_tpus():
     """The TPU compiler takes the whole step, dense and with experts, for one v5e and several."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the wheel libtpu")
-    environment = {n: v for n, v in os.environ.items() if n not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    here = Path(__file__)
-    done = subprocess.run(
-        [sys.executable, str(here.with_name("tpu_step.py"))],
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 3, done.stdout
+    printed = run_script(Path(__file__).with_name("tpu_step.py"))
+    assert printed.count("compiled") == 3, printed

@@ -1,0 +1,31 @@
+"""Programs compiled for devices that need not be there, each in a process of its own."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+
+def need_hopper_compiler(ptxas: Path | None = None) -> None:
+    """Skip unless this Python can compile for sm_90a."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
+    if ptxas is not None and not ptxas.exists():
+        pytest.skip(f"needs {ptxas}")
+    if jax.__version_info__[:2] != (0, 11):
+        pytest.skip(f"kernels and plugin are for jax 0.11, found {jax.__version__}")
+
+
+def run_script(script: Path, *words: str, **variables: str) -> str:
+    """What a script printed, with jax as it comes: no platform chosen, nothing from a cache."""
+    chosen = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = [sys.executable, str(script), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
