@@ -22,8 +22,8 @@ import numpy as np
 from step_work import MODELS
 
 from jaxtrain.models import build
-from jaxtrain.rollout.local import LocalSampler
-from jaxtrain.rollout.slots import CHUNK, unstack
+from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.local.slots import CHUNK, unstack
 from jaxtrain.rollout.types import Sampling
 
 BYTES_PER_SECOND = 4.8e12

@@ -2,7 +2,7 @@
 
 python benchmarks/train_step.py --work tree8k --peer torch --out benchmarks/results/train_step_h200
 
-One step of the training code as it runs (jaxtrain.step, the model, the loss) without the data
+One step of the training code as it runs (jaxtrain.core.step, the model, the loss) without the data
 pipeline, on the same rows again and again. Prints a table; writes OUT.json, OUT.txt and OUT.png.
 
 step s    median between the ends of steps that were queued together: the device's time
@@ -38,19 +38,19 @@ import numpy as np
 from step_work import MODELS, WORKS
 
 from jaxtrain.adapters.attach import split_trained
-from jaxtrain.assemble import Parts, abstract_params, make_adapter, open_params
 from jaxtrain.batch import Batch
 from jaxtrain.config import AdapterConfig, OptimConfig
+from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, open_params
+from jaxtrain.core.metrics import count_work, model_flops, peak_flops
+from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.step import init_state, make_step
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.losses.nll import nll_loss
-from jaxtrain.metrics import count_work, model_flops, peak_flops
 from jaxtrain.models import build
-from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
-from jaxtrain.reading import count_matmul_params
-from jaxtrain.step import init_state, make_step
+from jaxtrain.train.step_metrics import count_matmul_params
 
 WARM_UP, TIMED = 3, 10
 ATTENTION_ONLY = ("mosaic_gpu_fused", "cudnn")

@@ -40,15 +40,15 @@ from jaxtrain_kernels.testing import agent_tree
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import OptimConfig
+from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.step import State, init_state, make_step
 from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
 from jaxtrain.data.turns import Trained, build_current_rl, make_turns
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
-from jaxtrain.optim import build_optimizer, build_schedule
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
-from jaxtrain.step import State, init_state, make_step
 
 MODES = ("tree", "per_branch", "grouped", "current_rl")
 WARM_UP, TIMED = 3, 10
@@ -167,7 +167,7 @@ def make_work(mode: str, tree: Tree, samples: list[Tree], size: Size) -> Work:
 def make_bucketed_step(rebuild, optimizer, max_grad_norm: float) -> Callable:
     """(state, batches of several T) -> (state, loss): one optimizer step over all of them.
 
-    The microsteps of jaxtrain.step, which takes one T a step, for a few T in one program.
+    The microsteps of jaxtrain.core.step, which takes one T a step, for a few T in one program.
     """
 
     def step(state: State, batches: tuple[Batch, ...]):

@@ -81,7 +81,7 @@ def run_train(argv: list[str]) -> int:
     if args.print_config:
         print(config.model_dump_json(indent=2))
         return 0
-    from jaxtrain.dry_run import dry_run
+    from jaxtrain.verbs.dry_run import dry_run
 
     dry_run(config)
     return 0
@@ -91,7 +91,7 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
     """Train with whatever other processes there are."""
 
     def work(config) -> int:
-        from jaxtrain.train import train
+        from jaxtrain.train.loop import train
 
         return train(config, command)
 
@@ -126,7 +126,7 @@ def run_preprocess(argv: list[str]) -> None:
     parser = config_parser("preprocess")
     parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
     args = parser.parse_args(argv)
-    from jaxtrain.preprocess import preprocess
+    from jaxtrain.verbs.preprocess import preprocess
 
     preprocess(read_config(args), args.samples)
 
@@ -154,7 +154,7 @@ def run_eval(argv: list[str]) -> int:
             return None
 
     def work(parallel) -> int:
-        from jaxtrain.evaluate import evaluate_command
+        from jaxtrain.verbs.eval import evaluate_command
 
         evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
         return 0
@@ -176,7 +176,7 @@ def run_generate(argv: list[str]) -> None:
     )
     parser.add_argument("--system", help="system message of a conversation")
     args = parser.parse_args(argv)
-    from jaxtrain.generate import generate_command
+    from jaxtrain.verbs.generate import generate_command
 
     generate_command(args)
 
@@ -189,7 +189,7 @@ def run_export(argv: list[str]) -> None:
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as loaded")
     args = parser.parse_args(argv)
-    from jaxtrain.export import export_command
+    from jaxtrain.verbs.export import export_command
 
     export_command(args.run, args.output or args.run / "model", args.step, args.dtype)
 
@@ -209,7 +209,7 @@ def run_merge(argv: list[str]) -> None:
         help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
     )
     args = parser.parse_args(argv)
-    from jaxtrain.merge import merge_command
+    from jaxtrain.verbs.merge import merge_command
 
     merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
 
@@ -220,7 +220,7 @@ def run_plot(argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="output_dirs")
     parser.add_argument("--output", type=Path, help="default: curves.png in the first run")
     args = parser.parse_args(argv)
-    from jaxtrain.plot import plot_runs
+    from jaxtrain.run.plot import plot_runs
 
     output = args.output or args.runs[0] / "curves.png"
     plot_runs(args.runs, output)

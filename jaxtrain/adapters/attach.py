@@ -13,7 +13,7 @@ from jaxtrain.adapters.spec import Adapter, Slot
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import ExpertLinear, Linear
-from jaxtrain.parameters import Params
+from jaxtrain.models.parameters import Params
 
 Leaf = TypeVar("Leaf")
 

@@ -22,8 +22,8 @@ from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
-from jaxtrain.parameters import Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -12,7 +12,7 @@ from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import ExpertLinear, Linear
-from jaxtrain.parameters import Params
+from jaxtrain.models.parameters import Params
 
 
 class Storage(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention: grouped-query self-attention over packed forests, with an optional KV cache.
 
-Who sees whom is data, not code: a `Sight` built from the Batch in training, from the cache in
+Who sees whom is data, not code: a `Context` built from the Batch in training, from the cache in
 decoding. The kernel sees local arrays only: sharded_attention.py.
 """
 
@@ -9,11 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Context
 
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
-from jaxtrain.layers.sharded_attention import LayerCache, Sight, attend, attend_cached
+from jaxtrain.layers.sharded_attention import LayerCache, attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
 
@@ -59,7 +60,7 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         angles: Angles,
-        sight: Sight,
+        context: Context,
         *,
         window: int | None = None,
         cache: LayerCache | None = None,
@@ -79,7 +80,7 @@ class Attention(nnx.Module):
         else:
             if cache is not None:
                 k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, sight, impl=self.impl, **see)
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, context, impl=self.impl, **see)
         y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features"), cache
 

@@ -2,8 +2,9 @@
 
 import jax
 from flax import nnx
+from jaxtrain_kernels import Context
 
-from jaxtrain.layers.attention import Attention, LayerCache, Sight
+from jaxtrain.layers.attention import Attention, LayerCache
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
@@ -25,18 +26,18 @@ class PreNormBlock(nnx.Module):
         self,
         x_BTD: jax.Array,
         angles: Angles,
-        sight: Sight,
+        context: Context,
         *,
         window: int | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None, dict[str, jax.Array]]:
         h_BTD, cache = self.attention(
-            self.attention_norm(x_BTD), angles, sight, window=window, cache=cache
+            self.attention_norm(x_BTD), angles, context, window=window, cache=cache
         )
         x_BTD = x_BTD + h_BTD
         h_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, MoE):
-            h_BTD, noted = self.mlp(h_BTD, sight.real())
+            h_BTD, noted = self.mlp(h_BTD, context.real())
         else:
             h_BTD, noted = self.mlp(h_BTD), {}
         return x_BTD + h_BTD, cache, noted

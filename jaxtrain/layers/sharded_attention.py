@@ -18,37 +18,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtrain_kernels import Context, decode_attention
 from jaxtrain_kernels import attention as attention_op
-from jaxtrain_kernels import decode_attention
 
 from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
-
-
-class Sight(NamedTuple):
-    """Key s is visible to query t iff since[s] <= t < until[s]; windows compare positions."""
-
-    until: jax.Array
-    """int32 [B, S]."""
-    since: jax.Array | None
-    """int32 [B, S]; None means s itself (causal)."""
-    positions: jax.Array
-    """int32 [B, T] of the queries."""
-    key_positions: jax.Array
-    """int32 [B, S]."""
-
-    def real(self) -> jax.Array:
-        """bool [B, T] of a row that attends to itself: False in padding, which sees itself alone
-        at position 0 (and so for a document of one token, which nothing can train on)."""
-        alone = self.until == jnp.arange(1, self.until.shape[1] + 1, dtype=jnp.int32)
-        same = self.until.shape == self.positions.shape
-        return (self.positions > 0) | ~alone if same else jnp.ones(self.positions.shape, bool)
 
 
 def attend(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    sight: Sight,
+    context: Context,
     *,
     impl: str = "auto",
     **options,
@@ -62,10 +42,10 @@ def attend(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            sight.until,
-            since=sight.since,
-            positions=sight.positions,
-            key_positions=sight.key_positions,
+            context.until,
+            since=context.since,
+            positions=context.positions,
+            key_positions=context.key_positions,
         )
     k_BSKH, v_BSKH = (share_heads(x, q_BTNH.shape[2], mesh) for x in (k_BSKH, v_BSKH))
     q_spec = partition_spec(("rows", "length", "act_heads", None), q_BTNH.shape, mesh)
@@ -73,16 +53,16 @@ def attend(
     if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
         q_spec, k_spec = PartitionSpec(*q_spec[:2]), PartitionSpec(*k_spec[:2])
     rows, length = q_spec[0], q_spec[1]
-    context = next(iter(mesh_axes("length", mesh)), None)
-    since = sight.since
+    axis = next(iter(mesh_axes("length", mesh)), None)
+    since = context.since
     if since is None:
-        since = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), sight.until.shape)
+        since = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), context.until.shape)
 
     def local(q_BTNH, k_BSKH, v_BSKH, until, since, positions, key_positions):
         if k_spec[1] is not None:
             # Gathered here and not by the partitioner: its transpose is a reduce-scatter.
             k_BSKH, v_BSKH = (
-                jax.lax.all_gather(x, context, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
+                jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
             )
 
         def run(q_BTNH, positions, first):
@@ -91,7 +71,7 @@ def attend(
 
         if length is None:
             return run(q_BTNH, positions, 0)
-        return run_dealt(run, q_BTNH, positions, context, mesh.shape[context])
+        return zigzag(run, q_BTNH, positions, axis, mesh.shape[axis])
 
     by_key, by_query = PartitionSpec(rows), PartitionSpec(rows, length)
     return jax.shard_map(
@@ -99,7 +79,7 @@ def attend(
         in_specs=(q_spec, k_spec, k_spec, by_key, by_key, by_query, by_key),
         out_specs=q_spec,
         check_vma=False,
-    )(q_BTNH, k_BSKH, v_BSKH, sight.until, since, sight.positions, sight.key_positions)
+    )(q_BTNH, k_BSKH, v_BSKH, context.until, since, context.positions, context.key_positions)
 
 
 class LayerCache(NamedTuple):
@@ -156,7 +136,7 @@ def share_heads(x_BSKH: jax.Array, num_heads: int, mesh) -> jax.Array:
     return x_BSKH
 
 
-def run_dealt(run: Callable, q_BTNH: jax.Array, positions_BT: jax.Array, axis: str, n: int):
+def zigzag(run: Callable, q_BTNH: jax.Array, positions_BT: jax.Array, axis: str, n: int):
     """`run(q, positions, first query's index)` on an early and a late chunk of the row.
 
     Everything here is local to a device of the mesh axis `axis` of n devices; a length of odd

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Context
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.attention import LayerCache
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
@@ -33,7 +34,7 @@ Everything else is computed again. Attention's backends name their results as th
 
 
 class Stack(nnx.Module):
-    """Blocks (x_BTD, angles, sight, window=, cache=) -> (x_BTD, cache, noted), one after the other.
+    """Blocks (x_BTD, angles, context, window=, cache=) -> (x_BTD, cache, noted), in their order.
 
     `windows` has one entry per layer; `make_block(rngs)` makes one block. Where layers differ in
     their parameters, `kinds` names the kind of each, "block" or one that `others` makes; the
@@ -69,7 +70,7 @@ class Stack(nnx.Module):
         self,
         x_BTD: jax.Array,
         angles: Angles,
-        sight: Sight,
+        context: Context,
         *,
         cache: LayerCache | None = None,
         capture: Sequence[int] = (),
@@ -78,7 +79,7 @@ class Stack(nnx.Module):
         {name: [layers that note it, ...]})."""
         if self.layers is not None:
             assert not capture, "a stack that was taken apart captures nothing"
-            return self._run_apart(x_BTD, angles, sight, cache)
+            return self._run_apart(x_BTD, angles, context, cache)
         num_layers = len(self.windows)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
         bounds = self._bounds(capture)
@@ -94,7 +95,7 @@ class Stack(nnx.Module):
         for start, stop in bounds:
             kind = self.kinds[start]
             run = next(runs[kind])
-            step = self._step(graphdefs[kind], angles, sight, self.windows[start], cache)
+            step = self._step(graphdefs[kind], angles, context, self.windows[start], cache)
             layers = jnp.arange(start, stop, dtype=jnp.int32)
             if self.scan and stop - start > 1:
                 (x_BTD, kv), noted = jax.lax.scan(step, (x_BTD, kv), (run, layers))
@@ -134,14 +135,14 @@ class Stack(nnx.Module):
                 variable.set_value(constrain(variable.get_value(), *axes))
         self.layers = nnx.List(layers)
 
-    def _run_apart(self, x_BTD, angles, sight, cache):
+    def _run_apart(self, x_BTD, angles, context, cache):
         kv = None if cache is None else (cache.k, cache.v)
         steps, notes = {}, {}
         for layer, block in enumerate(self.layers):
             graphdef, state = nnx.split(block)
             key = (graphdef, self.windows[layer])
             if key not in steps:  # traced once
-                steps[key] = jax.jit(self._step(graphdef, angles, sight, key[1], cache))
+                steps[key] = jax.jit(self._step(graphdef, angles, context, key[1], cache))
             index = jnp.asarray(layer, jnp.int32)
             (x_BTD, kv), noted = steps[key]((x_BTD, kv), (state, index))
             _append(notes, jax.tree.map(lambda leaf: leaf[None], noted))
@@ -160,13 +161,13 @@ class Stack(nnx.Module):
         ]
         return list(zip(starts, [*starts[1:], len(looks)], strict=True))
 
-    def _step(self, graphdef, angles, sight, window, cache):
+    def _step(self, graphdef, angles, context, window, cache):
         def step(carry, layer_input):
             (x_BTD, kv), (state, layer) = carry, layer_input
             here = None if kv is None else cache._replace(k=kv[0], v=kv[1], layer=layer)
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, state)
-            x_BTD, here, noted = block(x_BTD, angles, sight, window=window, cache=here)
+            x_BTD, here, noted = block(x_BTD, angles, context, window=window, cache=here)
             return (x_BTD, None if here is None else (here.k, here.v)), noted
 
         if self.remat == "none":

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields, write_fields
-from jaxtrain.layers.attention import LayerCache, Sight
+from jaxtrain.layers.attention import LayerCache
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
@@ -180,9 +181,11 @@ class Decoder(nnx.Module):
         from 0. "noted" in `capture` adds what the blocks noted, {name: [layers, ...]}: see
         `layers.moe`. Padding gives finite values that mean nothing.
         """
-        sight = Sight(batch.until, batch.since, batch.positions, batch.positions)
+        context = Context(batch.until, batch.since, batch.positions, batch.positions)
         layers = tuple(item for item in capture if item != "noted")
-        x_BTD, _, captured, noted = self._run(batch.tokens, batch.positions, sight, capture=layers)
+        x_BTD, _, captured, noted = self._run(
+            batch.tokens, batch.positions, context, capture=layers
+        )
         if "noted" in capture:
             captured["noted"] = noted
         return (x_BTD, captured) if capture else x_BTD
@@ -225,20 +228,20 @@ class Decoder(nnx.Module):
         end_B = start_B + (T if counts_B is None else counts_B)
         positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
         slots_S = jnp.arange(cache.k.shape[2], dtype=jnp.int32)
-        sight = Sight(
+        context = Context(
             until=jnp.where(slots_S < end_B[:, None], T, 0).astype(jnp.int32),
             since=jnp.maximum(slots_S - start_B[:, None], 0),
             positions=positions_BT,
             key_positions=jnp.broadcast_to(slots_S, (B, len(slots_S))),
         )
         layers = LayerCache(cache.k, cache.v, layer=0, start=start_B, end=end_B)
-        x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, sight, cache=layers)
+        x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, context, cache=layers)
         return x_BTD, Cache(layers.k, layers.v, end_B)
 
-    def _run(self, tokens_BT, positions_BT, sight: Sight, *, cache=None, capture=()):
+    def _run(self, tokens_BT, positions_BT, context: Context, *, cache=None, capture=()):
         x_BTD = self.embed(tokens_BT)
         turns = angles(positions_BT, self.frequency, self.rope_factor, x_BTD.dtype)
         x_BTD, cache, captured, noted = self.stack(
-            x_BTD, turns, sight, cache=cache, capture=capture
+            x_BTD, turns, context, cache=cache, capture=capture
         )
         return self.norm(x_BTD), cache, captured, noted

@@ -1,5 +1,6 @@
 """The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
 
+from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.decode_attention import decode_attention
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.grouped_matmul.ffn import Adapters
@@ -11,6 +12,7 @@ from jaxtrain_kernels.weighted_logp import weighted_logp
 
 __all__ = [
     "Adapters",
+    "Context",
     "LogProbs",
     "attention",
     "decode_attention",

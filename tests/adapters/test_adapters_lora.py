@@ -14,15 +14,15 @@ from flax import nnx
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
 from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.core.step import init_state, make_step
 from jaxtrain.errors import UserError
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
+from jaxtrain.models.parameters import name_path, split_model
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.rules import shardings
-from jaxtrain.parameters import name_path, split_model
-from jaxtrain.reading import count_matmul_params
-from jaxtrain.step import init_state, make_step
+from jaxtrain.train.step_metrics import count_matmul_params
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from test_train_step import ARCHITECTURE, documents_batch, regroup

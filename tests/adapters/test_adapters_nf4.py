@@ -17,8 +17,8 @@ from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
 from jaxtrain.adapters.storage import STORAGES, count_weights, quantise_params
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW, documents, pack

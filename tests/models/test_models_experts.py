@@ -9,9 +9,9 @@ from tiny_models import RAW
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
-from jaxtrain.reading import count_matmul_params
+from jaxtrain.train.step_metrics import count_matmul_params
 
 MESHES = [
     {"expert": 2, "tensor": 2},

@@ -15,14 +15,14 @@ import optax
 
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
-from jaxtrain.assemble import Parts, abstract_params, open_params
+from jaxtrain.core.assemble import Parts, abstract_params, open_params
+from jaxtrain.core.step import init_state, make_step
 from jaxtrain.data.pack import build_batch, lay_out, stack_batches
 from jaxtrain.data.tree import build_tree
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.step import init_state, make_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW

@@ -15,7 +15,7 @@ from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 from jaxtrain.models import build
-from jaxtrain.parameters import split_model
+from jaxtrain.models.parameters import split_model
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from fake_vllm import BODY, FakeVllm

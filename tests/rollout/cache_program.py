@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.models import build
-from jaxtrain.rollout import slots
-from jaxtrain.rollout.draws import Kind
+from jaxtrain.rollout.local import slots
+from jaxtrain.rollout.local.draws import Kind
 
 RAW = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -9,9 +9,10 @@ import pytest
 
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout import local, slots
-from jaxtrain.rollout.local import LocalSampler, find_end, roomy
-from jaxtrain.rollout.local_engine import LocalEngine
+from jaxtrain.rollout.local import sampler as local
+from jaxtrain.rollout.local import slots
+from jaxtrain.rollout.local.engine import LocalEngine
+from jaxtrain.rollout.local.sampler import LocalSampler, find_end, roomy
 from jaxtrain.rollout.types import EpisodeFailed, Sampling
 
 RAW = {

@@ -12,13 +12,13 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.rl import OBJECTIVES, RLTask
+from jaxtrain.core.step import denominator
 from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import Objective, policy_loss
 from jaxtrain.models import build
-from jaxtrain.parameters import split_model
+from jaxtrain.models.parameters import split_model
 from jaxtrain.rollout.labels import EPISODE, Labels, label
 from jaxtrain.rollout.types import Episode, Group
-from jaxtrain.step import denominator
 
 VOCABULARY = 31
 ARCHITECTURE = {

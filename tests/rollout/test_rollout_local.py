@@ -9,8 +9,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.draws import Draw, Kind, cut, sample
-from jaxtrain.rollout.local import LocalSampler
+from jaxtrain.rollout.local.draws import Draw, Kind, cut, sample
+from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.types import Sampling
 
 VOCAB = 61
@@ -162,7 +162,7 @@ def test_truncation_against_numpy(top_k, top_p, min_p):
 
 
 def test_few_compilations_and_new_weights(model):
-    from jaxtrain.rollout import slots
+    from jaxtrain.rollout.local import slots
 
     sampler = LocalSampler(model, eos_ids=(), max_len=128)
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=9)

@@ -15,10 +15,10 @@ from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.hf.safetensors import write_folder
-from jaxtrain.rollout.publish_lora import LoraPublisher, reserve
-from jaxtrain.rollout.publish_weights import WeightPublisher, collect
-from jaxtrain.rollout.vllm import VllmEngine
-from jaxtrain.rollout.vllm_servers import Servers
+from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.publish_lora import LoraPublisher, reserve
+from jaxtrain.rollout.vllm.publish_weights import WeightPublisher, collect
+from jaxtrain.rollout.vllm.servers import Servers
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.names import describe, read_shapes
 from jaxtrain_vllm.shelf import WeightShelf

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.adapters.spec import Adapter, Slot
-from jaxtrain.assemble import Parts, abstract_params, open_params
+from jaxtrain.core.assemble import Parts, abstract_params, open_params
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.sampler_weights import make_copier, make_sampler_mesh
+from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh
 
 ARCHITECTURE = build.config_from_hf(
     {

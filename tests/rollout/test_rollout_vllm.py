@@ -14,8 +14,8 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import EpisodeFailed
-from jaxtrain.rollout.vllm import VllmEngine
-from jaxtrain.rollout.vllm_servers import Servers
+from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.servers import Servers
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
 ANSWER = [100, 101, 102, STOP]
@@ -228,7 +228,7 @@ def test_a_server_that_reports_ill_loses_its_requests_at_once():
 
 
 def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
-    monkeypatch.setattr("jaxtrain.rollout.vllm_servers.HEALTH_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("jaxtrain.rollout.vllm.servers.HEALTH_TIMEOUT_SECONDS", 0.1)
     fakes = [FakeVllm(), FakeVllm()]
     with opened(fakes) as (engine, servers, said):
         fakes[0].healthy = "stalled"

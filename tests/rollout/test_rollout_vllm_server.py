@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.assemble import abstract_params, assemble, open_params
 from jaxtrain.config import validate_config
+from jaxtrain.core.assemble import abstract_params, assemble, open_params
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.main import main
 from jaxtrain.models import build
-from jaxtrain.publishing import open_vllm
+from jaxtrain.rollout.vllm.open import open_vllm
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("JAXTRAIN_VLLM_PYTHON", "")

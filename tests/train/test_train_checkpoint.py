@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtrain import checkpoint
-from jaxtrain.checkpoint import Checkpoints, load_checkpoint
-from jaxtrain.checkpoint_folder import choose_kept, find_good_step
 from jaxtrain.errors import UserError
-from jaxtrain.manifest import NAME, find_damage, read_manifest, write_manifest
+from jaxtrain.run import checkpoint
+from jaxtrain.run.checkpoint import Checkpoints, load_checkpoint
+from jaxtrain.run.checkpoint_folder import choose_kept, find_good_step
+from jaxtrain.run.manifest import NAME, find_damage, read_manifest, write_manifest
 
 REPO = Path(__file__).parents[2]
 
@@ -346,7 +346,7 @@ def test_the_manifest_notices_its_own_damage(tmp_path):
 
 KILLED = """
 import sys, jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.run.checkpoint import Checkpoints
 store = Checkpoints(sys.argv[1], keep=2)
 print("ready", flush=True)
 for step in range(1, 100_000):

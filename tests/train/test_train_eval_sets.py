@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config import EvalSetConfig, SamplingConfig, validate_config
 from jaxtrain.errors import UserError
-from jaxtrain.eval_sets import (
+from jaxtrain.rollout.eval_sets import (
     FIRST_INDEX,
     Answered,
     answer_set,

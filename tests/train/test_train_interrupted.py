@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.checkpoint import load_checkpoint
-from jaxtrain.checkpoint_folder import find_good_step, find_steps
-from jaxtrain.manifest import read_manifest
+from jaxtrain.run.checkpoint import load_checkpoint
+from jaxtrain.run.checkpoint_folder import find_good_step, find_steps
+from jaxtrain.run.manifest import read_manifest
 
 REPO = Path(__file__).parents[2]
 STEPS, EVERY = 24, 4

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.batch import Batch
-from jaxtrain.metrics import (
+from jaxtrain.core.metrics import (
     Throughput,
     add_pairs,
     average,

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxtrain.config import OptimConfig
-from jaxtrain.optim import build_optimizer, build_schedule, decays
+from jaxtrain.core.optim import build_optimizer, build_schedule, decays
 
 
 def rates(total=100, **keys):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.plot import plot_runs, read_metrics, smooth
+from jaxtrain.run.plot import plot_runs, read_metrics, smooth
 
 
 def write_run(folder, losses):

@@ -11,7 +11,7 @@ from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import AdapterConfig, Config, RLTask
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.session import keeps_reference
+from jaxtrain.train.session import keeps_reference
 
 CONFIG = f"""
 [run]
@@ -58,7 +58,7 @@ def run(config, folder, *words) -> list[dict]:
 
 
 def read_params(folder, step):
-    from jaxtrain.trained import open_trained
+    from jaxtrain.core.trained import open_trained
 
     trained = open_trained(str(folder), [], step)
     return {path: np.asarray(value) for path, value in trained.params.items()}

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
-from jaxtrain.run_folder import CONTENT, RunFolder, cut_lines, find_changes, flatten
+from jaxtrain.run.folder import CONTENT, RunFolder, cut_lines, find_changes, flatten
 
 REPO = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_rewind_cuts_later_and_half_written_lines(tmp_path):
 
 HOLDER = """
 import sys, time
-from jaxtrain.run_folder import take_lock
+from jaxtrain.run.folder import take_lock
 from pathlib import Path
 take_lock(Path(sys.argv[1]) / ".lock", Path(sys.argv[1]))
 print("locked", flush=True)

@@ -6,12 +6,13 @@ import tomllib
 import pytest
 from toy_run import EVEN_TOKENS, MODEL
 
-from jaxtrain import rollouts, session
 from jaxtrain.adapters.spec import Adapter
-from jaxtrain.assemble import assemble
 from jaxtrain.config import validate_config
+from jaxtrain.core.assemble import assemble
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import pool
+from jaxtrain.rollout import open as rollouts
+from jaxtrain.train import session
 
 SFT = {
     **tomllib.loads(MODEL),
@@ -102,7 +103,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
         def close(self):
             told.append("close")
 
-    publishing = pytest.importorskip("jaxtrain.publishing")
+    publishing = pytest.importorskip("jaxtrain.rollout.vllm.open")
     monkeypatch.setattr(publishing, "Servers", Servers)
     monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: None)
     monkeypatch.setattr(publishing, "open_weights", lambda *_, **__: refuse())

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import console
 from jaxtrain.config import Config
-from jaxtrain.console import Clock, Console
 from jaxtrain.errors import UserError
-from jaxtrain.sinks import JsonLines, Sinks
+from jaxtrain.run import console
+from jaxtrain.run.console import Clock, Console
+from jaxtrain.run.sinks import JsonLines, Sinks
 
 
 def make_config(**log) -> Config:

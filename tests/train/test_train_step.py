@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from jaxtrain.batch import Batch, check_batch
+from jaxtrain.core.step import init_state, make_eval, make_step
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
-from jaxtrain.step import init_state, make_eval, make_step
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -14,7 +14,7 @@ from jaxtrain.batch import check_batch
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
-from jaxtrain.parameters import split_model
+from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "torch_model", "train_step", "gpu_profile", "loss_parity")

@@ -10,11 +10,11 @@ import pytest
 from other_devices import run_script
 
 from jaxtrain.batch import Batch
+from jaxtrain.core.step import State, make_step
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import AXES
-from jaxtrain.parameters import split_model
-from jaxtrain.step import State, make_step
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],

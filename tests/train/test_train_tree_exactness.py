@@ -25,7 +25,7 @@ from jaxtrain.data.pack import build_batch, lay_out
 from jaxtrain.data.tree import Tree, build_tree
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import ARCHITECTURES, build
-from jaxtrain.parameters import split_model
+from jaxtrain.models.parameters import split_model
 
 VOCABULARY = 61
 SIZES = {

@@ -6,8 +6,8 @@ from importlib.resources import files
 
 import pytest
 
-from jaxtrain.assemble import assemble, check_trees
 from jaxtrain.config import validate_config
+from jaxtrain.core.assemble import assemble, check_trees
 from jaxtrain.errors import UserError
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.qwen3 import Config as Qwen3

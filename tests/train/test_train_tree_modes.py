@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from jaxtrain.config import DataConfig, TreeTask
+from jaxtrain.core.step import init_state, make_step
 from jaxtrain.data.builders import Limits, build_units
 from jaxtrain.data.pack import build_batch, lay_out, stack_batches
 from jaxtrain.data.pipeline import open_source
@@ -23,10 +24,9 @@ from jaxtrain.data.tree import Group
 from jaxtrain.data.turns import Trained, make_turns
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parameters import split_model
-from jaxtrain.step import init_state, make_step
 
 VOCABULARY, ROW_TOKENS = 256, 72
 ARCHITECTURE = {

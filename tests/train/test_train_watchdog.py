@@ -11,8 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.profile import ProfileWindow
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.run.profile import ProfileWindow
+from jaxtrain.run.watchdog import Watchdog
 
 REPO = Path(__file__).parents[2]
 
@@ -67,7 +67,7 @@ def test_heartbeat_survives_a_folder_that_goes_away(tmp_path):
 
 LOOP = """
 import sys, time
-from jaxtrain.watchdog import Signals
+from jaxtrain.run.watchdog import Signals
 def say(text):  # in one write: two threads speak
     sys.stdout.write(text + "\\n")
     sys.stdout.flush()
@@ -128,7 +128,7 @@ def test_the_second_signal_works_while_the_main_thread_is_in_native_code():
 
 
 def test_handlers_are_put_back():
-    from jaxtrain.watchdog import Signals
+    from jaxtrain.run.watchdog import Signals
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Signals(print) as signals:

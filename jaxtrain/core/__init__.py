@@ -1,0 +1,1 @@
+"""What every run is made of: parts from a config, the optimizer, the step, scores, exports."""

@@ -1,0 +1,251 @@
+"""From a Config to the parts that every verb needs: tokenizer, architecture, mesh, model.
+
+All checks that need no weights happen first, so that a mistake costs seconds.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from jaxtrain.adapters.attach import attach, draw_trained, split_trained
+from jaxtrain.adapters.peft import load_trained, read_adapter
+from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.storage import quantise_params
+from jaxtrain.config import AdapterConfig, Config, ModelConfig, TreeTask
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
+from jaxtrain.parallel.mesh import make_mesh, split_devices
+from jaxtrain.parallel.rules import shardings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a config becomes before any weight is allocated."""
+
+    tokenizer: Any
+    architecture: Any
+    """The model family's own Config."""
+    mesh: jax.sharding.Mesh
+    folder: Path | None
+    """Where the weights lie; None for a random start."""
+    options: dict[str, Any]
+    """Keyword arguments of models.build.abstract, init and load."""
+    adapter: Adapter | None = None
+    """What is trained, where that is not everything."""
+
+
+def assemble(config: Config, reserved: int = 0) -> Parts:
+    """Check model, tokenizer and mesh against each other; raises UserError.
+
+    reserved: devices, the last ones, that are left out of the mesh.
+    """
+    folder, raw = find_architecture(config.model)
+    architecture = build.config_from_hf(raw)
+    tokenizer = find_tokenizer(config.model)
+    check_fit(config, architecture, tokenizer)
+    check_trees(config, architecture)
+    return Parts(
+        tokenizer=tokenizer,
+        architecture=architecture,
+        mesh=make_mesh(split_devices(reserved)[0], **config.parallel.axes()),
+        folder=folder if config.model.init == "pretrained" else None,
+        options=model_options(config.model),
+        adapter=make_adapter(config.adapter, architecture),
+    )
+
+
+def find_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that the model section names, with its chat template."""
+    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
+
+
+def model_options(model: ModelConfig) -> dict[str, Any]:
+    """The config's strings as the model builders take them."""
+    return {
+        "param_dtype": model.param_dtype,
+        "dtype": model.compute_dtype,
+        "remat": model.remat,
+        "scan_layers": model.scan_layers,
+        "attention_impl": model.attention,
+    }
+
+
+def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
+    """What section `adapter` trains of this architecture; None trains everything."""
+    if section.kind == "none":
+        return None
+    tables = {"embed.embedding"} if section.train_embeddings else set()
+    if section.train_head:
+        tables.add("embed.embedding" if architecture.tie_word_embeddings else "lm_head.embedding")
+    if section.path is None:
+        slots = choose_slots(
+            find_linears(architecture),
+            section.targets(),
+            Slot(section.rank, section.alpha, section.rslora, section.kind == "dora"),
+            section.rank_pattern,
+            section.alpha_pattern,
+        )
+        return Adapter(slots, tuple(sorted(tables)), section.dtype, quantize=section.quantize)
+    found = read_adapter(section.path, architecture, section.dtype)
+    found = dataclasses.replace(found, quantize=section.quantize)
+    if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
+        raise UserError(
+            f"adapter.kind is {section.kind} but adapter.path {section.path!r} holds"
+            f" {'lora' if section.kind == 'dora' else 'dora'}; change adapter.kind"
+        )
+    own = {"rank", "alpha", "rslora", "target", "rank_pattern", "alpha_pattern"}
+    given = sorted(own & set(section.model_dump(exclude_defaults=True)))
+    if given or not tables <= set(found.full):
+        raise UserError(
+            f"adapter.{(given or ['train_embeddings and train_head'])[0]} is fixed by adapter.path"
+            f" {section.path!r}; remove it"
+        )
+    return found
+
+
+def abstract_params(parts: Parts, mesh: jax.sharding.Mesh | None = None) -> tuple[Params, Rebuild]:
+    """Parameter shapes with their places on the parts' mesh, or on another, and what makes a model
+    of such a dict.
+
+    Nothing is allocated. The model that is rebuilt remembers how parts.folder stored its tensors,
+    so that an export keeps their dtypes.
+    """
+    model = build.abstract(parts.architecture, **parts.options)
+    if parts.folder is not None:
+        model = build.remember(model, parts.folder)
+    if parts.adapter is not None:
+        model = attach(model, parts.adapter)
+    shapes, rebuild = split_model(model)
+    placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or parts.mesh))
+    places = {name_path(path): place for path, place in placed}
+    full = () if parts.adapter is None else parts.adapter.full
+    return {
+        path: jax.ShapeDtypeStruct(
+            shape.shape,
+            parts.adapter.dtype if path in full else shape.dtype,
+            sharding=places[path],
+        )
+        for path, shape in shapes.items()
+    }, rebuild
+
+
+def open_base(parts: Parts, seed: int) -> Params:
+    """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
+    quantize = "none" if parts.adapter is None else parts.adapter.quantize
+    if parts.folder is not None:
+        found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
+    elif quantize == "none":
+        model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+        return split_model(model)[0]
+    else:
+        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **parts.options)
+    if quantize == "none":
+        return dict(found)
+    return quantise_params(found, abstract_params(parts)[0], quantize)
+
+
+def open_params(parts: Parts, seed: int) -> Params:
+    """All weights that a fresh run starts from: the base, and adapters drawn or loaded."""
+    base = open_base(parts, seed)
+    if parts.adapter is None:
+        return base
+    shapes, _ = split_trained(abstract_params(parts)[0], parts.adapter)
+    if parts.adapter.source is None:
+        trained = draw_trained(shapes, base, parts.adapter, seed)
+    else:
+        trained = load_trained(shapes, parts.architecture, parts.adapter)
+    return {**base, **trained}
+
+
+def open_frozen(parts: Parts, seed: int) -> Params:
+    """What a run with adapters never changes, and so never saves; nothing without adapters."""
+    return {} if parts.adapter is None else split_trained(open_base(parts, seed), parts.adapter)[1]
+
+
+def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
+    """(local folder or None, the keys of config.json)."""
+    if model.architecture is not None:
+        return None, model.architecture
+    folder = find_folder(model.path, weights=model.init == "pretrained")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"model.path {model.path!r}: {path} does not exist")
+    try:
+        return folder, json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+
+
+def find_folder(name: str, weights: bool) -> Path:
+    """A local folder as it is, or a Hub repository's snapshot."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"model.path {name!r} is not a folder here; give a folder with config.json and"
+            " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
+        )
+    patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.path {name!r} is not a folder here and could not be read from the Hugging"
+            f" Face Hub: {reason}"
+        ) from None
+
+
+def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer or a row length that the model cannot take."""
+    size = len(tokenizer)
+    if size > architecture.vocab_size:
+        raise UserError(
+            f"model.tokenizer has {size} tokens but the model's vocab_size is"
+            f" {architecture.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    if config.model.router_aux_loss_coef and architecture.experts_per_token is None:
+        raise UserError(
+            f"model.router_aux_loss_coef {config.model.router_aux_loss_coef} balances experts, but"
+            f" {architecture.architecture} has none; remove it"
+        )
+    limit = architecture.max_position_embeddings
+    if config.data.sequence_len > limit:
+        raise UserError(
+            f"data.sequence_len {config.data.sequence_len} is longer than the model's"
+            f" max_position_embeddings {limit}; lower the first"
+        )
+
+
+def check_trees(config: Config, architecture: Any) -> None:
+    """Refuse trees with shared prefixes for a model that mixes tokens other than by attention.
+
+    `until` hides one branch from another in attention; a recurrent or convolution layer would run
+    from one branch into the next. Held-out data of a tree task are whole trees in every mode.
+    """
+    task = config.task
+    if architecture.mixes_by_attention_only or not isinstance(task, TreeTask):
+        return
+    if task.mode == "tree":
+        found = 'task.mode "tree"'
+        fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
+    elif config.data.eval_datasets:
+        found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
+        fix = "remove data.eval_datasets"
+    else:
+        return
+    key = "model.path" if config.model.path else "model.architecture"
+    raise UserError(
+        f"{found} packs branches that share a prefix, but {key} is {architecture.architecture},"
+        f" which has layers that mix tokens other than by attention; {fix}, or choose another"
+        f" {key}"
+    )

@@ -1,0 +1,87 @@
+"""A trained model as a Hugging Face folder, or an adapter as a PEFT folder; tokenizer and card."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jaxtrain
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.config import Config
+from jaxtrain.core.assemble import Parts
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.parallel.mesh import is_main_process
+
+
+def export_params(
+    params: Params,
+    rebuild: Rebuild,
+    parts: Parts,
+    folder: Path,
+    *,
+    config: Config,
+    step: int,
+    dtype: str | None = None,
+) -> None:
+    """Write `folder` as a whole or not at all; an older export there is replaced.
+
+    A full model; of a run with adapters a PEFT folder. params: concrete, on any mesh. dtype None
+    keeps each tensor's dtype of the checkpoint that the run started from, or that of what was
+    trained. Every process takes part; the first one writes.
+    """
+    writes = is_main_process()
+    with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
+        if parts.adapter is None:
+            build.save(rebuild(params), parts.architecture, unfinished, dtype=dtype)
+        else:
+            base = config.model.path
+            write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)
+        if writes:
+            parts.tokenizer.save_pretrained(unfinished)
+            (unfinished / "README.md").write_text(write_card(config, step))
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write to, which takes the place of `folder` when the block ends well."""
+    folder = Path(folder)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if folder.exists():
+            retired = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(retired, ignore_errors=True)
+            os.replace(folder, retired)
+            shutil.rmtree(retired, ignore_errors=True)
+        os.replace(unfinished, folder)
+    except OSError as error:
+        raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_card(config: Config, step: int) -> str:
+    """The model card: what it came from and every setting that differs from its default."""
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    trained = config.model.path if config.model.init == "pretrained" else None
+    return f"""\
+---
+library_name: {"transformers" if config.adapter.kind == "none" else "peft"}
+tags: [jaxtrain, {config.task.kind}]
+---
+
+Trained with jaxtrain {jaxtrain.__version__} from {trained or "random weights"}: task \
+{config.task.kind}, {step} steps.
+
+Settings that differ from the defaults:
+
+```json
+{json.dumps(changed, indent=2)}
+```
+"""

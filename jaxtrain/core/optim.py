@@ -1,0 +1,132 @@
+"""Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
+
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config import OptimConfig
+from jaxtrain.models.parameters import Params
+
+
+def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step: linear warm-up from 0 to the peak, then the chosen shape.
+
+    The first update (step 0) already has a rate above 0: warm-up over n steps gives step i the
+    share (i + 1) / n of the peak. A decay meets min_lr one step after the last, so that no update
+    is wasted on a rate of 0.
+    """
+    peak = optim.learning_rate
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = round((optim.warmup_ratio or 0.0) * total_steps)
+    floor = optim.min_lr if optim.min_lr is not None else peak * (optim.min_lr_ratio or 0.0)
+    span = max(total_steps - warmup, 1)
+    decay = max(round(optim.decay_ratio * total_steps), 1)
+
+    def schedule(step):
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - warmup) / span, 0.0, 1.0)
+        match optim.lr_scheduler:
+            case "constant":
+                rate = jnp.full_like(step, peak)
+            case "linear":
+                rate = peak + (floor - peak) * progress
+            case "cosine":
+                rate = floor + (peak - floor) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+            case "inverse_sqrt":
+                # T5's form: peak * sqrt(n / step) with n the length of the warm-up.
+                start = max(warmup, 1)
+                rate = jnp.maximum(peak * jnp.sqrt(start / jnp.maximum(step + 1, start)), floor)
+            case "wsd":
+                left = jnp.clip((total_steps - step) / decay, 0.0, 1.0)
+                rate = floor + (peak - floor) * decay_share(optim.wsd_decay, left)
+        ramp = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
+        return jnp.where(step < warmup, peak * ramp, rate)
+
+    return schedule
+
+
+def decay_share(shape: str, left):
+    """Share of the peak above the floor when `left` (1 to 0) of the decay remains; 1 before it.
+
+    The shapes of warmup-stable-decay as compared by Hägele et al. 2024 (arXiv 2405.18392).
+    """
+    match shape:
+        case "linear":
+            return left
+        case "cosine":
+            return 0.5 * (1.0 + jnp.cos(jnp.pi * (1.0 - left)))
+        case "exponential":
+            # Down to a hundredth, shifted so that the last step meets the floor exactly.
+            tail = 0.01
+            return (tail ** (1.0 - left) - tail) / (1.0 - tail)
+        case "one_minus_sqrt":
+            return 1.0 - jnp.sqrt(1.0 - left)
+    raise AssertionError(shape)
+
+
+def build_optimizer(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params
+) -> optax.GradientTransformation:
+    """The named optimizer with its weight-decay mask. Clipping is the step's own business."""
+    mask = {path: decays(path, value, optim) for path, value in params.items()}
+    decay = optim.weight_decay
+    match optim.name:
+        case "adamw":
+            return optax.adamw(
+                schedule, optim.beta1, optim.beta2, optim.eps, weight_decay=decay, mask=mask
+            )
+        case "lion":
+            return optax.lion(schedule, optim.beta1, optim.beta2, weight_decay=decay, mask=mask)
+        case "adafactor":
+            return optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(decay, mask),
+                optax.scale_by_learning_rate(schedule),
+            )
+        case "sgd":
+            return optax.chain(
+                optax.trace(optim.beta1) if optim.beta1 else optax.identity(),
+                optax.add_decayed_weights(decay, mask),
+                optax.scale_by_learning_rate(schedule),
+            )
+        case "muon":
+            return optax.contrib.muon(
+                schedule,
+                beta=optim.beta1,
+                adam_b1=optim.beta1,
+                adam_b2=optim.beta2,
+                eps=optim.eps,
+                weight_decay=decay,
+                weight_decay_mask=mask,
+                # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers={
+                    path: muon_dimensions(path, value) for path, value in params.items()
+                },
+            )
+    raise AssertionError(optim.name)
+
+
+def is_vector(path: str) -> bool:
+    """Whether a parameter is a norm scale, a bias or DoRA's magnitude (stacked: two axes)."""
+    name = path.rsplit(".", 1)[-1]
+    return name in ("bias", "scale", "magnitude") or "norm" in name
+
+
+def is_embedding(path: str) -> bool:
+    """Whether a parameter is a token embedding or the output head."""
+    return any(part in ("embed", "head", "lm_head") for part in path.split("."))
+
+
+def decays(path: str, value, optim: OptimConfig) -> bool:
+    """Whether weight decay applies to a parameter."""
+    return not is_vector(path) and (optim.decay_embeddings or not is_embedding(path))
+
+
+def muon_dimensions(path: str, value) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a weight form the matrix that muon orthogonalises; None: adamw's."""
+    if is_vector(path) or is_embedding(path) or value.ndim < 2:
+        return None
+    axes = value.ndim
+    return optax.contrib.MuonDimensionNumbers((axes - 2,), (axes - 1,))

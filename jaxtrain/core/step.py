@@ -1,0 +1,205 @@
+"""One optimizer step as a pure function: exact under accumulation and on any mesh.
+
+Denominators are summed over the whole step, inside the compiled program, before any microstep runs;
+microsteps add up sums, never means. So A microsteps of B rows give the update of one batch of A*B
+rows, whatever the number of trained tokens in each.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.batch import Batch
+from jaxtrain.losses.balance import count_real
+from jaxtrain.models.parameters import Params
+
+
+class State(NamedTuple):
+    """Everything that training changes, and all that a checkpoint must hold besides the data's
+    cursor."""
+
+    step: jax.Array
+    """int32 number of updates made."""
+    params: Params
+    """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
+    opt_state: Any
+    """The optimizer's own state, sharded like the parameters."""
+    reference: Params = {}
+    """A reference policy that follows the trained parameters; the step leaves it as it is."""
+
+
+class StepOutput(NamedTuple):
+    """Small arrays to be read on the host, one step late."""
+
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    """(sum, weight) pairs over the whole step; "loss" among them."""
+    grad_norm: jax.Array
+    """Global norm before clipping."""
+    micro_loss: jax.Array
+    """[A] share of each microstep in the loss: tells which one was not finite."""
+    finite: jax.Array
+    """False: loss or gradients were not finite and the state was left as it was."""
+
+
+def abstract_state(
+    params: Params, optimizer: optax.GradientTransformation, keep_reference: bool = False
+) -> State:
+    """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
+
+    An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
+    replicated.
+    """
+    sample = next(iter(params.values())).sharding
+    replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
+
+    def place(path, slot):
+        names = [str(getattr(part, "key", "")) for part in path]
+        owner = next((params[name] for name in reversed(names) if name in params), None)
+        fits = owner is not None and owner.shape == slot.shape
+        sharding = owner.sharding if fits else replicated
+        return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
+
+    slots = jax.eval_shape(optimizer.init, params)
+    shapes = {path: shape_of(value) for path, value in params.items()}
+    return State(
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        shapes,
+        jax.tree_util.tree_map_with_path(place, slots),
+        dict(shapes) if keep_reference else {},
+    )
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """The state before the first step."""
+    shapes = abstract_state(params, optimizer)
+    places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
+    return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+
+
+def mix_reference(state: State, share: float) -> State:
+    """The state with `share` of its parameters mixed into its reference (arXiv 2404.09656)."""
+    mixed = {
+        path: ((1.0 - share) * value + share * state.params[path]).astype(value.dtype)
+        for path, value in state.reference.items()
+    }
+    return state._replace(reference=mixed)
+
+
+def shape_of(array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of an array, without its values."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def make_step(
+    rebuild: Callable[[Params], Any],
+    loss: Callable,
+    coef: dict[str, float],
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float | None,
+) -> Callable[..., tuple[State, StepOutput]]:
+    """Compile-ready `(state, batch [A, B, T], frozen={}) -> (state, output)`.
+
+    The state is donated. `frozen` are the parameters that are not trained, by path: arguments, so
+    that they are never constants of the program, and never differentiated.
+    """
+
+    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
+        sums, metrics = loss(rebuild({**frozen, **params}), micro)
+        total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
+        return total, metrics
+
+    def step(state: State, batch: Batch, frozen: Params | None = None) -> tuple[State, StepOutput]:
+        frozen = frozen or {}
+        denoms = {name: denominator(batch, name) for name in coef}
+        grad = jax.value_and_grad(micro_loss, has_aux=True)
+
+        def add_micro(summed, micro):
+            (total, metrics), grads = grad(state.params, frozen, micro, denoms)
+            grads = jax.tree.map(jnp.add, summed[0], grads)
+            return (grads, join_metrics(summed[1], metrics)), total
+
+        if batch.tokens.shape[0] == 1:
+            only = jax.tree.map(lambda leaf: leaf[0], batch)
+            (total, metrics), grads = grad(state.params, frozen, only, denoms)
+            micro_losses = total[None]
+        else:
+            first = jax.tree.map(lambda leaf: leaf[0], batch)
+            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms)
+            (_, metric_shapes), grad_shapes = shapes
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
+            start = (zeros, empty_metrics(metric_shapes))
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, batch)
+
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
+        if max_grad_norm is not None:
+            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = State(state.step + 1, params, opt_state, state.reference)
+        # A bad step must not spoil what a checkpoint may still save.
+        kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        weight = jnp.ones((), micro_losses.dtype)
+        metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}
+        return kept, StepOutput(metrics, norm, micro_losses, finite)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+EXTREMES = {
+    **dict.fromkeys(("max", "high_max"), (jnp.maximum, -jnp.inf)),
+    **dict.fromkeys(("min", "low_min"), (jnp.minimum, jnp.inf)),
+}
+"""How metrics named ".../max", ".../low_min" and so on are joined over microsteps; all others add
+up."""
+
+
+def join_metrics(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """(sum, weight) pairs of two microsteps as one; an extreme has weight 1, or 0 if empty."""
+    joined = {}
+    for name, (value, weight) in right.items():
+        join, _ = EXTREMES.get(name.rpartition("/")[2], (jnp.add, 0.0))
+        weigh = jnp.add if join is jnp.add else jnp.maximum
+        joined[name] = (join(left[name][0], value), weigh(left[name][1], weight))
+    return joined
+
+
+def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
+    """What join_metrics leaves as it is; shapes: a ShapeDtypeStruct for each number."""
+    return {
+        name: (
+            jnp.full(
+                value.shape, EXTREMES.get(name.rpartition("/")[2], (None, 0.0))[1], value.dtype
+            ),
+            jnp.zeros(weight.shape, weight.dtype),
+        )
+        for name, (value, weight) in shapes.items()
+    }
+
+
+def denominator(batch: Batch, component: str) -> jax.Array:
+    """What a component's sum is divided by: its constant, or the step's total weight.
+
+    One without weights of its own, such as the balance of experts, is a mean over real tokens.
+    """
+    if component in batch.denoms:
+        return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
+    weighted = component in batch.weights
+    total = jnp.sum(batch.weights[component]) if weighted else count_real(batch)
+    return jnp.where(total > 0, total, 1.0)
+
+
+def make_eval(rebuild: Callable[[Params], Any], loss: Callable) -> Callable:
+    """Compile-ready `(params, batch [B, T]) -> {component or metric: (sum, weight)}`, no grads."""
+
+    def evaluate(params: Params, batch: Batch):
+        sums, metrics = loss(rebuild(params), batch)
+        pairs = {name: (value, jnp.sum(batch.weights[name])) for name, value in sums.items()}
+        return {**pairs, **metrics}
+
+    return jax.jit(evaluate)

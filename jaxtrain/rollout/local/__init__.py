@@ -1,0 +1,1 @@
+"""The sampler in the training process."""

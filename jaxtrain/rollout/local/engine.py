@@ -1,0 +1,151 @@
+"""LocalEngine: a LocalSampler for coroutines, its chunks drawn in a thread of their own.
+
+    coroutine ── generate ─┐                    thread "sampler"
+    coroutine ── generate ─┼─ add ─> requests ─> LocalSampler.step ─> ended ─> futures
+    coroutine ── generate ─┘   ^         (a chunk of all rows)           │
+                               └────────── the next turn ────────────────┘
+
+While a chunk is drawn the event loop plays tools, rewards and other episodes; before the next one
+it waits until nobody is about to ask, so that turns meet in one batch.
+"""
+
+import asyncio
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxtrain.rollout.local.sampler import LocalSampler, Request
+from jaxtrain.rollout.local.slots import unstack
+from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
+
+PATIENCE = 3
+"""Rounds of the event loop without a new request after which nobody else is about to ask."""
+
+
+class LocalEngine:
+    """`types.Engine` in the training process; see the module's docstring."""
+
+    def __init__(self, sampler: LocalSampler):
+        self.sampler = sampler
+        self._asked = 0
+        self._futures: dict[Request, asyncio.Future] = {}
+        self._serving: asyncio.Task | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that draw the next chunk."""
+        return self.sampler.version
+
+    def use(self, model: Any, version: int) -> None:
+        """Sample from these weights from the next chunk on; from any thread."""
+        self.sampler.use(model, version)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt together with whoever else asks; see types.Engine.
+
+        A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
+        Raises EpisodeFailed for a prompt that leaves no room for an answer.
+        """
+        if len(prompt) >= self.sampler.max_len:
+            raise EpisodeFailed("the conversation fills the model's longest row")
+        number = draw_number(index, len(prompt))
+        request = self.sampler.request(list(prompt), sampling, stop_ids, number)
+        loop = asyncio.get_running_loop()
+        future = self._futures[request] = loop.create_future()
+        self.sampler.add(request)
+        self._asked += 1
+        if self._serving is None or self._serving.done():
+            self._serving = loop.create_task(self._serve())
+        try:
+            return await future
+        finally:
+            if self._futures.pop(request, None) is not None:
+                self.sampler.abort(request)
+
+    async def close(self) -> None:
+        """End the thread; requests that still wait fail."""
+        for request, future in list(self._futures.items()):
+            self.sampler.abort(request)
+            if not future.done():
+                future.set_exception(EpisodeFailed("the engine was closed"))
+        if self._serving is not None:
+            await self._serving
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def counters(self) -> dict[str, float]:
+        """Nothing can go wrong that is worth counting."""
+        return {}
+
+    async def _serve(self) -> None:
+        """Draw chunks until nothing is left to do."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        loop = asyncio.get_running_loop()
+        while True:
+            quiet, seen = 0, -1
+            while quiet < PATIENCE:
+                await asyncio.sleep(0)
+                quiet = quiet + 1 if self._asked == seen else 0
+                seen = self._asked
+            if not self.sampler.busy:
+                return
+            try:
+                ended = await loop.run_in_executor(self._thread, self.sampler.step)
+            except BaseException as error:
+                for future in self._futures.values():
+                    if not future.done():
+                        future.set_exception(error)
+                self.sampler.drop_all()
+                return
+            for request in ended:
+                future = self._futures.pop(request, None)
+                if future is not None and not future.done():
+                    future.set_result(request.completion)
+
+
+def draw_number(index: int, length: int) -> int:
+    """31 bits from an episode's number and how far it has come, so that turns draw anew."""
+    return zlib.crc32(f"{index} {length}".encode()) & 0x7FFFFFFF
+
+
+class LocalPublisher:
+    """Hands copies of the trainer's weights to the local engine; the step donates its own.
+
+    Of several processes each has one, because all take part in bringing the weights together; only
+    process 0 has an engine.
+    """
+
+    def __init__(self, engine: LocalEngine | None, copy: Any, *, rests: bool):
+        """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
+        the trainer trains, so the copies' memory is given back for that time."""
+        self.engine, self.copy, self.rests = engine, copy, rests
+
+    def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
+        """Sample from a copy of `params` from the next chunk on."""
+        start = time.monotonic()
+        copies = self.copy(params)
+        if self.engine is None:
+            return {}
+        with self.engine.sampler.on_mesh():
+            model = unstack(rebuild(copies))
+        self.engine.use(model, version)
+        return {"sync/seconds": time.monotonic() - start}
+
+    def sleep(self) -> None:
+        """Give the copies back until the next publish."""
+        if self.rests and self.engine is not None:
+            self.engine.use(None, self.engine.version)
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,335 @@
+"""LocalSampler: continuous batching in the training process, on its own devices.
+
+    add(request) ─> queue ─> free rows ─┐ prompts are read, each different one once
+                                        ├─ chunk of tokens ─> step() returns what has ended
+                              busy rows ┘
+
+Requests of any kind share the rows, and a row that ends is filled again after the chunk. Rows and
+slots come in few sizes, so a run compiles a handful of programs; they grow while there is work and
+are given back when there is none. `slots.py` has the device's side.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.local.draws import find_kind, read_draws
+from jaxtrain.rollout.local.slots import (
+    CHUNK,
+    Entry,
+    Rows,
+    decode_chunk,
+    empty_rows,
+    fill,
+    grow,
+    insert,
+)
+from jaxtrain.rollout.types import Completion, FinishReason, Sampling
+
+PROMPT_TOKENS = 32768
+"""Slots of prompts that are read at once, which bounds the memory of their activations."""
+REFILL = 8
+"""A chunk ends early when one row in so many has ended in it."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue, and what was drawn of its answer."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    ends: tuple[int, ...]
+    """Tokens that end the answer, those of the sampler among them."""
+    number: int
+    """With sampling.seed it determines the noise."""
+    limit: int
+    """Tokens that may be drawn."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    next_version: int = -1
+    """Of the weights that drew the token which has not been handed out yet."""
+    finish_reason: FinishReason = "length"
+    aborted: bool = False
+
+    @property
+    def completion(self) -> Completion:
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions)
+
+
+class LocalSampler:
+    """Continues prompts with a model of `jaxtrain.models`.
+
+    `use` swaps the weights, also while answers are under way: what they have read stays as the
+    old weights saw it. `to_text` turns tokens into text, for stop texts. At most `max_batch` rows
+    are decoded together, and no row grows beyond `max_len` tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eos_ids: Iterable[int],
+        pad_id: int = 0,
+        *,
+        max_len: int,
+        max_batch: int = 64,
+        to_text: Callable[[list[int]], str] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        """mesh: where the weights lie, by default the one that is set where `step` is called."""
+        self.eos_ids = frozenset(eos_ids)
+        self.pad_id = pad_id
+        self.max_len = max_len
+        self.max_batch = max_batch
+        self.to_text = to_text
+        self.mesh = mesh
+        self._weights: tuple[Any, int] = (model, -1)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request | None] = []
+        self._rows: Rows | None = None
+
+    def use(self, model: Any, version: int = -1) -> None:
+        """Sample from these weights from the next chunk on; a model of the same shape compiles
+        nothing. May be called from any thread."""
+        self._weights = (model, version)
+
+    def on_mesh(self) -> AbstractContextManager:
+        """Where the sampler's programs run."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @property
+    def version(self) -> int:
+        """What `use` was told of the weights."""
+        return self._weights[1]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Iterable[int] = (),
+        draws: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """One Completion per prompt, in order; see `types.Completion` for its log-probs.
+
+        Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
+        seed and the prompt's number in `draws` (by default its index) alone, not on which rows
+        share its batch. Raises UserError for an empty prompt, one that leaves no room, and stop
+        texts without `to_text`.
+        """
+        stop_ids = tuple(stop_ids)
+        numbers = range(len(prompts)) if draws is None else draws
+        requests = [
+            self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
+            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+        ]
+        # Prompts of like length together: less padding where they are read.
+        for request in sorted(requests, key=lambda one: len(one.prompt)):
+            self.add(request)
+        while self.busy:
+            self.step()
+        return [request.completion for request in requests]
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Iterable[int] = (),
+        number: int = 0,
+        name: str = "the prompt",
+    ) -> Request:
+        """A checked request, to be added; raises UserError as `generate` does."""
+        vocab_size = self._weights[0].head().shape[0]
+        if not 0 < len(prompt) < self.max_len:
+            raise UserError(
+                f"{name} has {len(prompt)} tokens; it needs at least 1 and at most "
+                f"{self.max_len - 1}, to leave room for an answer within {self.max_len}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(
+                f"{name} holds token {max(prompt)}, the model has {vocab_size}; use "
+                "the tokenizer that belongs to the model"
+            )
+        if sampling.stop and self.to_text is None:
+            raise UserError("sampling.stop: stop texts need the sampler's to_text function")
+        ends = tuple(sorted({*self.eos_ids, *stop_ids}))
+        limit = min(sampling.max_new_tokens, self.max_len - len(prompt))
+        return Request(prompt, sampling, ends, number, limit)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row."""
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Give up a request; its row is free after the next step, which does not return it."""
+        request.aborted = True
+
+    def drop_all(self) -> None:
+        """Forget all requests, as after an error."""
+        self._waiting.clear()
+        self._running, self._rows = [], None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._waiting) or any(self._running)
+
+    def step(self) -> list[Request]:
+        """Begin what waits and draw a chunk of tokens; the requests that have ended.
+
+        Blocks until the device has answered. When nothing is left, the rows are given back.
+        """
+        with self.on_mesh():
+            self._begin()
+            ended = self._draw() if any(self._running) else []
+        if not self.busy:
+            self._rows, self._running = None, []
+        return ended
+
+    def _begin(self) -> None:
+        """Fill free rows from the queue."""
+        busy = sum(one is not None for one in self._running)
+        new: list[Request] = []
+        while self._waiting and busy + len(new) < self.max_batch:
+            request = self._waiting.popleft()  # others may add meanwhile
+            if not request.aborted:
+                new.append(request)
+        if not new:
+            return
+        self._make_room(busy + len(new), new)
+        free = [row for row, one in enumerate(self._running) if one is None]
+        start = 0
+        while start < len(new):
+            stop = find_end(new, start)
+            self._fill(new[start:stop], free[start:stop])
+            start = stop
+
+    def _make_room(self, count: int, new: Sequence[Request]) -> None:
+        """Rows for `count` requests and slots for the longest of the new ones."""
+        longest = max(len(one.prompt) + one.limit for one in new)
+        B = min(bucket(count, 1), self.max_batch)
+        S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
+        E = bucket(max(len(one.ends) for one in new), 1)
+        if self._rows is None:
+            self._rows = empty_rows(self._weights[0], B=B, S=S, E=E)
+        else:
+            old_B, old_S = self._rows.shape
+            B, S, E = max(B, old_B), max(S, old_S), max(E, self._rows.ends.shape[1])
+            if (B, S, E) != (old_B, old_S, self._rows.ends.shape[1]):
+                self._rows = grow(self._rows, B=B, S=S, E=E)
+        self._running += [None] * (B - len(self._running))
+
+    def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
+        """Read the prompts of some requests, each different one once, into these rows."""
+        model, version = self._weights
+        prompts = list(dict.fromkeys(tuple(one.prompt) for one in new))
+        U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
+        R = bucket(len(new), 1, 4)
+        tokens_UP, lengths_U = np.full((U, P), self.pad_id, np.int32), np.ones(U, np.int32)
+        for index, prompt in enumerate(prompts):
+            tokens_UP[index, : len(prompt)] = prompt
+            lengths_U[index] = len(prompt)
+        padding = R - len(new)
+        places = {prompt: index for index, prompt in enumerate(prompts)}
+        samplings = [one.sampling for one in new]
+        ends_RE = np.full((R, self._rows.ends.shape[1]), -1, np.int32)
+        for index, one in enumerate(new):
+            ends_RE[index, : len(one.ends)] = one.ends
+
+        def column(values: Iterable[int], pad: int) -> np.ndarray:
+            return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
+
+        entry = Entry(
+            row=column(rows, len(self._running)),
+            source=column((places[tuple(one.prompt)] for one in new), 0),
+            limit=column((one.limit for one in new), 0),
+            seed=column((one.sampling.seed for one in new), 0),
+            number=column((one.number for one in new), 0),
+            draw=read_draws([*samplings, *samplings[-1:] * padding]),
+            ends=ends_RE,
+        )
+        filled = fill(model, tokens_UP, lengths_U)
+        self._rows = insert(self._rows, filled, entry, find_kind(samplings))
+        for one, row in zip(new, rows, strict=True):
+            one.next_version = version
+            self._running[row] = one
+
+    def _draw(self) -> list[Request]:
+        """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
+        model, version = self._weights
+        there = [(row, one) for row, one in enumerate(self._running) if one is not None]
+        stop_B = np.array([one is None or one.aborted for one in self._running])
+        self._rows, *found = decode_chunk(
+            model,
+            self._rows,
+            stop_B,
+            np.int32(max(1, len(self._running) // REFILL)),
+            find_kind([one.sampling for _, one in there]),
+        )
+        tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
+        ended = []
+        for row, one in there:
+            if one.aborted:
+                self._running[row] = None
+                continue
+            seen, count = len(one.tokens), int(handed_B[row])
+            one.tokens += tokens_BC[row, :count].tolist()
+            one.logprobs += logprobs_BC[row, :count].tolist()
+            one.versions += [one.next_version, *[version] * (count - 1)][:count]
+            one.next_version = version if count else one.next_version
+            over = bool(done_B[row])
+            if over and one.tokens and one.tokens[-1] in one.ends:
+                one.finish_reason = "stop"
+            cut = self._find_stop(one.tokens, seen, one.sampling.stop)
+            if cut is not None:
+                del one.tokens[cut:], one.logprobs[cut:], one.versions[cut:]
+                one.finish_reason, over = "stop", True
+            if over:
+                # A row that a stop text ended runs on until it is told, or filled anew.
+                self._running[row] = None
+                ended.append(one)
+        return ended
+
+    def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
+        """Number of tokens after which the text first holds a stop text; None: it does not."""
+        if not stop:
+            return None
+
+        def holds(count: int) -> bool:
+            text = self.to_text(tokens[:count])
+            return any(word in text for word in stop)
+
+        if not holds(len(tokens)):
+            return None
+        return next(count for count in range(seen + 1, len(tokens) + 1) if holds(count))
+
+
+def find_end(requests: Sequence[Request], start: int) -> int:
+    """How far from `start` requests can be read at once within PROMPT_TOKENS; at least one."""
+    prompts: set[tuple[int, ...]] = set()
+    longest = 0
+    for index in range(start, len(requests)):
+        prompts.add(tuple(requests[index].prompt))
+        longest = max(longest, len(requests[index].prompt))
+        if index > start and bucket(len(prompts), 1, 4) * bucket(longest, 32) > PROMPT_TOKENS:
+            return index
+    return len(requests)
+
+
+def bucket(size: int, smallest: int, factor: int = 2) -> int:
+    """The smallest `smallest * factor**n` that holds `size`: few shapes."""
+    while smallest < size:
+        smallest *= factor
+    return smallest
+
+
+def roomy(size: int) -> int:
+    """`size` rounded up to eighths of a power of two and to whole chunks: at most an eighth of
+    the slots is never used."""
+    step = max(CHUNK, bucket(size, 1) // 8)
+    return -(-size // step) * step

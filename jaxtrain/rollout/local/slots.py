@@ -1,0 +1,227 @@
+"""Rows of a KV cache on the device: prompts go in, tokens come out, ended rows make room.
+
+    fill(model, tokens, lengths)           prompts, each once ──> keys, values, first logits
+    insert(rows, filled, entry)            into free rows; several rows may take one prompt
+    decode_chunk(model, rows, stop, ...)   up to CHUNK tokens of every row
+
+Shapes: B rows, U different prompts of P slots, R rows to fill, S slots of a row, C tokens of a
+chunk, V vocab.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.decoder import Cache
+from jaxtrain.parallel.rules import constrain
+from jaxtrain.rollout.local.draws import Draw, Kind, sample
+
+CHUNK = 32
+
+
+class Rows(NamedTuple):
+    """State of all rows between chunks."""
+
+    cache: Cache
+    token: jax.Array
+    """int32 [B] the last token drawn, not yet seen by the model."""
+    logprob: jax.Array
+    """float32 [B] its log-probability."""
+    count: jax.Array
+    """int32 [B] tokens drawn so far, `token` among them."""
+    limit: jax.Array
+    """int32 [B] tokens that the row may draw."""
+    done: jax.Array
+    """bool [B]: ended, or never begun."""
+    keys: jax.Array
+    """[B] one random key a row; folded with `count` for each draw."""
+    draw: Draw
+    ends: jax.Array
+    """int32 [B, E] tokens that end the row, -1 where it has fewer."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows B, slots S)."""
+        return self.cache.k.shape[1], self.cache.k.shape[2]
+
+
+class Filled(NamedTuple):
+    """Prompts that the model has read."""
+
+    k: jax.Array
+    """[L, U, P, K, H]; v the same."""
+    v: jax.Array
+    lengths: jax.Array
+    """int32 [U]."""
+    logits: jax.Array
+    """float32 [U, V] behind each prompt's last token."""
+
+
+class Entry(NamedTuple):
+    """What R rows begin with. A row beyond B is padding and goes nowhere."""
+
+    row: np.ndarray
+    """int32 [R] which row."""
+    source: np.ndarray
+    """int32 [R] which of the U prompts."""
+    limit: np.ndarray
+    """int32 [R]."""
+    seed: np.ndarray
+    """int32 [R]; with `number` it makes the row's random key."""
+    number: np.ndarray
+    """int32 [R]."""
+    draw: Draw
+    ends: np.ndarray
+    """int32 [R, E]."""
+
+
+@jax.jit
+def unstack(model: Any) -> Any:
+    """The model with its layers stored one by one: a token then costs no copies of weights."""
+    return model.unstack()
+
+
+@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+def empty_rows(model: Any, *, B: int, S: int, E: int) -> Rows:
+    """B rows of S slots in which nothing runs."""
+    zeros_B, no_B = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.float32)
+    return Rows(
+        cache=_place(model.init_cache(B, S)),
+        token=zeros_B,
+        logprob=no_B,
+        count=zeros_B,
+        limit=zeros_B,
+        done=jnp.ones(B, bool),
+        keys=jax.vmap(jax.random.key)(zeros_B),
+        draw=Draw(jnp.ones(B, jnp.float32), zeros_B, jnp.ones(B, jnp.float32), no_B),
+        ends=jnp.full((B, E), -1, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+def grow(rows: Rows, *, B: int, S: int, E: int) -> Rows:
+    """The same rows with more rows, slots or ends; none may shrink."""
+    more = B - rows.token.shape[0]
+
+    def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
+        return jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)])
+
+    slots = S - rows.cache.k.shape[2]
+    k, v = (
+        jnp.pad(x, ((0, 0), (0, more), (0, slots), (0, 0), (0, 0)))
+        for x in (rows.cache.k, rows.cache.v)
+    )
+    ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
+    new_keys = jax.vmap(jax.random.key)(jnp.zeros(more, jnp.int32))
+    return Rows(
+        cache=_place(Cache(k, v, longer(rows.cache.length))),
+        token=longer(rows.token),
+        logprob=longer(rows.logprob),
+        count=longer(rows.count),
+        limit=longer(rows.limit),
+        done=longer(rows.done, True),
+        keys=jnp.concatenate([rows.keys, new_keys]),
+        draw=Draw(*map(longer, rows.draw)),
+        ends=longer(ends, -1),
+    )
+
+
+@jax.jit
+def fill(model: Any, tokens_UP: jax.Array, lengths_U: jax.Array) -> Filled:
+    """Read prompts, left-aligned in [U, P]."""
+    U, P = tokens_UP.shape
+    hidden_UPD, cache = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
+    last_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
+    return Filled(cache.k, cache.v, lengths_U, model.logits(last_UD).astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+def insert(rows: Rows, filled: Filled, entry: Entry, kind: Kind) -> Rows:
+    """Begin rows behind their prompts, with the first token of each drawn."""
+    make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
+    keys = make(entry.seed, entry.number)
+    first = _fold(keys, jnp.zeros_like(entry.number))
+    token, logprob = sample(filled.logits[entry.source], first, entry.draw, kind)
+    P = filled.k.shape[2]
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        return all_.at[entry.row].set(new, mode="drop")
+
+    def put_cache(all_LBSKH: jax.Array, new_LUPKH: jax.Array) -> jax.Array:
+        return all_LBSKH.at[:, entry.row, :P].set(new_LUPKH[:, entry.source], mode="drop")
+
+    return Rows(
+        cache=_place(
+            Cache(
+                put_cache(rows.cache.k, filled.k),
+                put_cache(rows.cache.v, filled.v),
+                put(rows.cache.length, filled.lengths[entry.source]),
+            )
+        ),
+        token=put(rows.token, token),
+        logprob=put(rows.logprob, logprob),
+        count=put(rows.count, jnp.ones_like(entry.limit)),
+        limit=put(rows.limit, entry.limit),
+        done=put(rows.done, entry.limit < 1),
+        keys=put(rows.keys, keys),
+        draw=Draw(*map(put, rows.draw, entry.draw)),
+        ends=put(rows.ends, entry.ends),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+def decode_chunk(
+    model: Any, rows: Rows, stop_B: jax.Array, patience: jax.Array, kind: Kind
+) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
+    """(rows, tokens [B, C], log-probs [B, C], tokens handed out of each row [B]).
+
+    Hands out the token that waits and draws the next, until C times are over, all rows are done,
+    or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
+    """
+    rows = rows._replace(done=rows.done | stop_B)
+    B = rows.token.shape[0]
+    running = (~rows.done).sum()
+
+    def step(carry):
+        i, rows, tokens_BC, logprobs_BC, handed_B = carry
+        handed_B += ~rows.done
+        tokens_BC = tokens_BC.at[:, i].set(jnp.where(rows.done, -1, rows.token))
+        logprobs_BC = logprobs_BC.at[:, i].set(jnp.where(rows.done, 0.0, rows.logprob))
+        ended = (rows.token[:, None] == rows.ends).any(1) | (rows.count >= rows.limit)
+        # No way around the last, useless draw: a branch here would copy the cache every step.
+        rows = advance(rows._replace(done=rows.done | ended))
+        return i + 1, rows, tokens_BC, logprobs_BC, handed_B
+
+    def advance(rows: Rows) -> Rows:
+        hidden_B1D, cache = model.decode(
+            rows.token[:, None], rows.cache, (~rows.done).astype(jnp.int32)
+        )
+        token, logprob = sample(
+            model.logits(hidden_B1D[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
+        )
+        return rows._replace(
+            cache=_place(cache), token=token, logprob=logprob, count=rows.count + ~rows.done
+        )
+
+    def going(carry):
+        left = (~carry[1].done).sum()
+        return (carry[0] < CHUNK) & (left > 0) & (running - left < patience)
+
+    tokens_BC = jnp.full((B, CHUNK), -1, jnp.int32)
+    logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)
+    start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, jnp.zeros(B, jnp.int32))
+    _, rows, tokens_BC, logprobs_BC, handed_B = jax.lax.while_loop(going, step, start)
+    return rows, tokens_BC, logprobs_BC, handed_B
+
+
+def _fold(keys: jax.Array, count_B: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(keys, count_B)
+
+
+def _place(cache: Cache) -> Cache:
+    """Rows over the mesh's rows, heads over its tensor axis."""
+    names = (None, "rows", None, "kv_heads", None)
+    return cache._replace(k=constrain(cache.k, *names), v=constrain(cache.v, *names))

@@ -1,0 +1,131 @@
+"""Sections eval.sets of a run, opened: rows, environment and rewards, for any engine to answer.
+
+rows, env, rewards, seed ─> eval_sets.answer_set ─> {"eval/gsm8k/pass@4": 0.61}, samples.jsonl,
+                                                    the best and the worst answers for people
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import Config, EvalSetConfig
+from jaxtrain.core.assemble import Parts
+from jaxtrain.data.sources import open_rows
+from jaxtrain.envs.open import open_env
+from jaxtrain.errors import UserError
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.rewards import Rewards, open_rewards
+from jaxtrain.rollout.eval_sets import (
+    Answered,
+    answer_set,
+    set_sampling,
+    show_extremes,
+    summarise,
+    write_answers,
+)
+from jaxtrain.rollout.open import draw_sampling
+from jaxtrain.rollout.types import Engine, Env, Sampling
+
+
+class ProblemSets:
+    """All sets with what plays and judges them; their environment and reward workers are their
+    own, so that training may go on with its own beside them."""
+
+    def __init__(
+        self,
+        sets: Sequence[EvalSetConfig],
+        env: Env,
+        rewards: Rewards,
+        sampling: Sampling,
+        *,
+        show: int = 0,
+        say: Callable[[str], None] = print,
+    ):
+        """Reads all rows. show: best and worst answers of each set to tell; UserError for a set
+        that cannot be read."""
+        self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
+        self.env, self.rewards, self.sampling = env, rewards, sampling
+        self.show, self.say = show, say
+
+    def run(self, engine: Engine, step: int, samples: Path) -> dict[str, float]:
+        """Let the engine answer all sets; appends every answer to the file `samples`.
+
+        Blocks, in an event loop of its own. Raises UserError for rows that the environment cannot
+        play and answers that nothing judges, and RunStopped where no engine is left.
+        """
+        found: dict[str, float] = {}
+        for index, (one, rows) in enumerate(self.sets):
+            answered = asyncio.run(self.answer(index, one, rows, engine))
+            numbers = summarise(answered, one.k, one.threshold)
+            found |= {f"eval/{one.label}/{name}": value for name, value in numbers.items()}
+            with samples.open("a", encoding="utf-8") as file:
+                write_answers(file, step, one.label, answered)
+            if self.show:
+                lines = show_extremes(answered, self.show)
+                self.say("\n".join([f"{one.label}, {len(rows)} problems at step {step}", *lines]))
+        return found
+
+    async def answer(
+        self, index: int, one: EvalSetConfig, rows: Sequence[Mapping[str, Any]], engine: Engine
+    ) -> list[Answered]:
+        """One set's answers, judged."""
+        try:
+            answered = await answer_set(
+                rows, self.env, engine, self.rewards, set_sampling(self.sampling, one), one.k
+            )
+        except UserError as error:
+            raise UserError(f"eval.sets.{index} ({one.path}): {error}") from None
+        finally:
+            await engine.close()
+        scores = [score for problem in answered for score in problem.scores]
+        if scores and not any(scores):
+            raise UserError(
+                f"eval.sets.{index} ({one.path}): no reward judges the answers: add a [[rewards]]"
+                " table with a function, or an env that gives rewards itself, such as calculator"
+            )
+        return answered
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.rewards.close()
+
+
+def open_problem_sets(
+    config: Config, parts: Parts, say: Callable[[str], None]
+) -> ProblemSets | None:
+    """What section eval.sets asks for, on process 0, which answers for all; None where it is empty.
+    UserError before anything runs."""
+    if not config.eval.sets or not is_main_process():
+        return None
+    with ExitStack() as stack:
+        rewards = open_rewards(config.rewards, config.rollout.reward_workers, say)
+        stack.callback(rewards.close)
+        env = open_env(config.env, parts.tokenizer)
+        sampling = draw_sampling(config)
+        made = ProblemSets(config.eval.sets, env, rewards, sampling, show=config.eval.show, say=say)
+        stack.pop_all()
+        return made
+
+
+def read_problems(index: int, one: EvalSetConfig) -> list[dict[str, Any]]:
+    """All rows of eval.sets.`index`, columns renamed as its `fields` say; UserError."""
+    key = f"eval.sets.{index}"
+    try:
+        rows = open_rows(one.dataset())
+    except UserError as error:
+        raise UserError(f"{key}: {str(error).replace('data.datasets[]', key)}") from None
+    first = rows[0]
+    for wanted, found in one.fields.items():
+        if found not in first:
+            raise UserError(
+                f"{key}.fields names the column {found!r} (for {wanted}), but the columns of"
+                f" {one.path} are {', '.join(first)}"
+            )
+    return [rename(rows[i], one.fields) for i in range(len(rows))]
+
+
+def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """The row with its wanted columns beside the found ones; what is missing stays missing."""
+    return {**row, **{wanted: row[found] for wanted, found in fields.items() if found in row}}

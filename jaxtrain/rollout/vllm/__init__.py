@@ -1,0 +1,1 @@
+"""vLLM servers over HTTP: answers from them, weights to them."""

@@ -1,0 +1,244 @@
+"""VllmEngine: one prompt at a time for many coroutines, from servers that may come and go.
+
+generate ──bounded──> least loaded server ──answer──> checked ──> Completion
+              ^                        │
+              │   refused, cut off, 5xx, late, dropped: back-off, ask again, elsewhere if possible
+              └────────────────────────┘
+                no server at all: wait, up to wait_seconds, then RunStopped
+
+One call of `generate` gives one Completion or an exception, so nothing is lost and nothing comes
+twice; what a dead server had already drawn is thrown away. An answer that was interrupted for new
+weights keeps its tokens and goes on behind them.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import aiohttp
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
+from jaxtrain.rollout.vllm.control import explain, headers
+from jaxtrain.rollout.vllm.messages import (
+    Answer,
+    GarbageAnswer,
+    build_request,
+    derive_seed,
+    parse_answer,
+)
+from jaxtrain.rollout.vllm.servers import Server, Servers
+
+MAX_ASKS = 50
+"""Of one request, whatever happened to the servers: an end even where they flap for ever."""
+LOOK_SECONDS = 0.25
+"""How often a waiting request looks whether its server was dropped."""
+
+
+class Lost(Exception):
+    """No answer to this request, but another try may bring one. kind: few words, to be counted."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class Line(NamedTuple):
+    """What one event loop holds."""
+
+    session: aiohttp.ClientSession
+    room: asyncio.Semaphore
+
+
+class VllmEngine:
+    """`types.Engine` over HTTP. adapters: versions are LoRA adapters, chosen by name.
+
+    May be used from several event loops, one after the other or at once.
+    """
+
+    def __init__(self, servers: Servers, *, adapters: bool, first_pause: float = 0.5):
+        self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
+        self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
+        self._told: set[str] = set()
+
+    @property
+    def version(self) -> int:
+        """Newest published version."""
+        return self.servers.version
+
+    def counters(self) -> dict[str, float]:
+        """Requests, retries, servers lost and the like since the start."""
+        return {f"vllm/{name}": float(n) for name, n in sorted(self.servers.counters.items())}
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.session.close()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """Continue a prompt; see `types.Engine`."""
+        line = self._line()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        failures, pause = 0, self.first_pause
+        async with line.room:
+            for _ in range(MAX_ASKS):
+                server = await self._take()
+                epoch = server.epoch
+                try:
+                    seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
+                    left = sampling.max_new_tokens - len(tokens)
+                    answer, drawn = await self._ask(
+                        line, server, [*prompt, *tokens], sampling, stop_ids, left, seed
+                    )
+                except Lost as lost:
+                    self.servers.suspect(server)
+                    self.servers.count("retries")
+                    # A server that died is no fault of the request.
+                    failures += server.epoch == epoch
+                    if failures > self.servers.config.retries:
+                        self._tell(lost)
+                        raise EpisodeFailed(f"vllm: {lost.kind}") from None
+                    await asyncio.sleep(pause * (1 + random.random()))
+                    pause = min(2 * pause, 30.0)
+                    continue
+                finally:
+                    self.servers.release(server)
+                tokens += answer.tokens
+                logprobs += answer.logprobs
+                versions += drawn
+                if answer.finish_reason == "abort" and len(tokens) < sampling.max_new_tokens:
+                    self.servers.count("interrupted")
+                    continue
+                reason = "stop" if answer.finish_reason == "stop" else "length"
+                return Completion(tokens, logprobs, reason, versions)
+        raise EpisodeFailed("vllm: asked too often")
+
+    def _tell(self, lost: Lost) -> None:
+        """Why a request was given up, once a kind; the others are counted by the caller."""
+        if lost.kind not in self._told:
+            self._told.add(lost.kind)
+            times = self.servers.config.retries + 1
+            self.servers.say(f"a request failed {times} times, the last time: {lost}")
+
+    async def _take(self) -> Server:
+        """A server to ask, waited for; RunStopped when none comes."""
+        deadline = time.monotonic() + self.servers.config.wait_seconds
+        while True:
+            server = self.servers.take()
+            if server is not None:
+                return server
+            # While all of them take new weights or sleep, no server is missing.
+            if self.servers.asleep or any(s.updating for s in self.servers.up()):
+                deadline = time.monotonic() + self.servers.config.wait_seconds
+            self.servers.check(time.monotonic() > deadline)
+            await asyncio.sleep(0.05)
+
+    async def _ask(
+        self,
+        line: Line,
+        server: Server,
+        prompt: list[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        max_tokens: int,
+        seed: int,
+    ) -> tuple[Answer, list[int]]:
+        """(answer, version of each token) of one request to one server."""
+        if 0 < server.max_model_len <= len(prompt):
+            raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
+        began = server.version
+        model = self.servers.label(began) if self.adapters else server.model
+        route = server.route
+        body = build_request(
+            route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model
+        )
+        self.servers.count("requests")
+        status, raw = await self._post(line, server, body)
+        if status >= 500 or status in (408, 425, 429):
+            raise Lost(f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}")
+        if status == 404 and self.adapters:
+            # It was restarted, or someone took our adapter away: bring it again.
+            self.servers.drop(server, f"does not serve {model} any more")
+            raise Lost("adapter gone", f"{server.url} does not serve {model}")
+        if status != 200:
+            raise UserError(
+                f"{server.url} refuses a prompt of {len(prompt)} tokens with max_new_tokens"
+                f" {max_tokens}: HTTP {status}, {explain(raw)}"
+            )
+        try:
+            answer = parse_answer(route, raw, max_tokens)
+        except GarbageAnswer as error:
+            raise RunStopped(
+                f"{server.url}{route} answers garbage: {error}; is it a vLLM server, and is"
+                " anything between it and here that changes answers?"
+            ) from None
+        return answer, self._date(server, answer, began)
+
+    def _date(self, server: Server, answer: Answer, began: int) -> list[int]:
+        """The version of each token; drops a server whose weights are not this run's."""
+        count = len(answer.tokens)
+        if self.adapters:
+            return [began] * count
+        if answer.labels is None:
+            # Requests are cut when weights change, so a whole answer is of one version; one that
+            # raced with the change could be of either.
+            if server.version != began and answer.finish_reason != "abort":
+                raise Lost("weights changed", "the weights changed while it was answered")
+            return [began] * count
+        versions: list[int] = []
+        for label in answer.labels:
+            version = self.servers.read_label(label)
+            if version is None:
+                self.servers.count("unknown_version")
+                self.servers.drop(
+                    server, f"it samples from weights {label!r}, which this run never sent"
+                )
+                raise Lost("unknown weights", f"{server.url} sampled from unknown weights")
+            versions.append(version)
+        return versions
+
+    async def _post(self, line: Line, server: Server, body: dict) -> tuple[int, bytes]:
+        """(status, body) of the answer; Lost when there is none or the server was dropped."""
+        epoch = server.epoch
+        limit = self.servers.config.request_seconds
+        task = asyncio.ensure_future(self._exchange(line.session, server, body, limit))
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                if server.epoch != epoch:
+                    raise Lost("server gone", f"{server.url} is gone")
+            return task.result()
+        except TimeoutError:
+            raise Lost("time-out", f"no answer from {server.url} within {limit:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost("connection lost", f"{server.url}: {error or error!r}") from None
+        finally:
+            task.cancel()
+
+    async def _exchange(
+        self, session: aiohttp.ClientSession, server: Server, body: dict, limit: float
+    ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
+        url = f"{server.url}{server.route}"
+        async with session.post(url, json=body, timeout=timeout) as answer:
+            return answer.status, await answer.read()
+
+    def _line(self) -> Line:
+        loop = asyncio.get_running_loop()
+        if loop not in self._lines:
+            room = self.servers.config.concurrency
+            # Shorter than the server's 5 s, or a request meets the end of its connection half way.
+            connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
+            session = aiohttp.ClientSession(connector=connector, headers=headers())
+            self._lines[loop] = Line(session, asyncio.Semaphore(room))
+        return self._lines[loop]

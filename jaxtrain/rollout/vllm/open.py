@@ -1,0 +1,130 @@
+"""A run's parameters as the servers want them: the device's side of `rollout/publish_*.py`.
+
+The name map that loads and saves a model also publishes it, so a server gets exactly what an export
+would hold.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.adapters.peft import adapter_entries, write_gathered
+from jaxtrain.config import Config
+from jaxtrain.core.assemble import Parts, abstract_params
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry, Piece
+from jaxtrain.models.build import family, to_host
+from jaxtrain.models.parameters import Params
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.rollout.local.weights import SharedPublisher
+from jaxtrain.rollout.types import Publisher
+from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
+from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
+from jaxtrain.rollout.vllm.servers import Servers
+
+
+def open_vllm(
+    config: Config, parts: Parts, say: Callable[[str], None] = print
+) -> tuple[VllmEngine | None, Publisher]:
+    """The servers of section rollout.vllm, inspected, and what brings them the weights.
+
+    Of several processes the first talks to the servers; the others have no engine, and their
+    publisher takes part in gathering. Nothing may be asked of the engine before the first publish.
+    Raises UserError for servers that do not come or cannot do what the run needs.
+    """
+    vllm = config.rollout.vllm
+    adapters = vllm.sync == "lora"
+    if adapters:
+        check_adapter(parts)
+    engine = own = None
+    if is_main_process():
+        servers = Servers(vllm, config.sampling, say)
+        with ExitStack() as stack:
+            stack.callback(servers.close)
+            servers.open()
+            engine = VllmEngine(servers, adapters=adapters)
+            folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
+            if adapters:
+                own = open_lora(servers, folder, parts, config.model.path)
+            else:
+                own = open_weights(servers, parts, delta=vllm.sync == "delta")
+            stack.pop_all()  # the publisher closes them
+    return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
+
+
+def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Params]:
+    """What every process does with its parameters before process 0 publishes them.
+
+    Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
+    the other while it puts them together; what the others do is answer each of its gathers.
+    """
+    if adapters:
+        assert parts.adapter is not None, "the config says that there is one"
+        paths = {entry.param: None for entry in adapter_entries(parts.architecture, parts.adapter)}
+        return lambda params: {path: to_host(params[path]) for path in paths}
+    if is_main_process():
+        return lambda params: params
+    entries = family(parts.architecture.architecture).names(parts.architecture)
+
+    def take_part(params: Params) -> Params:
+        collections.deque(list_pieces(params, entries), maxlen=0)
+        return {}
+
+    return take_part
+
+
+def open_lora(
+    servers: Servers, folder: Path, parts: Parts, base_name: str | None = None
+) -> LoraPublisher:
+    """Publishes the run's adapter, which it gets in numpy."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    entries = adapter_entries(parts.architecture, adapter)
+
+    def write(params: Params, target: Path) -> None:
+        write_gathered(params, parts.architecture, adapter, target, base_name)
+
+    def measure(params: Params) -> int:
+        # The header of a few hundred bytes a tensor, and adapter_config.json.
+        return sum(params[entry.param].nbytes for entry in entries) + 2**20
+
+    return LoraPublisher(servers, folder, write, measure)
+
+
+def open_weights(servers: Servers, parts: Parts, *, delta: bool) -> WeightPublisher:
+    """Publishes all weights of a run without adapters."""
+    entries = family(parts.architecture.architecture).names(parts.architecture)
+    shapes = {}
+    for path, like in abstract_params(parts)[0].items():
+        entry = next(entry for entry in entries if entry.param == path)
+        shapes |= entry.op.shapes(like.shape)
+    return WeightPublisher(servers, lambda p: list_pieces(p, entries), shapes, delta=delta)
+
+
+def list_pieces(params: Params, entries: list[Entry]) -> Iterator[Piece]:
+    """All Hugging Face tensors of a model: of one process a parameter on the host at a time, of
+    several, which must all go through the list, a layer of it."""
+    for entry in entries:
+        value = params[entry.param]
+        whole = value if not value.is_fully_addressable else np.asarray(value)
+        yield from entry.op.write(whole, to_host)
+
+
+def check_adapter(parts: Parts) -> None:
+    """Refuse an adapter that vLLM would serve as something else."""
+    adapter = parts.adapter
+    assert adapter is not None, "the config says that there is one"
+    if adapter.full:
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter; set"
+            " adapter.train_embeddings and adapter.train_head to false, or train and sync in full"
+        )
+    if len({(slot.rank, slot.alpha) for slot in adapter.slots.values()}) > 1:
+        raise UserError(
+            "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
+            " adapter.rank_pattern and adapter.alpha_pattern"
+        )

@@ -1,0 +1,65 @@
+"""What both ways of bringing weights to servers share: to all at once, and when to give up.
+
+    loop thread   publish(v): keep v as the newest, then bring it to every server that is up
+    watchers      a server came back: bring it the newest
+
+Which of the two brings it makes no difference; `Server.sync_lock` keeps them apart.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.servers import Server, Servers
+
+CONTROL_SECONDS = 60.0
+
+
+def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int) -> None:
+    """Bring `version` to every server that is up or new, all at once.
+
+    A server that fails is dropped; returns as soon as the others hold the version, waits when there
+    are none, and raises RunStopped when that takes too long. Raises UserError when a server says
+    that the run is set up wrongly.
+    """
+
+    def try_one(server: Server) -> UserError | None:
+        try:
+            bring(server)
+        except (ServerGone, ServerRefused, RunStopped) as error:
+            servers.drop(server, f"weight sync: {error}")
+        except UserError as error:
+            return error
+        return None
+
+    wanted = [server for server in servers.all if server.state != "down"]
+    if wanted:
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            for error in pool.map(try_one, wanted):
+                if error is not None:
+                    raise error
+    servers.wait_for(version)
+
+
+def put_to_sleep(servers: Servers) -> None:
+    """Make the servers give their GPU memory back; nobody asks them until `wake`."""
+    servers.asleep = True
+    for server in servers.up():
+        try:
+            call(server.url, "POST", "/sleep", timeout=CONTROL_SECONDS, level=1)
+        except ServerRefused as error:
+            if error.status == 404:
+                raise UserError(
+                    f"rollout.vllm.sleep: {server.url} has no /sleep; start it with"
+                    " --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 in its environment"
+                ) from None
+            servers.drop(server, f"/sleep: {error}")
+        except ServerGone as error:
+            servers.drop(server, f"/sleep: {error}")
+
+
+def wake(server: Server, *tags: str) -> None:
+    """Bring memory back: of "weights", before they are replaced, or of "kv_cache", after."""
+    for tag in tags:
+        call(server.url, "POST", "/wake_up", timeout=CONTROL_SECONDS, tags=tag)

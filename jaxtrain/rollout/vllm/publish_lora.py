@@ -1,0 +1,185 @@
+"""Weights as LoRA adapters: a PEFT folder and a name per version, loaded over a public route.
+
+A new version never takes an old one's name or path: vLLM keys its prefix cache by both, and would
+go on with keys and values of the old weights. Answers under way end with the adapter they began
+with; older versions are unloaded, then deleted.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
+from jaxtrain.rollout.vllm.servers import Server, Servers
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class LoraPublisher:
+    """`types.Publisher` by adapter folders.
+
+    write(params, folder): writes a PEFT folder. measure(params): how many bytes that takes.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        folder: Path,
+        write: Callable[[Any, Path], None],
+        measure: Callable[[Any], int],
+    ):
+        self.servers, self.folder = servers, Path(folder).absolute()
+        self.write, self.measure = write, measure
+        self.version = -1
+        self._loaded: dict[Server, set[str]] = {server: set() for server in servers.all}
+        self._lock = threading.Lock()
+        servers.bring = self.bring
+        self._clear_leftovers()
+
+    def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
+        """Write the version and have every server load it; see `types.Publisher`."""
+        started = time.perf_counter()
+        self._write(version, params)
+        self.version = version
+        written = time.perf_counter()
+        bring_to_all(self.servers, self.bring, version)
+        self.servers.asleep = False
+        self._prune()
+        return {
+            "sync/seconds": time.perf_counter() - started,
+            "sync/write_seconds": written - started,
+            "sync/bytes": float(self.measure(params)),
+        }
+
+    def sleep(self) -> None:
+        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        if self.servers.config.sleep:
+            put_to_sleep(self.servers)
+
+    def close(self) -> None:
+        """Unload and delete all versions; stop watching the servers."""
+        self.servers.close()
+        self._prune(keep=0)
+
+    def bring(self, server: Server) -> None:
+        """Have one server load the newest version."""
+        with server.sync_lock:
+            version = self.version
+            name = self.servers.label(version)
+            if server.state != "up":
+                self._loaded[server].clear()  # it was restarted, or its state is not known
+            if self.servers.asleep:
+                wake(server, "weights", "kv_cache")
+            self._load(server, name)
+            self._loaded[server].add(name)
+            self.servers.settle(server, version)
+
+    def _load(self, server: Server, name: str) -> None:
+        body = {"lora_name": name, "lora_path": str(self.folder / name)}
+        try:
+            call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=CONTROL_SECONDS)
+        except ServerRefused as error:
+            if error.status == 400 and "already" in error.message:
+                return
+            if error.status == 404 and error.message == "Not Found":
+                raise UserError(
+                    f"{server.url} has no /v1/load_lora_adapter; start it with --enable-lora and"
+                    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+                ) from None
+            if error.status == 404:
+                raise UserError(
+                    f"{server.url} cannot read {body['lora_path']}: {error.message}; set"
+                    " rollout.vllm.adapter_dir to a folder that the server sees under the same path"
+                ) from None
+            if "rank" in error.message.lower():
+                raise UserError(
+                    f"{server.url} does not take the adapter: {error.message}; start it with"
+                    " --max-lora-rank of at least adapter.rank"
+                ) from None
+            raise
+
+    def _write(self, version: int, params: Any) -> None:
+        """The folder of a version, whole or not at all; a full disk costs older versions first."""
+        target = self.folder / self.servers.label(version)
+        for last in (False, True):
+            unfinished = target.with_name(f".{target.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                unfinished.mkdir(parents=True)
+                reserve(unfinished, self.measure(params))
+                self.write(params, unfinished)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(unfinished, target)
+                return
+            except OSError as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                if error.errno not in FULL or last:
+                    raise RunStopped(
+                        f"rollout.vllm.adapter_dir {self.folder}: version {version} cannot be"
+                        f" written: {error.strerror or error}; make room there or name another"
+                        " folder. Training can be resumed"
+                    ) from None
+                self.servers.say(f"{self.folder} is full: deleting all versions but the newest")
+                self._prune(keep=1)
+
+    def _prune(self, keep: int | None = None) -> None:
+        """Unload and delete all but the newest `keep` versions."""
+        keep = self.servers.config.keep_adapters if keep is None else keep
+        with self._lock:
+            names = sorted(
+                (path.name for path in self.folder.glob(self.servers.label(0)[:-1] + "*")),
+                key=lambda name: int(name.rpartition("-")[2]),
+            )
+            for name in names[: max(0, len(names) - keep)]:
+                if all([self._unload(server, name) for server in self.servers.all]):
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def _unload(self, server: Server, name: str) -> bool:
+        """Whether the server has let go of an adapter, so that its folder may be deleted."""
+        if name not in self._loaded[server]:
+            return True
+        try:
+            body = {"lora_name": name}
+            call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)
+        except ServerRefused as error:
+            if error.status != 404:
+                return False
+        except ServerGone:
+            return server.state == "down"
+        self._loaded[server].discard(name)
+        return True
+
+    def _clear_leftovers(self) -> None:
+        """Adapters of an earlier process in this folder: unload those still served, delete all."""
+        if not self.folder.is_dir():
+            return
+        for server in self.servers.all:
+            try:
+                listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
+                for model in listed["data"]:
+                    if model.get("parent") and Path(model.get("root", "")).parent == self.folder:
+                        body = {"lora_name": model["id"]}
+                        path = "/v1/unload_lora_adapter"
+                        call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
+            except (ServerGone, ServerRefused, TypeError, KeyError):
+                return  # in doubt they stay: a served adapter must keep its folder
+        for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*.unfinished")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def reserve(folder: Path, size: int) -> None:
+    """OSError (ENOSPC) now, where writing `size` bytes would fail half way.
+
+    Tensors are written through memory maps, where a full disk is a signal that kills the process.
+    """
+    path = folder / ".room"
+    with path.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, max(1, size))
+    path.unlink()

@@ -1,0 +1,284 @@
+"""Whole weights over TCP, in full or as what changed, committed by one short pause.
+
+Per server: stage over its links while it goes on sampling, then
+
+    /pause keep (or abort) -> /start_weight_update -> /update_weights -> /finish_weight_update
+    -> /resume, whatever happened -> ask every worker for version and checksum
+
+The last published bits stay on the host: the next delta is taken against them, and a server that
+came back gets them whole.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Piece
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.messages import GENERATE
+from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
+from jaxtrain.rollout.vllm.servers import Server, Servers
+from jaxtrain.rollout.vllm.weight_links import Link, WeightLinks
+from jaxtrain_vllm import BACKEND, wire
+
+LINK_SECONDS = 60.0
+WORTH = 0.7
+"""A delta larger than this share of the whole is not worth its trouble."""
+TIED_COPY = "lm_head.weight"
+
+
+class Edition(NamedTuple):
+    """A published version."""
+
+    version: int
+    tensors: dict[str, wire.Tensor]
+    checksum: int
+    changes: dict[str, wire.Changes] | None
+    """Since the version before; None where everything is to be sent."""
+    base: int = -1
+
+
+class WeightPublisher:
+    """`types.Publisher` by TCP.
+
+    write(params): the pieces of all Hugging Face tensors, of any float dtype. shapes: their names
+    and shapes. dtype: what is sent. delta: send only changes where that is less.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        write: Callable[[Any], Iterable[Piece]],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        delta: bool,
+    ):
+        config = servers.config
+        self.servers, self.write, self.shapes = servers, write, dict(shapes)
+        self.dtype, self.delta = config.weight_dtype, delta
+        self.links = WeightLinks(config.listen, config.listen_port)
+        self.newest: Edition | None = None
+        self._since_full = 0
+        self._sent: dict[str, float] = {}
+        self._lock = threading.Lock()
+        servers.bring = self.bring
+
+    def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
+        """Send the weights to every server; see `types.Publisher`."""
+        started = time.perf_counter()
+        edition = self._make_edition(version, params)
+        gathered = time.perf_counter()
+        self._sent = {"sync/bytes": 0.0, "sync/pause_seconds": 0.0}
+        self.newest = edition
+        bring_to_all(self.servers, self.bring, version)
+        self.servers.asleep = False
+        total = sum(tensor.bits.size for tensor in edition.tensors.values())
+        changed = sum(c.positions.size for c in (edition.changes or {}).values())
+        return {
+            "sync/seconds": time.perf_counter() - started,
+            "sync/gather_seconds": gathered - started,
+            "sync/delta": float(edition.changes is not None),
+            **({"sync/changed": changed / total} if edition.changes is not None else {}),
+            **self._sent,
+        }
+
+    def sleep(self) -> None:
+        """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
+        if self.servers.config.sleep:
+            put_to_sleep(self.servers)
+
+    def close(self) -> None:
+        """Hang up on the servers, which keep what they hold, and stop watching them."""
+        self.servers.close()
+        self.links.close()
+
+    def bring(self, server: Server) -> None:
+        """Bring the newest version to one server and see that it has arrived."""
+        with server.sync_lock:
+            edition = self.newest
+            assert edition is not None, "nothing was published yet"
+            links = self._find_links(server)
+            try:
+                self._stage(links, edition)
+            except ServerGone:
+                if server.state != "up":
+                    raise
+                # The link broke while nothing was sent; once more, over a new one.
+                self.links.forget(server.url)
+                links = self._find_links(server)
+                self._stage(links, edition)
+            self._commit(server, edition)
+            self._verify(server, links, edition)
+            self.servers.settle(server, edition.version)
+
+    def _make_edition(self, version: int, params: Any) -> Edition:
+        old = self.newest
+        tensors = collect(self.write(params), self.shapes, self.dtype)
+        changes, base = None, -1
+        self._since_full += 1
+        if self.delta and old is not None and self._since_full < self.servers.config.full_every:
+            changes = {
+                name: wire.find_changes(old.tensors[name].bits, tensor.bits)
+                for name, tensor in tensors.items()
+            }
+            size = sum(change.nbytes for change in changes.values())
+            whole = sum(tensor.bits.nbytes for tensor in tensors.values())
+            base = old.version
+            if size > WORTH * whole:
+                changes = None
+        if changes is None:
+            self._since_full = 0
+        return Edition(version, tensors, wire.checksum(tensors), changes, base)
+
+    def _find_links(self, server: Server) -> list[Link]:
+        """The links to all workers of a server, made where there are none."""
+        count = self._ask_world_size(server)
+        if server.state == "up":
+            try:
+                return self.links.wait_for(server.url, count, 0.0)
+            except ServerGone:
+                pass
+        self.links.forget(server.url)
+        info = {"init_info": self.links.describe(server.url)}
+        try:
+            call(server.url, "POST", "/init_weight_transfer_engine", info, timeout=CONTROL_SECONDS)
+        except ServerRefused as error:
+            raise UserError(
+                f"{server.url} cannot take weights: {error.message}; start it with python -m"
+                " jaxtrain_vllm.serve, or with --weight-transfer-config"
+                f' \'{{"backend": "{BACKEND}"}}\', and see that rollout.vllm.listen is an address'
+                " of this machine that it reaches"
+            ) from None
+        links = self.links.wait_for(server.url, count, LINK_SECONDS)
+        for link in links:
+            self._compare(server, link.hello.get("tensors"))
+        return links
+
+    def _ask_world_size(self, server: Server) -> int:
+        try:
+            found = call(server.url, "GET", "/get_world_size", timeout=30)
+            return int(found["world_size"])
+        except ServerRefused as error:
+            if error.status != 404:
+                raise
+            raise UserError(
+                f"{server.url} has no routes for weights; start it with python -m"
+                " jaxtrain_vllm.serve, or with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{server.url}/get_world_size answers {found!r}") from None
+
+    def _compare(self, server: Server, theirs: Any) -> None:
+        """The whole list of names, and the shapes that the server knows; one UserError."""
+        if not isinstance(theirs, dict):
+            raise UserError(f"{server.url} does not say which tensors it holds")
+        tied = TIED_COPY not in self.shapes
+        problems = [f"missing there: {name}" for name in self.shapes if name not in theirs]
+        for name, shape in theirs.items():
+            if name == TIED_COPY and tied:
+                continue
+            if name not in self.shapes:
+                problems.append(f"only there: {name}")
+            elif shape is not None and tuple(shape) != self.shapes[name]:
+                problems.append(
+                    f"{name} is {tuple(shape)} there, {self.shapes[name]} in the trainer"
+                )
+        if problems:
+            more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
+            listed = "".join(f"\n  {problem}" for problem in problems[:6])
+            raise UserError(
+                f"{server.url} serves another model than the one in training; start it with"
+                f" model.path or a model of that shape:{listed}{more}"
+            )
+
+    def _stage(self, links: list[Link], edition: Edition) -> None:
+        """Have every worker hold the version beside the one that it samples from."""
+        for link in links:
+            answer = {"error": "everything is to be sent"}
+            if edition.changes is not None:
+                described, payload = wire.pack_delta(edition.changes)
+                answer = self._send(link, edition, "delta", described, payload)
+            if "error" in answer:
+                described, payload = wire.pack_full(edition.tensors)
+                answer = self._send(link, edition, "full", described, payload)
+            if answer.get("staged") != edition.version:
+                raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
+
+    def _send(
+        self, link: Link, edition: Edition, kind: str, described: list, payload: list
+    ) -> dict[str, Any]:
+        header = {
+            "command": "stage",
+            "kind": kind,
+            "version": edition.version,
+            "base": edition.base,
+            "checksum": edition.checksum,
+            "tensors": described,
+        }
+        answer = link.ask(header, payload, timeout=self.servers.config.sync_seconds)
+        with self._lock:
+            self._sent["sync/bytes"] = self._sent.get("sync/bytes", 0.0) + sum(
+                part.nbytes for part in payload
+            )
+        return answer
+
+    def _commit(self, server: Server, edition: Edition) -> None:
+        """Replace the weights that the server samples from; requests under way are kept."""
+        url, limit = server.url, self.servers.config.sync_seconds
+        # Only the newer route says which weights drew a token; on the other one, cut and go on.
+        mode = "keep" if server.route == GENERATE else "abort"
+        if self.servers.asleep:
+            wake(server, "weights")
+        server.updating = True
+        started = time.perf_counter()
+        try:
+            call(url, "POST", "/pause", timeout=limit, mode=mode)
+            try:
+                commit = {"version": edition.version, "checksum": edition.checksum}
+                label = {"weight_version": self.servers.label(edition.version)}
+                call(url, "POST", "/start_weight_update", timeout=limit)
+                call(url, "POST", "/update_weights", {"update_info": commit}, timeout=limit)
+                call(url, "POST", "/finish_weight_update", label, timeout=limit)
+                if mode == "abort":
+                    server.version = edition.version
+            finally:
+                call(url, "POST", "/resume", timeout=CONTROL_SECONDS)
+            if self.servers.asleep:
+                wake(server, "kv_cache")
+        finally:
+            server.updating = False
+        paused = time.perf_counter() - started
+        with self._lock:
+            self._sent["sync/pause_seconds"] = max(self._sent.get("sync/pause_seconds", 0), paused)
+
+    def _verify(self, server: Server, links: list[Link], edition: Edition) -> None:
+        """What the workers hold is what was sent; ServerGone otherwise."""
+        for link in links:
+            answer = link.ask({"command": "status"}, timeout=CONTROL_SECONDS)
+            found = (answer.get("version"), answer.get("checksum"))
+            if found != (edition.version, edition.checksum):
+                raise ServerGone(
+                    f"after the sync a worker holds version {found[0]} with checksum {found[1]},"
+                    f" not version {edition.version} with {edition.checksum}"
+                )
+
+
+def collect(
+    pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> dict[str, wire.Tensor]:
+    """Pieces put together as bits of `dtype`, rounded to nearest even as the trainer's cast is."""
+    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    found = {n: wire.Tensor(s, dtype, wire.empty_bits(s, dtype)) for n, s in shapes.items()}
+    missing = {name: tensor.bits.size for name, tensor in found.items()}
+    for piece in pieces:
+        tensor = found[piece.name]
+        assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
+        tensor.bits.view(target).reshape(tensor.shape)[piece.index] = piece.array.astype(target)
+        missing[piece.name] -= piece.array.size
+    assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
+    return found

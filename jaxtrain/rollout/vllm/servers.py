@@ -1,0 +1,325 @@
+"""Which servers there are, which of them may be asked now, and what they are asked for.
+
+    new ──bring(weights)──> up ──refused, dead, stalled──> down ──healthy again, bring──> up
+                            │
+                            └─ only `up` servers that hold the newest weights get requests
+
+One watcher thread per server looks at /health, or at once when a request failed (`suspect`), drops
+a server that is gone, and takes one back that has returned: a restarted server knows nothing of the
+run, so it is inspected and given the weights again before it gets work. Everything here may be
+called from any thread.
+"""
+
+import dataclasses
+import json
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.types import Sampling
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.messages import (
+    COMPLETIONS,
+    GENERATE,
+    GarbageAnswer,
+    build_request,
+    parse_answer,
+)
+
+TESTED = ((0, 32), (0, 33))
+"""vLLM versions from the first, before the second."""
+HEALTH_TIMEOUT_SECONDS = 20.0
+MAX_STRIKES = 3
+"""Unanswered looks at /health before a server counts as stalled."""
+PROBE_SECONDS = 120.0
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+    """One server; its fields change under the lock of Servers."""
+
+    url: str
+    state: str = "new"
+    """new, up or down."""
+    version: int = -1
+    """Newest policy version that it holds; -1: none of this run's."""
+    in_flight: int = 0
+    epoch: int = 0
+    """Counts how often it was dropped: a request of an older epoch will not be answered."""
+    why: str = "not asked yet"
+    """Why it is not up."""
+    updating: bool = False
+    """It gets no new requests."""
+    strikes: int = 0
+    model: str = ""
+    """Name of the base model there."""
+    route: str = GENERATE
+    max_model_len: int = 0
+    processed: bool = False
+    """Whether its log-probs are of the distribution after temperature and truncation."""
+    sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """Held while weights are brought to it."""
+    nudge: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class Servers:
+    """The servers of a run. `bring` is the publisher's function that gives a server the newest
+    weights; it raises ServerGone, ServerRefused, UserError or RunStopped."""
+
+    def __init__(self, config: VllmConfig, sampling: Sampling, say: Callable[[str], None] = print):
+        self.config, self.sampling, self.say = config, sampling, say
+        self.session = secrets.token_hex(4)
+        """Part of every version's label: no other run's weights pass for ours."""
+        self.all = [Server(url.rstrip("/")) for url in config.servers]
+        self.bring: Callable[[Server], None] | None = None
+        self.version = -1
+        """Newest published version."""
+        self.counters: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        """What a watcher found that no waiting will mend."""
+        self.asleep = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._turn = 0
+
+    def open(self) -> None:
+        """Wait for the servers, inspect them and begin to watch them.
+
+        Goes on without a server that stays away. Raises UserError when none comes, and for one
+        that cannot do what this run needs.
+        """
+        deadline = time.monotonic() + self.config.wait_seconds
+        told = False
+        while waiting := [server for server in self.all if not server.model]:
+            for server in waiting:
+                try:
+                    call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+                    self._inspect(server)
+                except (ServerGone, ServerRefused) as error:
+                    server.why = str(error)
+            waiting = [server for server in waiting if not server.model]
+            if waiting and time.monotonic() > deadline:
+                break
+            if waiting:
+                if not told:
+                    self.say(f"waiting for {', '.join(_tell(server) for server in waiting)}")
+                    told = True
+                time.sleep(min(1.0, self.config.health_seconds))
+        if len(waiting) == len(self.all):
+            raise UserError(
+                f"rollout.vllm.servers: none answered within {self.config.wait_seconds:g} s"
+                f" (rollout.vllm.wait_seconds): {', '.join(_tell(server) for server in waiting)}"
+            )
+        for server in waiting:
+            server.state = "down"
+            self.say(f"going on without {_tell(server)}; it is taken in when it answers")
+        for server in self.all:
+            threading.Thread(target=self._watch, args=(server,), daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        for server in self.all:
+            server.nudge.set()
+
+    def label(self, version: int) -> str:
+        """The name of a version on the servers."""
+        return f"jaxtrain-{self.session}-{version}"
+
+    def read_label(self, label: str) -> int | None:
+        """The version of a label; None for weights that this run never sent."""
+        start, _, number = label.rpartition("-")
+        known = start == f"jaxtrain-{self.session}" and number.isdigit()
+        return int(number) if known and int(number) <= self.version + 1 else None
+
+    def up(self) -> list[Server]:
+        with self._lock:
+            return [server for server in self.all if server.state == "up"]
+
+    def take(self) -> Server | None:
+        """The least loaded server that may be asked now, its load counted; None: none may."""
+        with self._lock:
+            if self.asleep:
+                return None
+            ready = [
+                server
+                for server in self.all
+                if server.state == "up" and not server.updating and server.version == self.version
+            ]
+            if not ready:
+                return None
+            self._turn += 1
+            at = {id(server): i for i, server in enumerate(ready)}
+            chosen = min(ready, key=lambda s: (s.in_flight, (at[id(s)] - self._turn) % len(ready)))
+            chosen.in_flight += 1
+            return chosen
+
+    def release(self, server: Server) -> None:
+        """Give back what `take` counted."""
+        with self._lock:
+            server.in_flight -= 1
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self.counters[name] += number
+
+    def settle(self, server: Server, version: int) -> None:
+        """The server holds that version now and may be asked."""
+        with self._lock:
+            returned, server.state = server.state == "down", "up"
+            server.version, server.strikes, server.why = version, 0, ""
+            self.version = max(self.version, version)
+        if returned:
+            self.say(f"vllm {server.url} is back with version {version}")
+
+    def drop(self, server: Server, why: str) -> None:
+        """Ask it no more until it has been taken back; its requests are redone elsewhere."""
+        with self._lock:
+            if server.state == "down":
+                return
+            server.state, server.why, server.version = "down", why, -1
+            server.epoch += 1
+            left = sum(other.state == "up" for other in self.all)
+            self.counters["servers_lost"] += 1
+        there = (
+            f"{left} left"
+            if left
+            else f"none left: waiting up to {self.config.wait_seconds:g} s for one to come back"
+        )
+        self.say(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
+
+    def suspect(self, server: Server) -> None:
+        """A request to it failed: look at its health now."""
+        server.nudge.set()
+
+    def wait_for(self, version: int) -> list[Server]:
+        """The servers that hold a version, as soon as there is one; RunStopped after too long."""
+        deadline = time.monotonic() + self.config.wait_seconds
+        while True:
+            found = [server for server in self.up() if server.version == version]
+            if found:
+                return found
+            self.check(time.monotonic() > deadline)
+            time.sleep(0.1)
+
+    def check(self, too_late: bool) -> None:
+        """Raise what ends the run: a watcher's error, or that no server came back in time."""
+        if self.error is not None:
+            raise self.error
+        if too_late:
+            raise RunStopped(
+                f"no vLLM server for {self.config.wait_seconds:g} s (rollout.vllm.wait_seconds): "
+                + ", ".join(_tell(server) for server in self.all)
+            )
+
+    def _watch(self, server: Server) -> None:
+        """A thread: drop the server when it is gone, take it back when it has returned."""
+        while not self._closed.is_set():
+            server.nudge.wait(self.config.health_seconds)
+            server.nudge.clear()
+            if self._closed.is_set():
+                return
+            try:
+                call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+            except (ServerGone, ServerRefused) as error:
+                self._note_failure(server, error)
+                continue
+            server.strikes = 0
+            if server.state == "down" and self.version >= 0 and self.bring is not None:
+                self._take_back(server, self.bring)
+
+    def _note_failure(self, server: Server, error: ServerGone | ServerRefused) -> None:
+        server.strikes += 1
+        late = isinstance(error, ServerGone) and "not answered" in str(error)
+        if server.state == "up" and (not late or server.strikes >= MAX_STRIKES):
+            self.drop(server, f"/health: {error}")
+        elif late:
+            server.nudge.set()
+
+    def _take_back(self, server: Server, bring: Callable[[Server], None]) -> None:
+        try:
+            self._inspect(server)
+            bring(server)
+        except (ServerGone, ServerRefused) as error:
+            server.why = str(error)
+        except (UserError, RunStopped) as error:
+            # It came back as something that this run cannot use; the others may do without it.
+            if str(error) != server.why:
+                self.say(f"vllm {server.url} is back but of no use: {error}")
+            server.why = str(error)
+
+    def _inspect(self, server: Server) -> None:
+        """Learn what the server is; UserError where this run cannot use it."""
+        url = server.url
+        found = call(url, "GET", "/version", timeout=30)
+        self._check_version(url, found.get("version") if isinstance(found, dict) else found)
+        listed = call(url, "GET", "/v1/models", timeout=30)
+        try:
+            base = next(model for model in listed["data"] if not model.get("parent"))
+            server.max_model_len = int(base.get("max_model_len") or 0)
+            model = base["id"]
+        except (TypeError, KeyError, StopIteration, ValueError):
+            raise UserError(
+                f"{url}/v1/models does not list a model; is this a vLLM server?"
+            ) from None
+        server.route = self._find_route(url, model)
+        server.processed = self._probe(server.route, url, model) == 0.0
+        self._check_logprobs(server)
+        server.model = model
+
+    def _check_version(self, url: str, version: object) -> None:
+        try:
+            numbers = tuple(int(part) for part in str(version).split(".")[:2])
+        except ValueError:
+            numbers = ()
+        if not self.config.any_version and not TESTED[0] <= numbers < TESTED[1]:
+            low, high = (".".join(map(str, numbers)) for numbers in TESTED)
+            raise UserError(
+                f"{url} runs vLLM {version}; tested are versions from {low} before {high}. Install"
+                " one of those there, or set rollout.vllm.any_version to true"
+            )
+
+    def _find_route(self, url: str, model: str) -> str:
+        try:
+            self._probe(GENERATE, url, model)
+        except ServerRefused as error:
+            if error.status not in (403, 404, 405):
+                raise
+            self.say(f"vllm {url} runs without --enable-scale-out: sampling over {COMPLETIONS}")
+            return COMPLETIONS
+        return GENERATE
+
+    def _probe(self, route: str, url: str, model: str) -> float:
+        """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
+        truncation."""
+        sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
+        body = build_request(route, [1], sampling, (), max_tokens=1, seed=0, model=model)
+        raw = call(url, "POST", route, body, timeout=PROBE_SECONDS)
+        try:
+            return parse_answer(route, json.dumps(raw).encode(), 1).logprobs[0]
+        except GarbageAnswer as error:
+            raise UserError(f"{url}{route} answers what no vLLM server does: {error}") from None
+
+    def _check_logprobs(self, server: Server) -> None:
+        """The log-probs that it returns must be those of softmax(logits / temperature)."""
+        draw = self.sampling
+        cut = draw.top_p < 1 or draw.top_k > 0 or draw.min_p > 0
+        if draw.temperature not in (0.0, 1.0) and not server.processed:
+            raise UserError(
+                f"sampling.temperature is {draw.temperature:g}, but {server.url} returns log-probs"
+                " as of temperature 1; start it with --logprobs-mode processed_logprobs"
+            )
+        if draw.temperature and cut and server.processed:
+            raise UserError(
+                f"sampling.top_p, top_k or min_p cut the distribution, and {server.url} returns"
+                " log-probs of what is left, which the trainer cannot reproduce; set them to 1, 0"
+                " and 0 (or keep temperature 1 and start the server with --logprobs-mode"
+                " raw_logprobs)"
+            )
+
+
+def _tell(server: Server) -> str:
+    return f"{server.url} ({server.why})"

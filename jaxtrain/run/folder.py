@@ -1,0 +1,296 @@
+"""The folder of a run: who may use it, what it holds, and where a resumed run goes on.
+
+.lock            held while a process trains here; the system frees it when the process dies
+config.json      resolved config of the newest attempt
+attempts.jsonl   one line for each start: when, command, versions, devices
+checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.run.checkpoint_folder import find_steps
+from jaxtrain.run.manifest import write_atomically
+
+CONTENT = (
+    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
+    " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
+).split()
+"""What a run leaves in its folder, and all that run.overwrite deletes."""
+
+FREE_KEYS = (
+    "run.output_dir",
+    "run.resume",
+    "run.overwrite",
+    "run.allow_config_change",
+    "run.export",
+    "log.*",
+    "checkpoint.*",
+    "eval.*",
+    "sampling.*",
+    "parallel.*",
+    "data.eval_datasets*",
+    "data.prefetch",
+    "model.remat",
+    "model.attention",
+    "model.logp",
+)
+"""Keys that may differ when a run is resumed: they do not shape the weights that come out, but for
+rounding. `find_changes` knows more that depend on their values or on the task."""
+
+PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain numpy transformers tokenizers datasets"
+
+
+class RunFolder:
+    """Context: claims config.run.output_dir for this process. Only process 0 writes to it."""
+
+    def __init__(self, config: Config, command: list[str]):
+        self.path = Path(config.run.output_dir)
+        self.config, self.command = config, command
+        self.attempt = 0
+        """Number of this start, from 1."""
+        self.changes: list[str] = []
+        """Keys that differ from the resumed run's config, as "key: old -> new"."""
+        self._lock: int | None = None
+
+    def __enter__(self) -> "RunFolder":
+        if jax.process_index() == 0:
+            self._claim()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def rewind(self, step: int) -> None:
+        """Training goes on after `step`: drop what later steps wrote before the run was stopped.
+
+        0 means from the beginning. Raises UserError where run.resume = "required" forbids that.
+        """
+        if step == 0 and self.config.run.resume == "required":
+            raise UserError(
+                f'run.resume is "required" but {self.path} holds no usable checkpoint; set it to'
+                ' "auto", or name the folder of a run in run.output_dir'
+            )
+        if jax.process_index() == 0:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                # An evaluation before the first step is step 0; a fresh start repeats that, too.
+                cut_lines(self.path / name, step if step else -1)
+
+    def describe(self) -> list[str]:
+        """What people should see first: where, which versions, and what changed since last time."""
+        versions = ", ".join(f"{name} {version}" for name, version in find_versions().items())
+        lines = [f"run {self.path}, attempt {self.attempt}: {versions}"]
+        if self.changes:
+            lines.append("the config changed since the last attempt: " + "; ".join(self.changes))
+        return lines
+
+    def _claim(self) -> None:
+        """All checks in order; nothing is written before the last of them passed."""
+        run = self.config.run
+        if run.overwrite and run.resume == "required":
+            raise UserError('run.overwrite is true and run.resume is "required"; keep one')
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.path / ".lock", self.path)
+            if run.overwrite:
+                delete_run(self.path)
+            self._check_resume()
+            attempts = self.path / "attempts.jsonl"
+            self.attempt = 1 + (len(attempts.read_text().splitlines()) if attempts.exists() else 0)
+            write_atomically(self.path / "config.json", self.config.model_dump_json(indent=2))
+            with attempts.open("a") as file:
+                file.write(json.dumps(describe_attempt(self.attempt, self.command)) + "\n")
+        except OSError as error:
+            self.__exit__()
+            raise UserError(
+                f"run.output_dir {str(self.path)!r} cannot be used: {error.strerror or error}."
+                " Name a folder that this user may write to, on a disk with free space"
+            ) from error
+        except UserError:
+            self.__exit__()
+            raise
+
+    def _check_resume(self) -> None:
+        run = self.config.run
+        has_steps = bool(find_steps(self.path / "checkpoints"))
+        metrics = self.path / "metrics.jsonl"
+        has_metrics = metrics.exists() and metrics.stat().st_size > 0
+        if run.resume == "never" and (has_steps or has_metrics):
+            raise UserError(
+                f'run.output_dir {str(self.path)!r} holds a run and run.resume is "never"; name'
+                " another folder, or set run.overwrite=true to delete that run"
+            )
+        if run.resume == "required" and not has_steps:
+            self.rewind(0)
+        if not (has_steps or has_metrics):
+            return
+        self.changes, forbidden = find_changes(
+            read_json(self.path / "config.json"),
+            self.config.model_dump(mode="json"),
+            last_device_count(self.path / "attempts.jsonl"),
+            jax.device_count(),
+        )
+        if forbidden and not run.allow_config_change:
+            more = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
+            listed = "\n  ".join(forbidden[:8])
+            raise UserError(
+                f"run.output_dir {str(self.path)!r} holds a run with another config"
+                f" (saved -> now):\n  {listed}{more}\nName another folder, restore the old values,"
+                " set run.allow_config_change=true to go on with the new ones, or"
+                " run.overwrite=true to start again"
+            )
+
+
+def find_changes(
+    saved: dict, now: dict, devices_saved: int | None, devices_now: int
+) -> tuple[list[str], list[str]]:
+    """All keys that differ as "key: old -> new", and those of them that shape the result."""
+    before, after = flatten(saved), flatten(now)
+    keys = [*before, *(key for key in after if key not in before)]
+    differing = [key for key in keys if before.get(key) != after.get(key)]
+    same_batch = before.get("data.global_batch_size") is not None
+    forbidden = []
+    for key in differing:
+        old, new = before.get(key), after.get(key)
+        longer = key in ("run.max_steps", "run.num_epochs") and old and new and new > old
+        split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
+        # Only reinforcement learning trains on these; elsewhere they serve eval.sets.
+        judged = key.split(".")[0] in ("env", "rewards") and after.get("task.kind") != "rl"
+        if not (
+            longer or split or judged or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)
+        ):
+            forbidden.append(key)
+    shown = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differing]
+    refused = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in forbidden]
+    if devices_saved not in (None, devices_now) and not same_batch:
+        line = f"devices: {devices_saved} -> {devices_now}"
+        shown.append(line)
+        refused.append(line + " (without data.global_batch_size a step's batch follows them)")
+    return shown, refused
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables and lists of tables as {"data.datasets.0.path": value}."""
+    if isinstance(value, dict) and value:
+        pairs = value.items()
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        pairs = enumerate(value)
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in pairs:
+        flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def take_lock(path: Path, folder: Path) -> int:
+    """Lock the folder for this process; raises UserError when a living one holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise UserError(
+            f"run.output_dir {str(folder)!r} is in use by {holder}; wait for it, stop it, or name"
+            " another folder"
+        ) from None
+    except OSError:
+        # Some network file systems have no locks; two runs in one folder are then the user's care.
+        return descriptor
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+    return descriptor
+
+
+def delete_run(folder: Path) -> None:
+    """Delete what a run left in `folder`, and nothing else."""
+    batches = [path.name for path in folder.glob("nonfinite_batch_step_*.npz")]
+    for name in [*CONTENT, *batches]:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Keep the lines of a jsonl file whose "step" is at most `step`; a half-written one goes."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if (found := read_step(line)) is not None and found <= step]
+    if len(kept) < len(lines):
+        write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def read_step(line: str) -> int | None:
+    """The step of a jsonl line; None when the line is not whole."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A saved config; raises UserError when it is missing or broken."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        why = "is missing"
+    except ValueError as error:
+        why = f"is not valid JSON ({error})"
+    raise UserError(
+        f"{path} {why}, so nobody can tell which config its checkpoints belong to; put it back, or"
+        " set run.overwrite=true to start again"
+    )
+
+
+def last_device_count(attempts: Path) -> int | None:
+    """Number of devices of the newest attempt; None when that is not recorded."""
+    try:
+        return len(json.loads(attempts.read_text().splitlines()[-1])["devices"])
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:
+    """What is needed to tell two starts apart later."""
+    return {
+        "attempt": number,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "process": os.getpid(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "versions": find_versions(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of Python, jaxtrain and the libraries that shape a run."""
+    import jaxtrain
+
+    versions = {"python": platform.python_version(), "jaxtrain": jaxtrain.__version__}
+    for package in PACKAGES.split():
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,217 @@
+"""Where numbers go: metrics.jsonl always; the console, TensorBoard and Weights & Biases by config.
+
+A sink that cannot start stops the run before anything is trained (UserError). A sink that fails
+later is dropped with one warning; training goes on. Values are host floats: who calls write() has
+read them already. No jax here.
+"""
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.config import Config
+from jaxtrain.errors import UserError
+from jaxtrain.run.console import Console
+
+
+class Sink(Protocol):
+    """One destination."""
+
+    name: str
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        """Training goes from `start_step` (steps already done) to `total_steps`."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """The numbers of one step, or of an evaluation after it ("eval/loss")."""
+
+    def close(self, summary: str | None) -> None:
+        """Training ended; `summary` is for people."""
+
+
+class Sinks:
+    """All sinks of a run. Processes other than the first pass primary=False: nothing is written."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: str | Path,
+        *,
+        primary: bool = True,
+        extra: Iterable[Sink] = (),
+    ):
+        folder, log = Path(folder), config.log
+        self.console = Console(log.console, folder / "log.txt") if primary else None
+        self._sinks: list[Sink] = []
+        self._summary: str | None = None
+        if primary:
+            self._sinks += [JsonLines(folder / "metrics.jsonl"), self.console]
+            if log.tensorboard:
+                self._sinks.append(TensorBoard(folder / "tensorboard"))
+            if log.wandb_project:
+                self._sinks.append(WandB(log.wandb_project, log.wandb_name, folder, config))
+        self._sinks += extra
+
+    def start(self, total_steps: int, start_step: int = 0) -> None:
+        """Open every sink; an error here is the user's to see."""
+        for sink in self._sinks:
+            sink.start(total_steps, start_step)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Hand one line of numbers to every sink."""
+        self._each("write", step, values)
+
+    def say(self, text: object) -> None:
+        """A message for people: console and log.txt."""
+        if self.console is not None:
+            try:
+                self.console.say(str(text))
+            except Exception as error:
+                self._drop(self.console, error)
+
+    def summarise(self, text: str) -> None:
+        """What the console shows at the very end."""
+        self._summary = text
+
+    def close(self) -> None:
+        """Flush and close; safe to call twice."""
+        self._each("close", self._summary)
+        self._sinks = []
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
+    ) -> None:
+        if error is not None:
+            self._summary = None  # it promised what the error has just undone
+            if self.console is not None:
+                self.console.record(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def _each(self, method: str, *args: Any) -> None:
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:  # the border: a broken sink must not cost the run
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        warning = (
+            f"warning: {sink.name} failed and is switched off: {type(error).__name__}: {error}"
+        )
+        if sink is self.console:
+            self.console = None
+        try:
+            print(warning, flush=True) if self.console is None else self.console.say(warning)
+        except OSError:
+            self.console = None  # nobody is listening any more: a closed pipe, a full disk
+
+
+class JsonLines:
+    """One JSON object a line, flushed at once: {"step": 12, "time": ..., "loss": ...}."""
+
+    def __init__(self, path: Path):
+        self.name, self.path = path.name, path
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        line = {"step": step, "time": round(time.time(), 3)}
+        # JSON has no NaN and no infinity; null is what every reader takes.
+        line |= {name: v if math.isfinite(v) else None for name, v in values.items()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self, summary: str | None) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class TensorBoard:
+    """Event files, through tensorboardX."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._module = _import("tensorboardX", "log.tensorboard", "tensorboard")
+        self._writer: Any = None
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        # Steps after the restored checkpoint are trained again: hide what was written for them.
+        purge = start_step + 1 if start_step else None
+        try:
+            self._writer = self._module.SummaryWriter(str(self.folder), purge_step=purge)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}") from error
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, summary: str | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. A resumed run goes on under its own id, kept in <output_dir>/wandb_id."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, name: str | None, folder: Path, config: Config):
+        self._module = _import("wandb", "log.wandb_project", "wandb")
+        self._settings = {"project": project, "name": name, "dir": str(folder)}
+        self._config, self._id_file = config.model_dump(mode="json"), folder / "wandb_id"
+        self._run: Any = None
+        if os.environ.get("WANDB_MODE", "online") == "online" and not self._has_key():
+            raise UserError(
+                "log.wandb_project is set but Weights & Biases knows no API key: run `wandb login`,"
+                " set WANDB_API_KEY, set WANDB_MODE=offline, or leave log.wandb_project out"
+            )
+
+    def _has_key(self) -> bool:
+        return bool(os.environ.get("WANDB_API_KEY") or self._module.api.api_key)
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        known = self._id_file.read_text().strip() if start_step and self._id_file.exists() else None
+        try:
+            self._run = self._module.init(
+                **self._settings, config=self._config, id=known, resume="allow" if known else None
+            )
+        except Exception as error:  # the border: whatever the service says, the user must hear it
+            raise UserError(
+                f"Weights & Biases could not start: {error}. Set WANDB_MODE=offline, or leave"
+                " log.wandb_project out"
+            ) from error
+        self._id_file.write_text(self._run.id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, summary: str | None) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _import(module: str, key: str, extra: str) -> Any:
+    """An optional package, or a UserError that names the config key and the pip command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{key} needs the package {module} ({error}): pip install 'jaxtrain[{extra}]', or leave"
+            f" {key} out"
+        ) from error

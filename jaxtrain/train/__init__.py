@@ -1,0 +1,1 @@
+"""The loop, and what it works with: the session, evaluation, numbers of a step."""

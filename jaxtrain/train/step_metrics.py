@@ -1,0 +1,127 @@
+"""A step's device output read into the numbers that people watch."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.adapters.storage import count_weights
+from jaxtrain.batch import Batch
+from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
+from jaxtrain.core.optim import is_vector
+from jaxtrain.errors import RunStopped
+from jaxtrain.models.parameters import Params
+from jaxtrain.train.session import Session
+
+
+class Pending(NamedTuple):
+    """A step whose numbers were not read yet."""
+
+    step: int
+    """Count of this step, from 1."""
+    output: Any
+    """step.StepOutput on the devices."""
+    batch: Batch
+    """The host batch that it trained on."""
+    counters: dict[str, Any]
+    """The source's counters when it had just given that batch."""
+    round: dict[str, float] = {}
+    """Numbers about the round that begins with that batch."""
+    compiled: bool = False
+    """Whether its program was compiled first, which is no time of a step."""
+
+
+class Reader:
+    """Turns a step's device output into the numbers that people watch."""
+
+    def __init__(self, session: Session, folder: Path):
+        config, architecture = session.config, session.parts.architecture
+        device = jax.devices()[0]
+        self.folder = folder
+        # Asked for step by step, it would wait behind the next step, which the devices already run.
+        steps = np.arange(session.total_steps)
+        self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
+        self.windows = architecture.windows()
+        self.heads_width = architecture.num_attention_heads * architecture.head_size
+        self.matmul_params = count_matmul_params(
+            session.state.params, session.frozen, architecture.experts_per_token
+        )
+        peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
+        self.throughput = Throughput(session.parts.mesh.size, peak)
+
+    def read(self, pending: Pending) -> dict[str, float]:
+        """Wait for the step and return its values; raises RunStopped if it was not finite."""
+        output = jax.device_get(pending.output)
+        now = time.monotonic()
+        if not output.finite:
+            raise RunStopped(self.explain(pending, output))
+        tokens, pairs = count_work(pending.batch, self.windows)
+        flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
+        if pending.compiled:
+            # It was dispatched somewhere within a call that took long: there is no time to tell.
+            self.throughput.last_time = None
+        rates = self.throughput.read(now, tokens, flops)
+        values = {
+            **{name: float(v) for name, v in average(output.metrics).items()},
+            "grad_norm": float(output.grad_norm),
+            "learning_rate": float(self.learning_rates[pending.step - 1]),
+            "tokens": float(tokens),
+            "trained_tokens": float(
+                sum(np.count_nonzero(w) for w in pending.batch.weights.values())
+            ),
+            **rates,
+        }
+        return {**values, "peak_memory_gib": peak_memory()}
+
+    def restart(self) -> None:
+        """Time the next step from now on: what went before was no training step."""
+        self.throughput.last_time = time.monotonic()
+
+    def explain(self, pending: Pending, output: Any) -> str:
+        """Which step and batch was not finite; the batch is kept in a file."""
+        bad = [int(i) for i in np.flatnonzero(~np.isfinite(output.micro_loss))]
+        path = self.folder / f"nonfinite_batch_step_{pending.step}.npz"
+        fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
+        weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
+        np.savez(path, **fields, **weights)
+        where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
+        return (
+            f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
+            f" weights were left as they were before it and nothing was saved since. Its batch is"
+            f" in {path}. Lower optim.learning_rate, raise optim.warmup_steps, or look at the data"
+        )
+
+
+def count_matmul_params(
+    trained: Params, frozen: Params, experts_per_token: tuple[int, int] | None = None
+) -> float:
+    """Weights that multiply a token: all matrices but an embedding table beside an own head.
+
+    A frozen one counts 2/3: forward and the input's gradient, but not its own. Of experts those
+    that a token goes to: (k, E) of `experts_per_token`.
+    """
+    chosen, experts = experts_per_token or (1, 1)
+    untied = any(path.split(".")[0] == "lm_head" for path in [*trained, *frozen])
+
+    def count(params: Params) -> float:
+        return sum(
+            count_weights(path, value) * (chosen / experts if ".experts." in path else 1)
+            for path, value in params.items()
+            if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
+        )
+
+    return count(trained) + count(frozen) * 2 / 3
+
+
+def peak_memory() -> float:
+    """Most memory in use so far, in GiB: of the first device, or of this process on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"] / 2**30
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,63 @@
+"""The verb `merge`: a run's adapter, or a PEFT folder, folded into its base's weights."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.adapters.peft import CONFIG, open_peft, write_peft
+from jaxtrain.core.assemble import find_folder
+from jaxtrain.core.export import replace_folder
+from jaxtrain.core.trained import open_trained
+from jaxtrain.errors import UserError
+
+
+def merge_command(
+    source: Path,
+    base: str | None,
+    output: Path | None,
+    step: int | None,
+    dtype: str | None,
+    quantize: str = "none",
+) -> None:
+    """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
+    output = output or source / "merged"
+    if (source / CONFIG).is_file():
+        base = base or open_peft(source).config.get("base_model_name_or_path")
+        if not base:
+            raise UserError(f"{source / CONFIG} names no base model; give it with --base FOLDER")
+        merge(base, source, output, dtype, quantize)
+        return
+    is_run = (source / "checkpoints").is_dir()
+    trained = open_trained(str(source), [], step, frozen=False) if is_run else None
+    if trained is None or trained.parts.adapter is None:
+        raise UserError(
+            f"merge: {source} is neither a run with an adapter nor a PEFT folder; a run that"
+            " trained all weights needs only: jaxtrain export"
+        )
+    base = base or (trained.config.model.path if trained.parts.folder else None)
+    if base is None:
+        raise UserError(
+            f"merge: the base of {source} has random weights; name the folder to merge into with"
+            " --base"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = trained.parts
+        write_peft(trained.params, parts.architecture, parts.adapter, temporary, base)
+        quantize = parts.adapter.quantize
+        merge(base, Path(temporary), output, dtype, quantize)
+
+
+def merge(base: str, adapter: Path, output: Path, dtype: str | None, quantize: str) -> None:
+    """Merge, put config.json's dtype right, and tell."""
+    with replace_folder(output) as unfinished:
+        folder = find_folder(base, weights=True)
+        changed = merge_adapter(folder, adapter, unfinished, dtype, quantize=quantize)
+        config = unfinished / "config.json"
+        if dtype and config.is_file():
+            raw = {**json.loads(config.read_text()), "torch_dtype": str(np.dtype(dtype))}
+            raw.pop("dtype", None)
+            config.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    print(f"{changed} tensors of {base} changed; the merged model is in {output}")
