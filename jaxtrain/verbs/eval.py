@@ -1,4 +1,4 @@
-"""The verb `eval`: held-out loss and answers of a run's newest checkpoint, or of a config's model."""
+"""The verb `eval`: held-out loss and answers of a run's newest checkpoint or a config's model."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
