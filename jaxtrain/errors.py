@@ -14,3 +14,7 @@ class RunStopped(Exception):
 
     `main` prints the message and exits with code 1; whatever was saved before stays good.
     """
+
+
+class Interrupted(Exception):
+    """Whoever waits gives up waiting: the run was asked to stop."""

@@ -4,9 +4,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from jaxtrain.config.base import Section
-from jaxtrain.config.load import kind_of, section_type
+from jaxtrain.config.load import kind_of, members, section_type
 from jaxtrain.config.root import Config
+from jaxtrain.config.task import TaskSection
 
 
 def render_markdown() -> str:
@@ -37,29 +37,19 @@ def render_help() -> str:
     return "\n".join(lines)
 
 
-def list_sections() -> list[tuple[str, type[Section]]]:
+def list_sections() -> list[tuple[str, type[BaseModel]]]:
     """(title, section) for the root's sections and the tables nested in them."""
     found = []
     for name, field in Config.model_fields.items():
-        members = section_types(field.annotation)
-        for section in members:
-            kind = kind_of(section) if len(members) > 1 else None
+        sections = [one for one in members(field.annotation) if one is not TaskSection]
+        for section in sections:
+            kind = kind_of(section) if len(sections) > 1 else None
             found.append((f'{name} (kind = "{kind}")' if kind else name, section))
             for key, inner in section.model_fields.items():
                 nested = section_type(inner.annotation)
                 if nested and not any(section is nested for _, section in found):
                     found.append((f"[{name}.{key}]", nested))
     return found
-
-
-def section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The section of a field, or all that a union names."""
-    members: list[type[BaseModel] | None] = [
-        m for m in get_args(annotation) if isinstance(m, type) and issubclass(m, Section)
-    ]
-    if isinstance(annotation, type) or not members:
-        members = [section_type(annotation)]
-    return [member for member in members if member]
 
 
 def list_keys(section: type[BaseModel]) -> list[tuple[str, str, str, str]]:

@@ -6,13 +6,16 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxtrain.config.root import Config
+from jaxtrain import plugins
+from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
 from jaxtrain.errors import UserError
+
+S = TypeVar("S", bound=BaseModel)
 
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
@@ -73,10 +76,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def validate_config(table: dict[str, Any], origin: str) -> Config:
     """Build the Config; `origin` names where the table came from in errors."""
+    task = table.get("task")
+    if isinstance(task, dict) and find_tag(task) == OUTSIDE:
+        method = plugins.find("tasks", str(task["kind"]), TASKS, key="task.kind")
+        table = {**table, "task": validate(method.Section, task, origin, "task.")}
+    return validate(Config, table, origin)
+
+
+def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str = "") -> S:
+    """The section of a table; UserError with one line per problem, keys behind `prefix`."""
     try:
-        return Config.model_validate(table)
+        return section.model_validate(table)
     except ValidationError as error:
-        lines = [describe_error(detail) for detail in error.errors()]
+        lines = [prefix + describe_error(detail, section) for detail in error.errors()]
         shown = lines[:8] + ([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])
         raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in shown)) from None
 
@@ -152,13 +164,13 @@ def load_preset(section: str, name: str) -> dict[str, Any]:
     return tomllib.loads((folder / f"{name}.toml").read_text())
 
 
-def describe_error(detail: Any) -> str:
+def describe_error(detail: Any, root: type[BaseModel] = Config) -> str:
     """One line for one pydantic error: key, what was found, what is allowed."""
     location = list(detail["loc"])
     key = ".".join(str(part) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return f"{key}: {suggest(str(location[-1]), section_keys(location[:-1]))}"
+        return f"{key}: {suggest(str(location[-1]), section_keys(location[:-1], root))}"
     if kind == "missing":
         return f"{key}: is required"
     if kind == "value_error":
@@ -186,16 +198,16 @@ def suggest(key: str, allowed: list[str]) -> str:
     return f"unknown key {key!r}; allowed here: {', '.join(allowed)}"
 
 
-def section_keys(location: list[Any]) -> list[str]:
-    """The keys that the section at `location` allows."""
-    model: Any = Config
+def section_keys(location: list[Any], root: type[BaseModel] = Config) -> list[str]:
+    """The keys that the section at `location` below `root` allows."""
+    model: Any = root
     union: Any = None
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
             union = model.model_fields[part].annotation
             model = section_type(union) or model
         else:
-            model = next((m for m in get_args(union) if kind_of(m) == part), model)
+            model = next((m for m in members(union) if kind_of(m) == part), model)
     return list(model.model_fields)
 
 
@@ -210,12 +222,16 @@ def is_tag(location: list[Any], part: Any) -> bool:
     return location[0] == "task" and len(location) > 1 and location[1] is part and part != "kind"
 
 
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The Section inside an annotation such as `list[DatasetConfig]` or `X | None`."""
+def members(annotation: Any) -> list[type[BaseModel]]:
+    """The Sections inside an annotation such as `list[DatasetConfig]`, `X | None` or a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (section_type(arg) for arg in get_args(annotation))
-    return next((model for model in found if model), None)
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in members(arg)]
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The first of them."""
+    return next(iter(members(annotation)), None)
 
 
 def _child(node: Any, part: str, override: str, empty: dict | list) -> Any:

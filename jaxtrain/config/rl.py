@@ -1,11 +1,11 @@
 """Section task for reinforcement learning: the objective, as a named preset and its knobs."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.task import TaskSection
 from jaxtrain.config.vllm import find_vllm_conflicts
 
 TRUNCATE_OR_MASK = Literal[
@@ -70,8 +70,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """What each objective sets; a knob given in the config replaces the objective's own."""
 
 
-class RLTask(Section):
+class RLTask(TaskSection):
     """Reinforcement learning on groups of answers to one prompt: GRPO and its family."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"rollout", "env", "rewards"})
 
     kind: Literal["rl"] = "rl"
     """The training method."""
@@ -186,6 +188,10 @@ class RLTask(Section):
         given = getattr(self, name)
         return OBJECTIVES[self.objective][name] if given is None else given
 
+    def find_conflicts(self, config: Any) -> Iterator[str]:
+        """See find_rl_conflicts."""
+        return find_rl_conflicts(config)
+
 
 def find_rl_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around task.kind rl."""
@@ -291,16 +297,3 @@ def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
             "rollout.vllm.sleep stops the servers while training, but with rollout.streaming they"
             " sample then; set one of them to false"
         )
-
-
-def find_unused_rl_sections(config: Any) -> Iterator[str]:
-    """Yield a sentence for each section that is set, but that only task.kind rl reads (section env
-    and rewards: also eval.sets)."""
-    for name in ("rollout", "env", "rewards"):
-        section = getattr(config, name)
-        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
-        if not given or (name != "rollout" and config.eval.sets):
-            continue
-        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
-        other = "" if name == "rollout" else " or [[eval.sets]]"
-        yield f'{key} has no effect without task.kind "rl"{other}; remove it'

@@ -1,8 +1,8 @@
 """The whole config, and the rules that span its sections."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, InstanceOf, SerializeAsAny, Tag, model_validator
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
@@ -11,7 +11,7 @@ from jaxtrain.config.env import EnvConfig, find_env_conflicts
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
-from jaxtrain.config.rl import RLTask, find_rl_conflicts, find_unused_rl_sections
+from jaxtrain.config.rl import RLTask
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.run import (
     CheckpointConfig,
@@ -24,9 +24,29 @@ from jaxtrain.config.task import (
     EvalConfig,
     SamplingConfig,
     SFTTask,
+    TaskSection,
     TreeTask,
-    find_tree_conflicts,
 )
+
+TASKS: dict[str, type[TaskSection]] = {"sft": SFTTask, "tree": TreeTask, "rl": RLTask}
+"""The methods that are built in, by task.kind."""
+OUTSIDE = "outside"
+
+
+def find_tag(task: Any) -> str:
+    """Which member of the union `Config.task` a table or a section belongs to."""
+    kind = task.get("kind", "sft") if isinstance(task, dict) else getattr(task, "kind", None)
+    return kind if kind in TASKS else OUTSIDE
+
+
+Task = Annotated[
+    Annotated[SFTTask, Tag("sft")]
+    | Annotated[TreeTask, Tag("tree")]
+    | Annotated[RLTask, Tag("rl")]
+    | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
+    Discriminator(find_tag),
+]
+"""Section task. That of a method from outside is made by `load.validate_config`."""
 
 
 class Config(Section):
@@ -36,7 +56,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
-    task: SFTTask | TreeTask | RLTask = Field(SFTTask(), discriminator="kind")
+    task: Task = SFTTask()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
@@ -46,14 +66,6 @@ class Config(Section):
     rewards: list[RewardConfig] = []
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def default_kind(cls, table: Any) -> Any:
-        """A task that names no kind is sft."""
-        if isinstance(table, dict) and isinstance(table.get("task"), dict):
-            table = {**table, "task": {"kind": "sft", **table["task"]}}
-        return table
 
     @model_validator(mode="after")
     def check_sections_together(self) -> "Config":
@@ -108,13 +120,10 @@ def find_conflicts(config: Config):
     yield from find_env_conflicts(config.env)
     yield from find_reward_conflicts(config.rewards)
     yield from find_eval_set_conflicts(config)
-    if isinstance(config.task, RLTask):
-        yield from find_rl_conflicts(config)
-    else:
-        yield from find_unused_rl_sections(config)
-    if isinstance(config.task, TreeTask):
-        yield from find_tree_conflicts(config.task, data)
-    elif any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets):
+    yield from find_unused_sections(config)
+    yield from config.task.find_conflicts(config)
+    generated = any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets)
+    if generated and not config.task.trees:
         yield 'data.datasets builtin:caterpillar makes trees; set task.kind to "tree"'
     wide = {"float64": 8, "float32": 4, "bfloat16": 2}
     if wide[model.compute_dtype] > wide[model.param_dtype]:
@@ -122,3 +131,17 @@ def find_conflicts(config: Config):
             f"model.compute_dtype {model.compute_dtype} is wider than model.param_dtype"
             f" {model.param_dtype}; lower the first or raise the second"
         )
+
+
+def find_unused_sections(config: Config):
+    """Yield a sentence for each section that is set, but that this task does not read; eval.sets
+    read env and rewards as well."""
+    for name in ("rollout", "env", "rewards"):
+        section = getattr(config, name)
+        given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
+        if not given or name in config.task.reads or (name != "rollout" and config.eval.sets):
+            continue
+        key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
+        readers = " or ".join(f'"{kind}"' for kind, task in TASKS.items() if name in task.reads)
+        other = "" if name == "rollout" else " or [[eval.sets]]"
+        yield f"{key} has no effect without task.kind {readers}{other}; remove it"

@@ -1,7 +1,7 @@
 """Sections task, eval and sampling: the method, and how its result is looked at."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,16 +10,34 @@ from jaxtrain.config.data import DataConfig
 from jaxtrain.config.evals import EvalSetConfig
 
 
-class SFTTask(Section):
+class TaskSection(Section):
+    """What the sections of all methods have in common; `kind` names the method."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Sections besides the common ones that the method reads: rollout, env, rewards."""
+    trees: ClassVar[bool] = False
+    """Whether rows of data become trees."""
+
+    kind: str
+    """The training method."""
+
+    def find_conflicts(self, config: Any) -> Iterator[str]:
+        """Yield one sentence for each impossible combination with the rest of the config."""
+        return iter(())
+
+
+class SFTTask(TaskSection):
     """Supervised fine-tuning: next-token negative log-likelihood of the trained tokens."""
 
     kind: Literal["sft"] = "sft"
     """The training method."""
 
 
-class TreeTask(Section):
+class TreeTask(TaskSection):
     """Tree training: each token of a branching trajectory is computed once; or a baseline on the
     same data."""
+
+    trees: ClassVar[bool] = True
 
     kind: Literal["tree"] = "tree"
     """The training method."""
@@ -59,44 +77,48 @@ class TreeTask(Section):
     selection_workers: int = Field(0, ge=0)
     """Processes that score the rows."""
 
-
-def find_tree_conflicts(task: TreeTask, data: DataConfig) -> Iterator[str]:
-    """Yield one sentence for each impossible combination."""
-    if task.max_packed_tokens is not None and task.max_packed_tokens < data.sequence_len:
-        yield (
-            f"task.max_packed_tokens {task.max_packed_tokens} is below data.sequence_len"
-            f" {data.sequence_len}, the longest path of a tree; raise it or leave it out"
-        )
-    if not task.train_response and not task.train_reasoning:
-        yield "task.train_response and task.train_reasoning are both false; nothing would train"
-    if task.mode == "grouped" and task.units_per_step is None:
-        yield "task.mode grouped needs task.units_per_step: the trees of an optimizer step"
-    if task.mode == "grouped" and task.normalise != "token":
-        yield (
-            f"task.mode grouped weights branches by 1/K; task.normalise {task.normalise} has no"
-            " meaning there, set it to token"
-        )
-    if task.units_per_step is not None and data.global_batch_size is not None:
-        yield "task.units_per_step and data.global_batch_size both set a step; keep one"
-    if task.split == "think" and (task.selection != "none" or task.rendering != "template"):
-        yield (
-            "task.split think has one turn and is rendered by the chat template; task.selection and"
-            " task.rendering are for trajectories"
-        )
-    if data.too_long == "truncate":
-        yield 'data.too_long truncate would cut branches off a tree; set it to "drop" or "error"'
-    needs_rows = {
-        "task.group_by": task.group_by,
-        "task.max_examples": task.max_examples,
-        "task.selection": task.selection != "none",
-        "task.filter_by_token_estimate": task.filter_by_token_estimate,
-    }
-    for dataset in data.datasets:
-        for key in [key for key, used in needs_rows.items() if used and dataset.streaming]:
-            yield f"{key} needs all rows of {dataset.path!r}; set its streaming to false"
-        generated = dataset.path.startswith("builtin:caterpillar")
-        if generated and (task.selection != "none" or task.group_by):
-            yield f"task.selection and task.group_by read columns, which {dataset.path!r} has not"
+    def find_conflicts(self, config: Any) -> Iterator[str]:
+        """Yield one sentence for each impossible combination."""
+        data: DataConfig = config.data
+        if self.max_packed_tokens is not None and self.max_packed_tokens < data.sequence_len:
+            yield (
+                f"task.max_packed_tokens {self.max_packed_tokens} is below data.sequence_len"
+                f" {data.sequence_len}, the longest path of a tree; raise it or leave it out"
+            )
+        if not self.train_response and not self.train_reasoning:
+            yield "task.train_response and task.train_reasoning are both false; nothing would train"
+        if self.mode == "grouped" and self.units_per_step is None:
+            yield "task.mode grouped needs task.units_per_step: the trees of an optimizer step"
+        if self.mode == "grouped" and self.normalise != "token":
+            yield (
+                f"task.mode grouped weights branches by 1/K; task.normalise {self.normalise} has no"
+                " meaning there, set it to token"
+            )
+        if self.units_per_step is not None and data.global_batch_size is not None:
+            yield "task.units_per_step and data.global_batch_size both set a step; keep one"
+        if self.split == "think" and (self.selection != "none" or self.rendering != "template"):
+            yield (
+                "task.split think has one turn and is rendered by the chat template; task.selection"
+                " and task.rendering are for trajectories"
+            )
+        if data.too_long == "truncate":
+            yield (
+                'data.too_long truncate would cut branches off a tree; set it to "drop" or "error"'
+            )
+        needs_rows = {
+            "task.group_by": self.group_by,
+            "task.max_examples": self.max_examples,
+            "task.selection": self.selection != "none",
+            "task.filter_by_token_estimate": self.filter_by_token_estimate,
+        }
+        for dataset in data.datasets:
+            for key in [key for key, used in needs_rows.items() if used and dataset.streaming]:
+                yield f"{key} needs all rows of {dataset.path!r}; set its streaming to false"
+            generated = dataset.path.startswith("builtin:caterpillar")
+            if generated and (self.selection != "none" or self.group_by):
+                yield (
+                    f"task.selection and task.group_by read columns, which {dataset.path!r} has not"
+                )
 
 
 class SamplingConfig(Section):

@@ -18,11 +18,12 @@ from jaxtrain.adapters.attach import attach, draw_trained, split_trained
 from jaxtrain.adapters.peft import load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
 from jaxtrain.adapters.storage import quantise_params
-from jaxtrain.config import AdapterConfig, Config, ModelConfig, TreeTask
+from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
+from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
 
@@ -44,7 +45,8 @@ class Parts:
 
 
 def assemble(config: Config, reserved: int = 0) -> Parts:
-    """Check model, tokenizer and mesh against each other; raises UserError.
+    """What section `model` trains: model, tokenizer and mesh, checked against each other; raises
+    UserError.
 
     reserved: devices, the last ones, that are left out of the mesh.
     """
@@ -52,7 +54,6 @@ def assemble(config: Config, reserved: int = 0) -> Parts:
     architecture = build.config_from_hf(raw)
     tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
-    check_trees(config, architecture)
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
@@ -61,6 +62,40 @@ def assemble(config: Config, reserved: int = 0) -> Parts:
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),
     )
+
+
+def assemble_beside(model: ModelConfig, parts: Parts, key: str) -> Parts:
+    """Another model on the mesh of the trained one, without adapter, such as a teacher; UserError
+    where it reads other tokens. key: the section that names it."""
+    folder, raw = find_architecture(model)
+    architecture = build.config_from_hf(raw)
+    if architecture.vocab_size < len(parts.tokenizer):
+        raise UserError(
+            f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"
+            f" {len(parts.tokenizer)}; choose a model that reads the same tokens"
+        )
+    return dataclasses.replace(
+        parts,
+        architecture=architecture,
+        folder=folder if model.init == "pretrained" else None,
+        options=model_options(model),
+        adapter=None,
+    )
+
+
+def count_microsteps(config: Config, mesh: jax.sharding.Mesh) -> int:
+    """Microsteps per optimizer step, from the accumulation or the global batch size."""
+    rows = config.data.micro_batch_size * row_shards(mesh)
+    wanted = config.data.global_batch_size
+    if wanted is None:
+        return config.optim.gradient_accumulation_steps
+    if wanted % rows:
+        raise UserError(
+            f"data.global_batch_size {wanted} is not a multiple of {rows}, the rows of one forward"
+            f" pass (data.micro_batch_size {config.data.micro_batch_size} on {row_shards(mesh)}"
+            " row shards); change one of them"
+        )
+    return wanted // rows
 
 
 def find_tokenizer(model: ModelConfig) -> Any:
@@ -166,11 +201,6 @@ def open_params(parts: Parts, seed: int) -> Params:
     return {**base, **trained}
 
 
-def open_frozen(parts: Parts, seed: int) -> Params:
-    """What a run with adapters never changes, and so never saves; nothing without adapters."""
-    return {} if parts.adapter is None else split_trained(open_base(parts, seed), parts.adapter)[1]
-
-
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     """(local folder or None, the keys of config.json)."""
     if model.architecture is not None:
@@ -226,26 +256,17 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
         )
 
 
-def check_trees(config: Config, architecture: Any) -> None:
-    """Refuse trees with shared prefixes for a model that mixes tokens other than by attention.
+def require_trees(architecture: Any, found: str, fix: str) -> None:
+    """Refuse packed branches that share a prefix for a model that mixes tokens other than along
+    their own branch; found: the key that asks for them, fix: what to do instead.
 
-    `until` hides one branch from another in attention; a recurrent or convolution layer would run
-    from one branch into the next. Held-out data of a tree task are whole trees in every mode.
+    `until` hides one branch from another in attention; a recurrent or convolution layer that runs
+    along the row would pass from one branch into the next.
     """
-    task = config.task
-    if architecture.mixes_by_attention_only or not isinstance(task, TreeTask):
+    if architecture.mixes_by_attention_only:
         return
-    if task.mode == "tree":
-        found = 'task.mode "tree"'
-        fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
-    elif config.data.eval_datasets:
-        found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
-        fix = "remove data.eval_datasets"
-    else:
-        return
-    key = "model.path" if config.model.path else "model.architecture"
     raise UserError(
-        f"{found} packs branches that share a prefix, but {key} is {architecture.architecture},"
-        f" which has layers that mix tokens other than by attention; {fix}, or choose another"
-        f" {key}"
+        f"{found} packs branches that share a prefix, but the model is"
+        f" {architecture.architecture}, which has layers that mix tokens other than by attention;"
+        f" {fix}, or choose another model"
     )

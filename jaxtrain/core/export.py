@@ -10,39 +10,30 @@ from pathlib import Path
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
-from jaxtrain.core.assemble import Parts
+from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.mesh import is_main_process
 
 
-def export_params(
-    params: Params,
-    rebuild: Rebuild,
-    parts: Parts,
-    folder: Path,
-    *,
-    config: Config,
-    step: int,
-    dtype: str | None = None,
-) -> None:
-    """Write `folder` as a whole or not at all; an older export there is replaced.
+def export_model(held: Held, config: Config, folder: Path, dtype: str | None = None) -> None:
+    """Write the trained model to `folder` as a whole or not at all; an older one is replaced.
 
-    A full model; of a run with adapters a PEFT folder. params: concrete, on any mesh. dtype None
-    keeps each tensor's dtype of the checkpoint that the run started from, or that of what was
-    trained. Every process takes part; the first one writes.
+    A full model; of a run with adapters a PEFT folder. dtype None keeps each tensor's dtype of the
+    folder that the run started from, or that of what was trained. Every process takes part; the
+    first one writes.
     """
+    params, parts = held.params(), held.roles.parts
     writes = is_main_process()
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if parts.adapter is None:
-            build.save(rebuild(params), parts.architecture, unfinished, dtype=dtype)
+            build.save(held.model(), parts.architecture, unfinished, dtype=dtype)
         else:
             base = config.model.path
             write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)
         if writes:
             parts.tokenizer.save_pretrained(unfinished)
-            (unfinished / "README.md").write_text(write_card(config, step))
+            (unfinished / "README.md").write_text(write_card(config, held.step))
 
 
 @contextlib.contextmanager

@@ -1,61 +1,68 @@
-"""Log-probs without gradients, of the policy as it is and of a reference policy."""
+"""What a model of a run says of a batch, without gradients: log-probs, hidden states."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jaxtrain.adapters.attach import without_adapters
 from jaxtrain.batch import Batch
+from jaxtrain.core.roles import Held
 from jaxtrain.losses.logp import token_logp
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.feed import feed
 
 
-def make_logp(
-    rebuild: Rebuild, impl: str, temperature: float | None, adapters: bool = True
-) -> Callable[[Params, Batch], jax.Array]:
-    """Compile-ready `(params, batch [A, B, T]) -> log-probs float32 [A, B, T]`.
+class Scorer:
+    """Scores host batches with the models as they are when asked; called on every process."""
 
-    adapters=False: of the model without them.
-    """
+    def __init__(self, held: Callable[[], Held], *, impl: str = "auto"):
+        """held: gives the models of the moment. impl: backend of the log-prob op."""
+        self.held, self.impl = held, impl
+
+    def logp(self, batch: Batch, role: str, temperature: float | None = None) -> np.ndarray:
+        """float32 [A, B, T] of every token of a batch [A, B, T] under a role's model; logits are
+        divided by `temperature`, as the sampler did."""
+        held = self.held()
+        score = make_logp(held.roles.rebuild(role), self.impl, temperature)
+        found = score(held.params(role), self._place(batch, held))
+        return np.asarray(to_host(found))
+
+    def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:
+        """{layer: [A, B, T, D]}: what chosen layers of a role's model put out, in its dtype."""
+        held = self.held()
+        score = make_hidden(held.roles.rebuild(role), tuple(layers))
+        found = score(held.params(role), self._place(batch, held))
+        return {layer: np.asarray(to_host(value)) for layer, value in found.items()}
+
+    @staticmethod
+    def _place(batch: Batch, held: Held) -> Batch:
+        bare = batch._replace(weights={}, streams={}, denoms={})
+        return feed(bare, held.roles.parts.mesh)
+
+
+@functools.lru_cache(maxsize=32)
+def make_logp(
+    rebuild: Rebuild, impl: str, temperature: float | None
+) -> Callable[[Params, Batch], jax.Array]:
+    """Compiled once `(params, batch [A, B, T]) -> log-probs float32 [A, B, T]`."""
 
     def score(params: Params, batch: Batch) -> jax.Array:
-        model = rebuild(params) if adapters else without_adapters(rebuild(params))
+        model = rebuild(params)
         return jax.lax.map(lambda micro: token_logp(model, micro, impl, temperature).logp, batch)
 
     return jax.jit(score)
 
 
-class Scorer:
-    """Scores host batches with parameters that whoever owns them hands over when asked."""
+@functools.lru_cache(maxsize=32)
+def make_hidden(
+    rebuild: Rebuild, layers: tuple[int, ...]
+) -> Callable[[Params, Batch], dict[int, jax.Array]]:
+    """Compiled once `(params, batch [A, B, T]) -> {layer: [A, B, T, D]}`."""
 
-    def __init__(
-        self,
-        rebuild: Rebuild,
-        mesh: jax.sharding.Mesh,
-        policy: Callable[[], Params],
-        reference: Callable[[], Params] | None,
-        *,
-        impl: str,
-        temperature: float | None,
-    ):
-        """policy, reference: give the parameters of the moment; reference None: the policy's own
-        without adapters."""
-        self.mesh, self.policy, self.reference = mesh, policy, reference
-        self.with_adapters = make_logp(rebuild, impl, temperature)
-        self.without_adapters = make_logp(rebuild, impl, temperature, adapters=False)
+    def score(params: Params, batch: Batch) -> dict[int, jax.Array]:
+        model = rebuild(params)
+        return jax.lax.map(lambda micro: model.hidden(micro, layers).captured, batch)
 
-    def logp(self, batch: Batch, who: str) -> np.ndarray:
-        """[A, B, T] of every token under "policy" or "reference"."""
-        bare = batch._replace(weights={}, streams={}, denoms={})
-        placed = feed(bare, self.mesh)
-        if who == "policy":
-            found: Any = self.with_adapters(self.policy(), placed)
-        elif self.reference is None:
-            found = self.without_adapters(self.policy(), placed)
-        else:
-            found = self.with_adapters(self.reference(), placed)
-        return np.asarray(to_host(found))
+    return jax.jit(score)

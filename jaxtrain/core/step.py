@@ -5,7 +5,7 @@ microsteps add up sums, never means. So A microsteps of B rows give the update o
 rows, whatever the number of trained tokens in each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +27,12 @@ class State(NamedTuple):
     """Trained parameters by path, in the masters' dtype; frozen ones are no part of it."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
-    reference: Params = {}
-    """A reference policy that follows the trained parameters; the step leaves it as it is."""
+    copies: Params = {}
+    """Moving copies of the trained parameters, "role/path"; the step leaves them as they are."""
+
+    def tree(self) -> dict[str, Any]:
+        """The state as a checkpoint names its arrays: "params/...", "reference/..."."""
+        return {**self._asdict(), **self.copies, "copies": {}}
 
 
 class StepOutput(NamedTuple):
@@ -45,9 +49,9 @@ class StepOutput(NamedTuple):
 
 
 def abstract_state(
-    params: Params, optimizer: optax.GradientTransformation, keep_reference: bool = False
+    params: Params, optimizer: optax.GradientTransformation, copies: Params | None = None
 ) -> State:
-    """Shapes and places of a State; params: arrays or ShapeDtypeStructs with shardings.
+    """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
 
     An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
     replicated.
@@ -68,25 +72,29 @@ def abstract_state(
         jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         shapes,
         jax.tree_util.tree_map_with_path(place, slots),
-        dict(shapes) if keep_reference else {},
+        copies or {},
     )
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, copies: Params | None = None
+) -> State:
     """The state before the first step."""
     shapes = abstract_state(params, optimizer)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
     step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
-    return State(step, params, jax.jit(optimizer.init, out_shardings=places)(params))
+    opt_state = jax.jit(optimizer.init, out_shardings=places)(params)
+    return State(step, params, opt_state, copies or {})
 
 
-def mix_reference(state: State, share: float) -> State:
-    """The state with `share` of its parameters mixed into its reference (arXiv 2404.09656)."""
+def mix_copies(state: State, role: str, share: float) -> State:
+    """The state with `share` of its parameters mixed into a role's copy (arXiv 2404.09656)."""
     mixed = {
-        path: ((1.0 - share) * value + share * state.params[path]).astype(value.dtype)
-        for path, value in state.reference.items()
+        f"{role}/{path}": ((1.0 - share) * copy + share * value).astype(copy.dtype)
+        for path, value in state.params.items()
+        for copy in [state.copies[f"{role}/{path}"]]
     }
-    return state._replace(reference=mixed)
+    return state._replace(copies={**state.copies, **mixed})
 
 
 def shape_of(array) -> jax.ShapeDtypeStruct:
@@ -95,25 +103,26 @@ def shape_of(array) -> jax.ShapeDtypeStruct:
 
 
 def make_step(
-    rebuild: Callable[[Params], Any],
+    build: Callable[[Params], Any],
     loss: Callable,
-    coef: dict[str, float],
+    coef: Mapping[str, float],
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
 ) -> Callable[..., tuple[State, StepOutput]]:
     """Compile-ready `(state, batch [A, B, T], frozen={}) -> (state, output)`.
 
-    The state is donated. `frozen` are the parameters that are not trained, by path: arguments, so
-    that they are never constants of the program, and never differentiated.
+    build: makes of all parameters what the loss takes first, a model or models by role. The state
+    is donated. `frozen` are the parameters that are not trained, by path: arguments, so that they
+    are never constants of the program, and never differentiated.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
-        sums, metrics = loss(rebuild({**frozen, **params}), micro)
+        sums, metrics = loss(build({**frozen, **params}), micro)
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
     def step(state: State, batch: Batch, frozen: Params | None = None) -> tuple[State, StepOutput]:
-        frozen = frozen or {}
+        frozen = {**(frozen or {}), **state.copies}
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
 
@@ -141,7 +150,7 @@ def make_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = State(state.step + 1, params, opt_state, state.reference)
+        new = State(state.step + 1, params, opt_state, state.copies)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         weight = jnp.ones((), micro_losses.dtype)
@@ -194,11 +203,11 @@ def denominator(batch: Batch, component: str) -> jax.Array:
     return jnp.where(total > 0, total, 1.0)
 
 
-def make_eval(rebuild: Callable[[Params], Any], loss: Callable) -> Callable:
+def make_eval(build: Callable[[Params], Any], loss: Callable) -> Callable:
     """Compile-ready `(params, batch [B, T]) -> {component or metric: (sum, weight)}`, no grads."""
 
     def evaluate(params: Params, batch: Batch):
-        sums, metrics = loss(rebuild(params), batch)
+        sums, metrics = loss(build(params), batch)
         pairs = {name: (value, jnp.sum(batch.weights[name])) for name, value in sums.items()}
         return {**pairs, **metrics}
 

@@ -27,6 +27,9 @@ Items = list[Tree | Group | Dropped]
 CHUNK = 16
 """Draws that travel between processes together; the queue costs as much as a short row."""
 
+STREAM_ROWS = 1000
+"""Rows of a stream that `preprocess` looks at."""
+
 
 @dataclass(frozen=True)
 class Part:

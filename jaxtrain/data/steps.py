@@ -8,8 +8,8 @@ depends on the data, the seed and the draw number alone: not on workers, threads
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grain
@@ -40,6 +40,10 @@ class Shape:
     normalise: Normalise = "token"
     units: int | None = None
     """Trees (branches, groups, samples) of a step; A then follows from what they fill."""
+    components: tuple[str, ...] = ("nll",)
+    """Loss components that every batch has weights of."""
+    streams: Mapping[str, Any] = field(default_factory=dict)
+    """Other per-token arrays of every batch, with their dtypes."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -93,7 +97,12 @@ class _StepIterator(grain.DatasetIterator):
         packed += [[]] * (slots - len(rows))
         batch = stack_batches(
             [
-                build_batch(packed[start : start + shape.rows], length)
+                build_batch(
+                    packed[start : start + shape.rows],
+                    length,
+                    components=shape.components,
+                    streams=shape.streams,
+                )
                 for start in range(0, len(packed), shape.rows)
             ]
         )
@@ -104,7 +113,8 @@ class _StepIterator(grain.DatasetIterator):
         self._totals["rows"] += len(rows)
         self._totals["tokens"] += sum(used)
         self._totals["slots"] += len(packed) * length
-        self._totals["trained_tokens"] += int(np.count_nonzero(batch.weights["nll"]))
+        trained = np.any([weight != 0 for weight in batch.weights.values()], axis=0)
+        self._totals["trained_tokens"] += int(np.count_nonzero(trained))
         return batch
 
     def _next_rows(self) -> list[list]:
@@ -248,11 +258,13 @@ def open_parts(
     normalise: Normalise = "token",
     row_tokens: int | None = None,
     units: int | None = None,
+    components: Sequence[str] = ("nll",),
+    streams: Mapping[str, Any] | None = None,
 ) -> Source:
     """Source over opened datasets; without num_epochs it never ends.
 
     row_tokens: T where it is not data.sequence_len. units: trees of a step, which then fill as many
-    microsteps as they need; microsteps does not count.
+    microsteps as they need; microsteps does not count. components, streams: what every batch has.
     """
     row_tokens = row_tokens or data.sequence_len
     shape = Shape(
@@ -262,12 +274,14 @@ def open_parts(
         tuple(data.length_buckets),
         normalise,
         units,
+        tuple(components),
+        streams or {},
     )
-    streams = any(is_stream(part.rows) for part in parts)
-    if streams and num_epochs is not None:
+    streamed = any(is_stream(part.rows) for part in parts)
+    if streamed and num_epochs is not None:
         raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
     common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle}
-    if streams:
+    if streamed:
         reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
     else:
         reader = IndexedReader(parts, num_epochs=num_epochs, num_workers=data.num_workers, **common)
@@ -353,7 +367,13 @@ def _pass_on(row: list, origin: str) -> list:
 
 
 def eval_part_batches(
-    part: Part, data: DataConfig, *, rows: int, row_tokens: int | None = None
+    part: Part,
+    data: DataConfig,
+    *,
+    rows: int,
+    row_tokens: int | None = None,
+    components: Sequence[str] = ("nll",),
+    streams: Mapping[str, Any] | None = None,
 ) -> Iterator[Batch]:
     """Batches [1, B, T] of every row of `part` once, in order; the last one is padded."""
     row_tokens = row_tokens or data.sequence_len
@@ -363,7 +383,14 @@ def eval_part_batches(
     else:
         reader = IndexedReader([part], num_epochs=1, **options)
     quiet = data.model_copy(update={"shuffle": False})
-    shape = Shape(rows, 1, row_tokens, tuple(data.length_buckets))
+    shape = Shape(
+        rows,
+        1,
+        row_tokens,
+        tuple(data.length_buckets),
+        components=tuple(components),
+        streams=streams or {},
+    )
     iterator = _StepIterator(_open_packer(reader, quiet, 0, row_tokens), shape)
     try:
         for batch in iterator:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.data.readers import Part, is_stream
+from jaxtrain.data.readers import STREAM_ROWS, Part, is_stream
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.tree import Group, Tree
 from jaxtrain.data.workload import describe_tree, describe_workload
@@ -15,9 +15,6 @@ from jaxtrain.errors import UserError
 
 NUM_ROWS = 16
 """Rows that a probe looks at."""
-
-STREAM_ROWS = 1000
-"""Rows of a stream that preprocess looks at."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxtrain.rollout.eval_sets import (
     summarise,
     write_answers,
 )
-from jaxtrain.rollout.open import draw_sampling
+from jaxtrain.rollout.open import seed_sampling
 from jaxtrain.rollout.types import Engine, Env, Sampling
 
 
@@ -103,7 +103,7 @@ def open_problem_sets(
         rewards = open_rewards(config.rewards, config.rollout.reward_workers, say)
         stack.callback(rewards.close)
         env = open_env(config.env, parts.tokenizer)
-        sampling = draw_sampling(config)
+        sampling = seed_sampling(config)
         made = ProblemSets(config.eval.sets, env, rewards, sampling, show=config.eval.show, say=say)
         stack.pop_all()
         return made

@@ -21,14 +21,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.rollout.advantage import is_flat, reward_table
 from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Group, Sampling
-
-
-class Interrupted(Exception):
-    """take() was asked to give up waiting: the run is to stop."""
 
 
 @dataclass(eq=False)

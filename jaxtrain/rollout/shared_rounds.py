@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
+from jaxtrain.errors import Interrupted
 from jaxtrain.parallel.relay import share
-from jaxtrain.rollout.producer import Interrupted
 from jaxtrain.rollout.rounds import RoundSource
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jaxtrain.config import SamplingConfig
+from jaxtrain.config import Config, SamplingConfig
 
 Sampling = SamplingConfig
 """How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
@@ -91,6 +91,32 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class EngineKind:
+    """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
+
+    serves: bool = True
+    """Whether it keeps weights of its own, so that evaluations may ask it, too."""
+
+    def reserved(self, config: Config) -> int:
+        """Devices of this process that the trainer must leave to it."""
+        return 0
+
+    def ahead(self, config: Config) -> bool:
+        """Whether answers are drawn while the trainer trains."""
+        return True
+
+    def open(
+        self, config: Config, parts: Any, say: Callable[[str], None]
+    ) -> tuple[Engine | None, Publisher]:
+        """The engine, and what brings weights to it; nothing is published yet.
+
+        Every process opens it; on all but process 0 there is no engine, and the publisher only
+        takes part in gathering. parts: core.assemble.Parts of the trained model. Nothing may be
+        asked of the engine before the first publish. Raises UserError for what cannot work.
+        """
+        raise NotImplementedError
 
 
 class EpisodeFailed(Exception):

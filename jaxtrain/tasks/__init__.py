@@ -1,29 +1,21 @@
-"""Where a method meets the config: each task labels batches and names a loss, nothing else."""
+"""The methods, by task.kind: all that a method is stands in its file here, as a `core.task.Task`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
+from jaxtrain import plugins
 from jaxtrain.config import Config
-from jaxtrain.tasks.rl import rl_coef, rl_loss
-from jaxtrain.tasks.sft import sft_loss
+from jaxtrain.core.task import Method, Task
+
+METHODS = {
+    "sft": "jaxtrain.tasks.sft",
+    "tree": "jaxtrain.tasks.tree",
+    "rl": "jaxtrain.tasks.rl",
+}
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the step needs to know of a training method."""
-
-    loss: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
-    """(model, batch [B, T]) -> ({component: sum}, {metric: (sum, weight)}); pure."""
-    coef: dict[str, float] = field(default_factory=dict)
-    """Factor of each component in the total loss, after division by its denominator."""
+def find_method(config: Config) -> Method:
+    """The method that task.kind names: one of these, or one from outside."""
+    return plugins.find("tasks", config.task.kind, METHODS, key="task.kind")
 
 
-def build_task(config: Config) -> Task:
-    """The task that `task.kind` names."""
-    match config.task.kind:
-        case "sft" | "tree":
-            return Task(sft_loss(config.model.logp), {"nll": 1.0})
-        case "rl":
-            return Task(rl_loss(config), rl_coef(config.task))
-    raise AssertionError(config.task.kind)
+def make_task(config: Config) -> Task:
+    """The config's task; raises UserError for what cannot run, before any weight is read."""
+    return find_method(config).make(config)

@@ -1,35 +1,104 @@
-"""Reinforcement learning: what section task means to the loss, the source and the preparation."""
+"""Reinforcement learning on groups of answers: GRPO and its family (docs/rl.md).
 
-from collections.abc import Callable
+Where answers come from is prompts.py; here is what the method makes of them: the loss, the models,
+what is computed before a round's first update.
+"""
+
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.adapters.spec import Adapter
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, RLTask
+from jaxtrain.core.assemble import assemble, require_trees
+from jaxtrain.core.roles import Role, Weights
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Live, Round, Task, keep_weights, of_policy
 from jaxtrain.data.steps import Shape
+from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.parallel.relay import share
-from jaxtrain.rollout.labels import EPISODE, Labels
+from jaxtrain.rollout.labels import EPISODE, STREAMS, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
-from jaxtrain.rollout.rounds import RoundSource
+from jaxtrain.rollout.open import find_engine
+from jaxtrain.rollout.rounds import Estimator
+from jaxtrain.tasks.prompts import Plan, PromptData
 
-Who = Literal["policy", "reference"]
-
-
-class Scorer(Protocol):
-    """Log-probs without gradients."""
-
-    def logp(self, batch: Batch, who: Who) -> np.ndarray:
-        """float32 [A, B, T] of every token of a host batch under the current policy or the
-        reference, at the sampling temperature."""
-        ...
+Section = RLTask
+REFERENCE = "reference"
 
 
-def rl_loss(config: Config) -> Callable:
-    """The loss of a config's task."""
-    return partial(policy_loss, objective=read_objective(config), impl=config.model.logp)
+def open_data(config: Config, tokenizer: Any) -> PromptData:
+    """Prompts, and how the answers to them become batches."""
+    task = config.task
+    plan = Plan(
+        labels=partial(read_labels, config),
+        estimator=Estimator(
+            task.knob("baseline"),
+            task.knob("scale_rewards"),
+            task.knob("combine_rewards"),
+            task.reward_clip_range,
+            task.normalise_advantages,
+        ),
+        updates=task.num_minibatches * task.num_iterations,
+        parts=task.num_minibatches if config.rollout.streaming else 1,
+        components=tuple(rl_coef(task)),
+        streams=dict.fromkeys(STREAMS, np.float32),
+    )
+    return PromptData(config, tokenizer, plan)
+
+
+def make(config: Config) -> Task:
+    """The policy, its reference where one is needed, and what stands around a round."""
+    task = config.task
+    parts = assemble(config, find_engine(config).reserved(config))
+    if task.share_prompts:
+        fix = "set task.share_prompts to false and data.packing to false"
+        require_trees(parts.architecture, "task.share_prompts", fix)
+    roles = {POLICY: Role(parts)}
+    kind = keeps_reference(config, parts.adapter)
+    if kind is not None:
+        roles[REFERENCE] = Role(parts, kind, in_loss=False)
+    data = open_data(config, parts.tokenizer)
+    return Task(
+        roles=roles,
+        loss=of_policy(
+            partial(policy_loss, objective=read_objective(config), impl=config.model.logp)
+        ),
+        coef=rl_coef(task),
+        data=data,
+        prepare=Preparation(config, data),
+        after_round=partial(mix_reference, task) if kind == "moving" else keep_weights,
+    )
+
+
+def keeps_reference(config: Config, adapter: Adapter | None) -> Weights | None:
+    """Which weights the reference policy has; None: none is needed.
+
+    Raises UserError where the adapter of adapter.path trains tables in full: without it the model
+    is not the base.
+    """
+    task = config.task
+    if not scores_reference(task):
+        return None
+    full = () if adapter is None else adapter.full
+    if task.reference == "adapter_off" and full:
+        raise UserError(
+            f"task.reference adapter_off: the adapter of adapter.path trains {', '.join(full)} in"
+            ' full, which stays when the adapter is off; set task.reference to "frozen"'
+        )
+    if task.reference == "auto":
+        return "start" if adapter is None or full else "bare"
+    kinds: dict[str, Weights] = {"adapter_off": "bare", "frozen": "start", "mixed": "moving"}
+    return kinds[task.reference]
+
+
+def mix_reference(task: RLTask, live: Live, before: int) -> None:
+    """The moving reference follows the policy every so many steps."""
+    if live.step // task.reference_every > before // task.reference_every:
+        live.mix(REFERENCE, task.reference_alpha)
 
 
 def rl_coef(task: RLTask) -> dict[str, float]:
@@ -42,11 +111,6 @@ def rl_coef(task: RLTask) -> dict[str, float]:
     return coef
 
 
-def updates_per_round(task: RLTask) -> int:
-    """Optimizer steps under one policy version."""
-    return task.num_minibatches * task.num_iterations
-
-
 def scores_policy(task: RLTask, streaming: bool = False) -> bool:
     """Whether the policy's log-probs are computed before a round's first update.
 
@@ -55,7 +119,7 @@ def scores_policy(task: RLTask, streaming: bool = False) -> bool:
     """
     if task.objective == "m2po_mask" or (task.beta > 0 and task.knob("kl_in") == "reward"):
         return True
-    once = streaming or updates_per_round(task) == 1
+    once = streaming or task.num_minibatches * task.num_iterations == 1
     return task.knob("old_logp") == "recomputed" and not once
 
 
@@ -122,60 +186,54 @@ class Preparation:
     process 0 and told to the others.
     """
 
-    def __init__(
-        self,
-        task: RLTask,
-        source: RoundSource | None,
-        comparison: RoundComparison | None = None,
-        *,
-        streaming: bool = False,
-    ):
-        """source: on process 0."""
-        self.task, self.source, self.comparison = task, source, comparison
-        self.scores_policy = scores_policy(task, streaming)
+    def __init__(self, config: Config, data: PromptData):
+        """data: opened when the first round comes."""
+        self.task, self.data = config.task, data
+        temperature = config.sampling.temperature
+        self.temperature = None if temperature == 1.0 else temperature
+        self.comparison = RoundComparison(temperature, lambda text: data.say(text))
+        self.scores_policy = scores_policy(config.task, config.rollout.streaming)
         self._rounds = 0
-        self.metrics: dict[str, float] = {}
 
-    def __call__(self, batches: list[Batch], scorer: Scorer, part: int = 0) -> list[Batch]:
+    def __call__(self, round: Round, scorer: Scorer) -> Round:
         """The round as it is trained: streams filled in, one batch for each update.
 
-        part: number of the part of it that a streamed round is given by. Sampler and trainer are
-        compared on the first: those that follow meet other weights.
+        Sampler and trainer are compared on the first part of a streamed round: those that follow
+        meet other weights.
         """
-        if not batches:
-            self.metrics = {}
-            return []
-        task = self.task
-        looks = self.comparison is not None and part == 0 and self._rounds % LOOK_EVERY == 0
-        self._rounds += part == 0
-        compares = self.comparison is not None and part == 0 and (self.scores_policy or looks)
-        scored = [self.score(batch, scorer, looks) for batch in batches]
+        if not round.batches:
+            return round
+        first = round.part == 0
+        looks = first and self._rounds % LOOK_EVERY == 0
+        self._rounds += first
+        compares = first and (self.scores_policy or looks)
+        scored = [self.score(batch, scorer, looks) for batch in round.batches]
         if any(scored):
-            parts, self.metrics = share(
-                "scores of a round", lambda: self.finish(batches, scored, compares)
+            parts, metrics = share(
+                "scores of a round", lambda: self.finish(round.batches, scored, compares)
             )
         else:
-            parts, self.metrics = self.finish(batches, scored, compares)
+            parts, metrics = self.finish(round.batches, scored, compares)
         slim = [
             batch._replace(weights=weights, streams=streams)
-            for batch, (weights, streams) in zip(batches, parts, strict=True)
+            for batch, (weights, streams) in zip(round.batches, parts, strict=True)
         ]
-        return slim * task.num_iterations
+        return round._replace(batches=slim * self.task.num_iterations, metrics=metrics)
 
     def score(self, batch: Batch, scorer: Scorer, looks: bool) -> dict[str, np.ndarray]:
         """The log-probs that a batch needs; on all processes."""
         found = {}
         if self.scores_policy or looks:
-            found["policy_logp"] = scorer.logp(batch, "policy")
+            found["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
         if scores_reference(self.task):
-            found["ref_logp"] = scorer.logp(batch, "reference")
+            found["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
         return found
 
     def finish(
         self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool
     ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
         """([(weights, streams) of each batch], metrics)."""
-        task, self.metrics = self.task, {}
+        task, metrics = self.task, {}
         from_sampler = task.knob("old_logp") == "sampler"
         old = "sampler_logp" if from_sampler else "policy_logp"
         filled = []
@@ -184,18 +242,18 @@ class Preparation:
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
         if compares:
-            self.metrics |= self.compare(filled)
+            metrics |= self.compare(filled)
         if task.beta > 0 and task.knob("kl_in") == "reward":
-            filled = self.penalise(filled)
+            filled, metrics["kl"] = self.penalise(filled)
         if task.objective == "m2po_mask":
-            filled = self.mask(filled)
+            filled, metrics["m2/masked_share"] = self.mask(filled)
         wanted = ["advantage", "sampler_logp"]
         if self.scores_policy or from_sampler:
             wanted.append("old_logp")
         if "kl" in rl_coef(task):
             wanted.append("ref_logp")
         parts = [(b.weights, {name: b.streams[name] for name in wanted}) for b in filled]
-        return parts, self.metrics
+        return parts, metrics
 
     def compare(self, batches: list[Batch]) -> dict[str, float]:
         """The sampler's log-probs of the round's trained tokens beside the trainer's."""
@@ -204,29 +262,30 @@ class Preparation:
             np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
             for name in ("sampler_logp", "policy_logp")
         )
-        return self.comparison(sampler, trainer, self.source.metrics.get("lag/max") == 0)
+        return self.comparison(sampler, trainer, self.data.source.metrics.get("lag/max") == 0)
 
-    def penalise(self, batches: list[Batch]) -> list[Batch]:
-        """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward."""
-        table = self.source.table
+    def penalise(self, batches: list[Batch]) -> tuple[list[Batch], float]:
+        """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward; and the
+        mean of these sums."""
+        source = self.data.source
+        table = source.table
         assert table is not None, "a round was handed out"
         kl_N = np.zeros(len(table.rewards_NK))
         for batch in batches:
             mask = batch.weights["pg"] != 0
             gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
             np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
-        self.metrics["kl"] = float(kl_N.mean())
-        advantages_N = self.source.advantages(table, self.task.beta * kl_N)
+        advantages_N = source.advantages(table, self.task.beta * kl_N)
         changed = []
         for batch in batches:
             place = np.maximum(batch.streams[EPISODE], 0).astype(int)
             found = np.where(batch.weights["pg"] != 0, advantages_N[place], 0.0)
             streams = {**batch.streams, "advantage": found.astype(np.float32)}
             changed.append(batch._replace(streams=streams))
-        return changed
+        return changed, float(kl_N.mean())
 
-    def mask(self, batches: list[Batch]) -> list[Batch]:
-        """M2PO's hard mask over the tokens of the whole round."""
+    def mask(self, batches: list[Batch]) -> tuple[list[Batch], float]:
+        """M2PO's hard mask over the tokens of the whole round; the share that it leaves out."""
         masks = [batch.weights["pg"] != 0 for batch in batches]
         gaps = [
             np.maximum(b.streams["sampler_logp"][m], LOGP_FLOOR)
@@ -234,7 +293,6 @@ class Preparation:
             for b, m in zip(batches, masks, strict=True)
         ]
         kept = m2_mask(np.concatenate(gaps).astype(np.float64), self.task.m2_threshold)
-        self.metrics["m2/masked_share"] = 1.0 - float(kept.mean())
         parts = np.split(kept, np.cumsum([len(gap) for gap in gaps])[:-1])
         changed = []
         for batch, mask, part in zip(batches, masks, parts, strict=True):
@@ -242,7 +300,7 @@ class Preparation:
             keep[mask] = part
             weights = {name: np.where(keep, w, 0) for name, w in batch.weights.items()}
             changed.append(batch._replace(weights=weights))
-        return changed
+        return changed, 1.0 - float(kept.mean())
 
 
 def m2_mask(log_ratio_n: np.ndarray, threshold: float) -> np.ndarray:

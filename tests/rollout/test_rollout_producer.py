@@ -11,9 +11,9 @@ import pytest
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.steps import Shape
-from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.rollout.labels import EPISODE, Labels
-from jaxtrain.rollout.producer import GroupPlayer, Interrupted, Producer, Rules
+from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.round_metrics import describe_episodes

@@ -13,10 +13,10 @@ import pytest
 from test_rollout_producer import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, wait_until
 
 from jaxtrain.data.steps import Shape
-from jaxtrain.errors import RunStopped
+from jaxtrain.errors import Interrupted, RunStopped
 from jaxtrain.losses.policy import Objective, policy_terms
 from jaxtrain.rollout.labels import EPISODE, Labels
-from jaxtrain.rollout.producer import GroupPlayer, Interrupted, Producer, Rules
+from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource

@@ -20,11 +20,21 @@ from jaxtrain.models.build import family, to_host
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.local.weights import SharedPublisher
-from jaxtrain.rollout.types import Publisher
+from jaxtrain.rollout.types import EngineKind, Publisher
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
+
+
+class Vllm(EngineKind):
+    """vLLM servers over HTTP."""
+
+    def open(
+        self, config: Config, parts: Parts, say: Callable[[str], None]
+    ) -> tuple[VllmEngine | None, Publisher]:
+        """See EngineKind."""
+        return open_vllm(config, parts, say)
 
 
 def open_vllm(

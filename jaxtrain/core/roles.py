@@ -1,0 +1,136 @@
+"""The models of a run, by role: the trained one, and whatever stands beside it.
+
+    role          weights     where they are                       in a checkpoint
+    policy        "trained"   state.params, and frozen with an     its trained part
+                              adapter: the base
+    teacher       "own"       frozen["teacher/..."]                never: read at every start
+    reference     "start"     frozen["reference/..."]              never: read at every start
+    reference     "moving"    state.copies["reference/..."]        all of it
+    reference     "bare"      the trained ones without adapters    -
+
+All parameters of a run are one flat dict: the trained role's under their own paths, another role's
+behind its name and a slash. The step differentiates what is trained and nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.adapters.attach import split_trained, without_adapters
+from jaxtrain.core.assemble import Parts, abstract_params, open_base, open_params
+from jaxtrain.models.parameters import Params, Rebuild
+
+Weights = Literal["trained", "own", "start", "moving", "bare"]
+Models = Mapping[str, Any]
+"""{role: model}, as a loss gets them."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model that a method works with."""
+
+    parts: Parts
+    """Architecture, mesh, folder, adapter. Copies of the trained model have that one's."""
+    weights: Weights = "trained"
+    """trained: by the optimizer, all or the adapter. own: other weights, never changed. start: the
+    trained model's at the start. moving: a copy of these that `Task.after_round` changes. bare: the
+    trained model's current ones without its adapter."""
+    in_loss: bool = True
+    """Whether the loss gets this model; False for one that only `Task.prepare` asks."""
+
+
+class Roles:
+    """Shapes, weights and models of all roles; exactly one of them is trained."""
+
+    def __init__(self, roles: Mapping[str, Role]):
+        trained = [name for name, role in roles.items() if role.weights == "trained"]
+        assert len(trained) == 1, f"exactly one role trains, not {trained or 'none'}"
+        self.roles, self.trained = dict(roles), trained[0]
+        self.parts = self.roles[self.trained].parts
+        shapes, rebuild = abstract_params(self.parts)
+        self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.parts.adapter)
+        self.copy_shapes: Params = {}
+        self._rebuild: dict[str, Rebuild] = dict.fromkeys(self.roles, rebuild)
+        for name, role in self.roles.items():
+            match role.weights:
+                case "own":
+                    other, self._rebuild[name] = abstract_params(role.parts)
+                    self.frozen_shapes |= prefix(name, other)
+                case "start":
+                    self.frozen_shapes |= prefix(name, self.trained_shapes)
+                case "moving":
+                    self.copy_shapes |= prefix(name, self.trained_shapes)
+                case "bare":
+                    self._rebuild[name] = lambda params: without_adapters(rebuild(params))
+
+    def open(self, seed: int, *, trained: bool = True) -> tuple[Params, Params, Params]:
+        """(trained, frozen, copies) as a fresh run begins, read or drawn.
+
+        trained=False, for a run that goes on from a checkpoint: only what no checkpoint holds. Then
+        trained weights are not even read, so that resuming needs no more memory than training.
+        """
+        copied = {name for name, role in self.roles.items() if role.weights == "start"}
+        adapter = self.parts.adapter
+        if trained or copied:
+            start, frozen = split_trained(open_params(self.parts, seed), adapter)
+        elif adapter is not None:
+            start, frozen = split_trained(open_base(self.parts, seed), adapter)
+        else:
+            start, frozen = {}, {}
+        copies: Params = {}
+        for name, role in self.roles.items():
+            match role.weights:
+                case "own":
+                    frozen |= prefix(name, open_params(role.parts, seed))
+                case "start":  # a copy: the step donates what it trains
+                    frozen |= prefix(name, jax.tree.map(jnp.copy, start) if trained else start)
+                case "moving" if trained:
+                    copies |= prefix(name, jax.tree.map(jnp.copy, start))
+        return (start if trained else {}), frozen, copies
+
+    def params(self, role: str, held: Params) -> Params:
+        """One role's parameters by their own paths, out of all."""
+        own = {path: value for path, value in held.items() if "/" not in path}
+        beside = f"{role}/"
+        found = {p[len(beside) :]: value for p, value in held.items() if p.startswith(beside)}
+        return found if self.roles[role].weights == "own" else {**own, **found}
+
+    def rebuild(self, role: str) -> Rebuild:
+        """What makes the role's model of its parameters."""
+        return self._rebuild[role]
+
+    def build(self, held: Params) -> Models:
+        """The models that a loss gets; gradients go to the trained one alone."""
+        models = {}
+        for name, role in self.roles.items():
+            if role.in_loss:
+                params = self.params(name, held)
+                params = params if name == self.trained else jax.lax.stop_gradient(params)
+                models[name] = self._rebuild[name](params)
+        return models
+
+
+@dataclass(frozen=True)
+class Held:
+    """The models of a run at one step: what is evaluated, published and exported."""
+
+    roles: Roles
+    weights: Params
+    """Of all roles."""
+    step: int
+
+    def params(self, role: str | None = None) -> Params:
+        """Of one role, by default the trained one."""
+        return self.roles.params(role or self.roles.trained, self.weights)
+
+    def model(self, role: str | None = None) -> Any:
+        """The role's model around its parameters."""
+        return self.roles.rebuild(role or self.roles.trained)(self.params(role))
+
+
+def prefix(role: str, params: Params) -> Params:
+    """Parameters as they stand among those of all roles."""
+    return {f"{role}/{path}": value for path, value in params.items()}

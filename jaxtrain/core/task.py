@@ -1,0 +1,202 @@
+"""Task: all that a training method is, in one value that its file in `tasks/` makes.
+
+    Method.open_data(config, tokenizer) ─> Data     what its data are: for preprocess and the dry run
+    Method.make(config) ─> Task                     models by role, loss, data, and what happens
+
+    Rounds.next(live)                               batches, under one version of the weights
+       └─ live.prepare = task.prepare(round, scorer)     log-probs, hidden states, of any role
+    step(state, batch)                              task.loss, once a batch
+    task.after_round(live, ...), Rounds.finish(live, ...)
+    task.evaluate(held, scorer)                     the method's own numbers
+    task.export(...)
+
+The loop, the session, evaluation, the dry run and preprocess know these names and no method.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rich.console import Console
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.config.task import TaskSection
+from jaxtrain.core.assemble import Parts
+from jaxtrain.core.export import export_model
+from jaxtrain.core.roles import Held, Models, Role
+from jaxtrain.core.scorer import Scorer
+
+POLICY = "policy"
+"""What methods with one model call it."""
+
+
+class Round(NamedTuple):
+    """What is trained under one version of the weights, or a part of it."""
+
+    batches: list[Batch]
+    """[A, B, T] each: one optimizer step a batch."""
+    metrics: dict[str, float] = {}
+    """Numbers about it, for the first step's line."""
+    part: int = 0
+    """Number of this part of the round, where a round comes in parts."""
+    last: bool = True
+    """Whether the round ends with this part."""
+
+
+class Live(Protocol):
+    """The running session, as rounds and methods see it."""
+
+    step: int
+    """Optimizer steps done."""
+    folder: Path
+    """The run's."""
+
+    def held(self) -> Held:
+        """The models with their current weights."""
+        ...
+
+    def prepare(self, round: Round) -> Round:
+        """`Task.prepare` with the session's scorer."""
+        ...
+
+    def mix(self, role: str, share: float) -> None:
+        """Mix `share` of the trained parameters into a role that is a moving copy."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What the loop does meanwhile, for the watchdog: "waiting for answers"."""
+        ...
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal asks for the run's end."""
+        ...
+
+
+class Rounds(Protocol):
+    """The source of what is trained, with a JSON-able cursor; opened by `Data.open`."""
+
+    total_steps: int
+    """Optimizer steps of the run."""
+    engine: Any
+    """On process 0, what answers problems with the run's current weights; None: nothing does."""
+    serves: bool
+    """Whether that holds for evaluations, too: on all processes."""
+
+    def ready(self, live: Live) -> None:
+        """Before the first round, or an evaluation before it: bring weights where they serve."""
+        ...
+
+    def next(self, live: Live) -> Round:
+        """The next round or part of one, prepared; raises Interrupted when the run is to stop."""
+        ...
+
+    def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
+        """A round was trained, or cut short by a stop: numbers that no step's line has yet."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Cursor after what was trained."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with exactly what would have followed."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """Totals so far; "packing_efficiency" among them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Data(Protocol):
+    """What a method's data are; made without any model."""
+
+    row_tokens: int
+    """T, the longest row."""
+    components: tuple[str, ...]
+    """Weights that a batch has."""
+    streams: Mapping[str, Any]
+    """Other per-token arrays that the loss gets, with their dtypes."""
+
+    def check(self) -> Iterator[str]:
+        """A first look at every dataset, a line each; UserError when it would not train."""
+        ...
+
+    def open(self, parts: Parts, say: Callable[[str], None]) -> Rounds:
+        """Open for training with the trained model's parts."""
+        ...
+
+    def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
+        """Batches [1, B, T] of a held-out dataset."""
+        ...
+
+    def show(self, console: Console, num_samples: int) -> None:
+        """The verb preprocess: what the data become."""
+        ...
+
+    def describe(self, console: Console) -> None:
+        """The dry run: a line for each dataset, how rows fill up, an example."""
+        ...
+
+
+def keep_round(round: Round, scorer: Scorer) -> Round:
+    """`Task.prepare` of a method that needs no weights before the update."""
+    return round
+
+
+def keep_weights(live: Live, before: int) -> None:
+    """`Task.after_round` of a method that changes nothing between rounds."""
+
+
+def no_numbers(held: Held, scorer: Scorer) -> dict[str, float]:
+    """`Task.evaluate` of a method whose loss and metrics on held-out data say it all."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A training method, whole."""
+
+    roles: Mapping[str, Role]
+    """The models it works with; exactly one of them trains."""
+    loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
+    """(models of the roles in the loss, batch [B, T]) -> ({component: sum}, {metric: (sum,
+    weight)}); pure."""
+    coef: Mapping[str, float]
+    """Factor of each component in the total loss, after division by its denominator."""
+    data: Data
+    prepare: Callable[[Round, Scorer], Round] = keep_round
+    """What needs current weights before the round's first update; on every process."""
+    after_round: Callable[[Live, int], None] = keep_weights
+    """(live, steps done before the round): once its last step was made."""
+    evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers
+    """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
+    export: Callable[..., None] = export_model
+    """(held, config, folder, dtype): write what the run gives; see export.export_model."""
+
+
+class Method(Protocol):
+    """What a file in `tasks/` holds, or the module or class that an entry point of the group
+    `jaxtrain.tasks` names."""
+
+    Section: type[TaskSection]
+    """Its section `task` of the config; `kind` is its name."""
+
+    @staticmethod
+    def open_data(config: Config, tokenizer: Any) -> Data:
+        """What its data are."""
+        ...
+
+    @staticmethod
+    def make(config: Config) -> Task:
+        """All checks that need no weights, then the method."""
+        ...
+
+
+def of_policy(loss: Callable) -> Callable:
+    """A loss of one model, for the role POLICY."""
+    return lambda models, batch: loss(models[POLICY], batch)

@@ -1,0 +1,72 @@
+"""Rows of data as sequences: documents, conversations, prompts with answers; one sample or more each.
+
+A `Recipe` says what a method makes of rows; this one is for methods that train lone sequences.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.formats import Probe, make_tokeniser, probe
+from jaxtrain.data.pack import Normalise
+from jaxtrain.data.preview import Counts, show_counts, show_sample
+from jaxtrain.data.readers import STREAM_ROWS, Part
+from jaxtrain.data.sample import Sample
+from jaxtrain.data.sources import open_rows
+from jaxtrain.errors import UserError
+
+
+class Sequences:
+    """`pipeline.Recipe` of chat, completion and text data."""
+
+    normalise: Normalise = "token"
+    units: int | None = None
+    components: Sequence[str] = ("nll",)
+    streams: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, data: DataConfig, tokenizer: Any):
+        self.data, self.tokenizer = data, tokenizer
+        self.row_tokens = data.sequence_len
+
+    def open(self, dataset: DatasetConfig) -> Part:
+        """See pipeline.Recipe."""
+        tokenise = make_tokeniser(
+            dataset, self.tokenizer, self.data.sequence_len, self.data.too_long
+        )
+        return Part(dataset.path, open_rows(dataset), tokenise, dataset.weight)
+
+    open_held_out = open
+
+    def probe(self, dataset: DatasetConfig) -> Probe:
+        """See pipeline.Recipe."""
+        return probe(dataset, self.tokenizer, self.data)
+
+    def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
+        """Tokenise the dataset; print its first samples and its counts."""
+        part, counts, shown = self.open(dataset), Counts(), 0
+        began, num_rows = time.monotonic(), 0
+        for index, row in enumerate(part.rows):
+            if dataset.streaming and index == STREAM_ROWS:
+                console.print(f"(the first {STREAM_ROWS} rows of a stream)")
+                break
+            results = part.tokenise(row, f"{dataset.path} row {index}")
+            counts.add(results)
+            num_rows += 1
+            for result in results:
+                if isinstance(result, Sample) and shown < num_samples:
+                    show_sample(result, self.tokenizer, console)
+                    shown += 1
+        speed = num_rows / max(time.monotonic() - began, 1e-9)
+        show_counts(counts, f"{dataset.path} ({speed:,.0f} rows/s)", console)
+        if not counts.lengths:
+            raise UserError(
+                f"{dataset.path}: not a single sample is left to train on (counts above)"
+            )
+
+    def show_example(self, found: Probe, console: Console) -> None:
+        """See pipeline.Recipe."""
+        show_sample(found.samples[0], self.tokenizer, console)

@@ -1,0 +1,164 @@
+"""From a name in the config to what it stands for, also where that lives outside jaxtrain.
+
+    "chat"                  built in; imported only when somebody asks for it
+    "dialogue"              an installed package's, by its entry point in group jaxtrain.formats
+    "package.module:name"   from whatever can be imported, the working directory included
+    "file.py:name"          from a file
+
+Groups: tasks, formats, models, rewards, envs, engines, sinks. docs/extending.md has an example of
+each.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Collection, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+
+def find(
+    group: str,
+    name: str,
+    builtin: Mapping[str, Any],
+    *,
+    key: str,
+    instead: str | None = None,
+) -> Any:
+    """What `name` stands for among the built-ins, the entry points of a group, and import paths.
+
+    builtin: a value may be "package.module:name" or "package.module", and is then imported here.
+    key: the config key that messages name. instead: of a group whose entry points are modules, and
+    which has no import paths, what to do about a name that nothing has.
+    """
+    entry = check(group, name, builtin, key=key, instead=instead)
+    if name in builtin:
+        value = builtin[name]
+        return EntryPoint(name, value, group).load() if isinstance(value, str) else value
+    place, attribute = split_path(name) if entry is None else (entry.module, entry.attr or "")
+    found = load_module(place, key=f"{key} {name!r}")
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(found, part):
+            raise UserError(f"{key} {name!r}: {place} has no {part!r}{_near(part, dir(found))}")
+        found = getattr(found, part)
+    if not (callable(found) if instead is None else isinstance(found, ModuleType)):
+        wanted = "a module" if instead else "a class or function"
+        raise UserError(f"{key} {name!r} is a {type(found).__name__}; it must be {wanted}")
+    return found
+
+
+def check(
+    group: str,
+    name: str,
+    builtin: Collection[str],
+    *,
+    key: str = "",
+    instead: str | None = None,
+) -> EntryPoint | None:
+    """Refuse a name that stands for nothing, or for two things; its entry point where it has one.
+
+    Imports nothing, so an import path is not followed. Without `key` the message has no prefix.
+    """
+    prefix, known = f"{key}: " if key else "", list_entry_points(group)
+    found = [entry for entry in known if entry.name == name]
+    owners = " and ".join(_owner(entry) for entry in found)
+    if name in builtin and found:
+        raise UserError(
+            f"{prefix}{name!r} is built in, but {owners} brings another one by entry point"
+            f" jaxtrain.{group}; rename it there, or uninstall that package"
+        )
+    if len(found) > 1:
+        raise UserError(
+            f"{prefix}{name!r} is brought by {owners}, all by entry point jaxtrain.{group};"
+            " uninstall all but one, or give package.module:name"
+        )
+    if name in builtin or found or (instead is None and all(split_path(name))):
+        return found[0] if found else None
+    choices = [*builtin, *(entry.name for entry in known)]
+    advice = instead or 'give "package.module:name" or "file.py:name"'
+    brought = ", ".join(f"{entry.name} (of {_owner(entry)})" for entry in known) or "none"
+    raise UserError(
+        f"{prefix}there is no {name!r}{_near(name, choices)}; built in:"
+        f" {', '.join(builtin) or 'none'}; by entry point jaxtrain.{group}: {brought}; or {advice}"
+    )
+
+
+def list_entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of jaxtrain.<group>, sorted by name."""
+    return _scan(f"jaxtrain.{group}", tuple(sys.path))
+
+
+def load_module(place: str, *, key: str) -> ModuleType:
+    """The module that "package.module" or "file.py" names; a file is imported once per process.
+
+    UserError where it is not there or its import fails, with the file and line of the error.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:  # as with `python -m`; it stays, for what is imported later
+        sys.path.insert(0, here)
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise UserError(f"{key}: the file {place} does not exist")
+    try:
+        return _import_file(Path(place).resolve()) if is_file else importlib.import_module(place)
+    except Exception as error:  # the border: whatever an import of foreign code may raise
+        absent = isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}.")
+        if absent:
+            raise UserError(
+                f"{key} cannot be imported: there is no module {error.name}; the folder that holds"
+                " it must be the working directory or on PYTHONPATH"
+            ) from None
+        raise UserError(f"{key} cannot be imported: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """An error of foreign code and where it was raised: "KeyError: 'x' (my_format.py:3)"."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{f.filename}:{f.lineno}" for f in frames if not f.filename.startswith("<frozen")]
+    return f"{type(error).__name__}: {error} ({places[-1]})"
+
+
+def split_path(name: str) -> tuple[str, str]:
+    """("package.module", "name") of an import path, whose last separator may be a dot, as TRL
+    writes it; an empty part where it is none."""
+    place, _, attribute = name.rpartition(":" if ":" in name else ".")
+    return ("", "") if name.endswith(".py") else (place, attribute)
+
+
+@functools.cache
+def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of a group while sys.path is `path`: looking takes milliseconds."""
+    return tuple(sorted(entry_points(group=group), key=lambda entry: (entry.name, _owner(entry))))
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"jaxtrain_plugin_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # any file that ends in .py has one
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _owner(entry: EntryPoint) -> str:
+    return "an unnamed package" if entry.dist is None else entry.dist.name
+
+
+def _near(name: str, choices: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, choices, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,55 @@
+"""Opens the local engine: where it samples, and how the trainer's weights come there."""
+
+from collections.abc import Callable
+
+from jaxtrain.config import Config
+from jaxtrain.core.assemble import Parts
+from jaxtrain.data.template import end_of_turn_ids
+from jaxtrain.errors import UserError
+from jaxtrain.parallel.mesh import is_main_process, split_devices
+from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
+from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
+from jaxtrain.rollout.types import EngineKind
+
+
+class Local(EngineKind):
+    """Samples in the training process, on its devices or on some that are set aside."""
+
+    serves = False
+
+    def reserved(self, config: Config) -> int:
+        """See EngineKind."""
+        return config.rollout.devices
+
+    def ahead(self, config: Config) -> bool:
+        """See EngineKind."""
+        return config.rollout.mode != "sync" or config.rollout.streaming
+
+    def open(
+        self, config: Config, parts: Parts, say: Callable[[str], None]
+    ) -> tuple[LocalEngine | None, LocalPublisher]:
+        """See EngineKind."""
+        devices = split_devices(self.reserved(config))[1] or sampling_devices(parts)
+        ahead = self.ahead(config)
+        if ahead and not config.rollout.devices and len(devices) > 1:
+            raise UserError(
+                f"rollout.mode {config.rollout.mode!r}, streaming {config.rollout.streaming}: the"
+                f" local engine would sample on {len(devices)} devices that the trainer uses at the"
+                " same time; set rollout.devices to how many of them sample, or rollout.mode to"
+                ' "sync" and streaming to false'
+            )
+        mesh = make_sampler_mesh(devices, parts.mesh)
+        copy = make_copier(parts, mesh)
+        if not is_main_process():
+            return None, LocalPublisher(None, copy, rests=not ahead)
+        sampler = LocalSampler(
+            None,
+            end_of_turn_ids(parts.tokenizer),
+            max_len=min(parts.architecture.max_position_embeddings, config.data.sequence_len),
+            max_batch=config.rollout.max_batch,
+            to_text=parts.tokenizer.decode,
+            mesh=mesh,
+        )
+        engine = LocalEngine(sampler)
+        return engine, LocalPublisher(engine, copy, rests=not ahead)

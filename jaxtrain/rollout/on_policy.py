@@ -1,0 +1,95 @@
+"""What happens around the steps of a round whose data come from the policy itself.
+
+publish(version) ─> next(source): answers, rewards, labels ─> prepare: log-probs before the
+first update ─> one optimizer step a batch ─> version + 1, publish again
+
+Streaming, `next` gives a part of the round, and all but the last step of the line happen for each.
+"""
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from jaxtrain.core.task import Live, Round
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.rollout.shared_rounds import SharedRounds
+from jaxtrain.rollout.types import Engine, Publisher
+from jaxtrain.run.samples import append_samples
+
+
+class OnPolicy:
+    """`core.task.Rounds` of answers that an engine draws from the run's own weights."""
+
+    def __init__(
+        self,
+        source: SharedRounds,
+        publisher: Publisher,
+        engine: Engine | None,
+        closing: ExitStack,
+        *,
+        serves: bool,
+        total_steps: int,
+    ):
+        """engine: on process 0; the others never sample. closing: stops the producer first, then
+        what it works with."""
+        self.source, self.publisher, self.engine = source, publisher, engine
+        self.serves, self.total_steps = serves, total_steps
+        self.state, self.restore = source.state, source.restore
+        self.counters, self.close = source.counters, closing.close
+        self.published: dict[str, float] | None = None
+        self.unwritten: dict[str, float] = {}
+        """Numbers of a round of which more is to come."""
+        self.began = self.waited = self.scored = 0.0
+
+    def ready(self, live: Live) -> None:
+        """Bring the first weights to the engine, if nobody has yet."""
+        if self.published is None:
+            self.source.stop_when(live.asked_to_stop)
+            self.publish(live)
+
+    def next(self, live: Live) -> Round:
+        """The next round or part; the numbers of a round come with its last part."""
+        source = self.source
+        self.ready(live)
+        start = time.monotonic()
+        if source.last_part:
+            self.began, self.waited, self.scored = start, 0.0, 0.0
+        with live.phase("waiting for answers and rewards"):
+            batches = next(source)
+        drawn = time.monotonic()
+        if source.last_part:
+            self.publisher.sleep()
+        with live.phase("scoring the answers"):
+            found = live.prepare(Round(batches, part=source.part, last=source.last_part))
+        self.waited += drawn - start
+        self.scored += time.monotonic() - drawn
+        metrics = {**source.metrics, **found.metrics, **(self.published or {})}
+        metrics["rollout/seconds"] = self.waited
+        drawing = drawn - self.began
+        metrics["rollout/tokens_per_second"] = metrics.get("num_sampled_tokens", 0.0) / drawing
+        metrics["rollout/score_seconds"] = self.scored
+        if "part" in metrics:
+            metrics["part/seconds"] = drawn - start
+        if is_main_process():
+            append_samples(live.folder, live.step, source.samples)
+        if found.last:
+            self.unwritten = {}
+            return found._replace(metrics=metrics)
+        self.unwritten = metrics
+        own = {name: value for name, value in metrics.items() if name.startswith("part")}
+        return found._replace(metrics={**own, **found.metrics})
+
+    def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
+        """A round was trained. interrupted: the run is to stop, so nobody needs the weights."""
+        self.source.version += 1
+        if not interrupted:
+            self.publish(live)
+        unwritten, self.unwritten = self.unwritten, {}
+        return unwritten
+
+    def publish(self, live: Live) -> None:
+        """Bring the current weights to the engine."""
+        held: Any = live.held()
+        with live.phase("bringing weights to the engine"):
+            rebuild = held.roles.rebuild(held.roles.trained)
+            self.published = self.publisher.publish(self.source.version, held.params(), rebuild)

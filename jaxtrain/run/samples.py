@@ -1,0 +1,24 @@
+"""samples.jsonl: what the model said, for people and for the tools that show runs.
+
+Every line has `step`, `reward`, `rewards`, `prompt`, `completion`, `finish_reason` and `tokens`;
+answers to a set of problems also `set`, those of a training round `prompt_number` and
+`policy_version`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SAMPLES = "samples.jsonl"
+
+
+def append_samples(folder: Path, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Append answers drawn at `step` to the samples of a run's folder."""
+    lines = [
+        json.dumps({"step": step, **sample}, ensure_ascii=False, default=str) + "\n"
+        for sample in samples
+    ]
+    if lines:
+        with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+            file.writelines(lines)

@@ -1,0 +1,185 @@
+"""Data that are drawn: rounds of answers to prompts, what methods on rollouts have in common.
+
+Prompts, environment, rewards and engine are process 0's alone; the others get its rounds and take
+part where weights are gathered for the engine.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.core.assemble import Parts
+from jaxtrain.data.sources import open_rows
+from jaxtrain.envs.open import open_env
+from jaxtrain.errors import UserError
+from jaxtrain.parallel.feed import row_shards
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.parallel.relay import share
+from jaxtrain.rewards import open_rewards
+from jaxtrain.rollout.labels import Labels
+from jaxtrain.rollout.on_policy import OnPolicy
+from jaxtrain.rollout.open import find_engine, seed_sampling
+from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
+from jaxtrain.rollout.prompts import Prompts
+from jaxtrain.rollout.replay import ReplayBuffer
+from jaxtrain.rollout.rounds import Estimator, RoundSource
+from jaxtrain.rollout.shared_rounds import SharedRounds
+from jaxtrain.rollout.types import Engine, Publisher
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method makes of a round."""
+
+    labels: Callable[[int], Labels]
+    """Rows of a microstep -> how a round becomes batches."""
+    estimator: Estimator
+    updates: int
+    """Optimizer steps under one version of the policy."""
+    parts: int
+    """Parts that a streamed round comes in; 1: as a whole."""
+    components: tuple[str, ...]
+    streams: Mapping[str, Any]
+
+
+class PromptData:
+    """`core.task.Data` of methods that draw what they train on."""
+
+    def __init__(self, config: Config, tokenizer: Any, plan: Plan):
+        self.config, self.tokenizer, self.plan = config, tokenizer, plan
+        self.row_tokens = config.data.sequence_len
+        self.components, self.streams = plan.components, plan.streams
+        self.source: RoundSource | None = None
+        """On process 0, once opened."""
+        self.say: Callable[[str], None] = print
+
+    def check(self) -> Iterator[str]:
+        """Whatever is to be said is said when it opens."""
+        return iter(())
+
+    def open(self, parts: Parts, say: Callable[[str], None]) -> OnPolicy:
+        """Raises UserError before anything is sampled."""
+        self.say, kind, steps = say, find_engine(self.config), 0
+        with ExitStack() as stack:
+            if is_main_process():
+                engine, publisher, self.source, steps = self._open_rounds(parts, stack)
+            else:
+                engine, publisher = kind.open(self.config, parts, say)
+                stack.callback(publisher.close)
+            return OnPolicy(
+                SharedRounds(self.source),
+                publisher,
+                engine,
+                stack.pop_all(),
+                serves=kind.serves,
+                total_steps=share("number of steps", lambda: steps),
+            )
+
+    def _open_rounds(
+        self, parts: Parts, stack: ExitStack
+    ) -> tuple[Engine, Publisher, RoundSource, int]:
+        """(engine, its publisher, the source of rounds, optimizer steps of the run) of process 0;
+        `stack` closes what was opened."""
+        config, plan, say = self.config, self.plan, self.say
+        data, rollout, estimator = config.data, config.rollout, plan.estimator
+        prompts = Prompts(
+            [open_rows(dataset) for dataset in data.datasets],
+            [dataset.weight for dataset in data.datasets],
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+        )
+        rounds = math.inf
+        if config.run.num_epochs:
+            rounds = math.ceil(config.run.num_epochs * len(prompts) / rollout.prompts_per_step)
+        total_steps = int(config.run.max_steps or rounds * plan.updates)
+        say(f"{len(prompts)} prompts, {total_steps} steps, {plan.updates} a round")
+        rewards = open_rewards(config.rewards, rollout.reward_workers, say)
+        stack.callback(rewards.close)
+        env = open_env(config.env, parts.tokenizer)
+        kind = find_engine(config)
+        engine, publisher = kind.open(config, parts, say)
+        assert engine is not None, "process 0 samples"
+        stack.callback(publisher.close)
+        compares = estimator.baseline in ("group", "leave_one_out")
+        rules = Rules(
+            rollout.group_size,
+            rewards.weights,
+            estimator.combine,
+            estimator.clip,
+            drop_flat=compares and rollout.zero_advantage != "keep",
+            max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
+            retries=rollout.retries,
+        )
+        ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
+        second_tries = SecondTries(
+            math.ceil(rollout.reroll_start * total_steps / plan.updates), rollout.reroll_max_groups
+        )
+        producer = Producer(
+            prompts,
+            GroupPlayer(env, engine, rewards, seed_sampling(config), rules),
+            ahead=ahead * rollout.prompts_per_step,
+            ordered=rollout.mode != "async",
+            streaming=rollout.streaming,
+            threaded=kind.ahead(config),
+            choose_again=second_tries,
+        )
+        source = RoundSource(
+            producer,
+            plan.labels(data.micro_batch_size * row_shards(parts.mesh)),
+            estimator,
+            prompts_per_round=rollout.prompts_per_step,
+            parts=plan.parts,
+            max_lag=rollout.max_lag if rollout.mode == "async" else None,
+            replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
+            num_samples=rollout.samples,
+            counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
+        )
+        second_tries.source = source
+        stack.callback(source.close)
+        return engine, publisher, source, total_steps
+
+    def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
+        """There are none: the config refuses data.eval_datasets."""
+        return iter(())
+
+    def show(self, console: Console, num_samples: int) -> None:
+        """Answers are drawn while a run goes on, so that there is nothing to show before."""
+        raise UserError(
+            f'preprocess shows training examples, which task.kind "{self.config.task.kind}" draws'
+            " while it runs; use --dry-run, and look at samples.jsonl of a short run"
+        )
+
+    def describe(self, console: Console) -> None:
+        """How many prompts there are."""
+        for dataset in self.config.data.datasets:
+            console.print(f"{dataset.path}: {len(open_rows(dataset)):,} prompts", markup=False)
+
+
+def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
+    """What went wrong in reward functions so far; nothing while all is well."""
+    return {name: float(n) for name, n in counters.items() if not name.endswith("/calls")}
+
+
+class SecondTries:
+    """Whether the next prompt may be one whose answers earned nothing: from a round on, and only
+    so many a round."""
+
+    def __init__(self, first_round: int, per_round: int):
+        self.first_round, self.per_round = first_round, per_round
+        self.source: Any = None
+        self._round, self._count = -1, 0
+
+    def __call__(self) -> bool:
+        version = self.source.version
+        if version < self.first_round or not self.source.producer.prompts.waiting:
+            return False
+        if version != self._round:
+            self._round, self._count = version, 0
+        self._count += 1
+        return self._count <= self.per_round

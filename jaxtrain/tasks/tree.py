@@ -1,0 +1,48 @@
+"""Tree training: every token of a branching trajectory once, with the loss of its branches.
+
+The loss is SFT's; what differs is what rows of data become, and the weights of shared tokens.
+"""
+
+from functools import partial
+from typing import Any
+
+from jaxtrain.config import Config, TreeTask
+from jaxtrain.core.assemble import assemble, require_trees
+from jaxtrain.core.roles import Role
+from jaxtrain.core.task import POLICY, Task, of_policy
+from jaxtrain.data.trees import Trees
+from jaxtrain.losses.nll import nll_loss
+from jaxtrain.tasks.offline import OfflineData
+
+Section = TreeTask
+
+
+def open_data(config: Config, tokenizer: Any) -> OfflineData:
+    """Branching trajectories, thoughts as side leaves, grouped trials."""
+    assert isinstance(config.task, TreeTask)
+    return OfflineData(config, Trees(config.task, config.data, tokenizer))
+
+
+def make(config: Config) -> Task:
+    """Negative log-likelihood over trees, or over their branches as task.mode says."""
+    parts = assemble(config)
+    check_trees(config, parts.architecture)
+    return Task(
+        roles={POLICY: Role(parts)},
+        loss=of_policy(partial(nll_loss, impl=config.model.logp)),
+        coef={"nll": 1.0},
+        data=open_data(config, parts.tokenizer),
+    )
+
+
+def check_trees(config: Config, architecture: Any) -> None:
+    """Refuse a model whose layers do not follow the branches of a tree, where any is packed.
+
+    Held-out data are whole trees in every mode.
+    """
+    if config.task.mode == "tree":
+        fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
+        require_trees(architecture, 'task.mode "tree"', fix)
+    elif config.data.eval_datasets:
+        found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
+        require_trees(architecture, found, "remove data.eval_datasets")
