@@ -6,13 +6,15 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from jaxtrain.config.root import Config
 from jaxtrain.errors import UserError
+
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
@@ -37,6 +39,8 @@ KNOWN_ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "eval_steps": "eval.every",
+    "problems": '[[eval.sets]] with path = "builtin:calculator", options.num_rows = the number and'
+    ' env.kind = "calculator"',
     "logging_steps": "log.every",
     "report_to": "log.tensorboard or log.wandb_project",
     "resume_from_checkpoint": "run.resume",
@@ -60,7 +64,10 @@ KNOWN_ELSEWHERE = {
     "load_in_8bit": 'adapter.quantize = "int8"',
     "adapter_name_or_path": "adapter.path",
 }
-"""What users of other systems may call a key."""
+"""What users of other systems, or of older versions, may call a key."""
+
+REMOVED = ("eval.problems",)
+"""Keys in the saved configs of older runs that shape nothing that a run has trained."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -71,10 +78,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return validate_config(apply_overrides(read_table(path), list(overrides)), str(path))
 
 
-def validate_config(table: dict[str, Any], origin: str) -> Config:
-    """Build the Config; `origin` names where the table came from in errors."""
+def read_saved(text: str) -> Any:
+    """The JSON of a run's config, less what older versions wrote and nobody reads any more."""
+    table = json.loads(text)
+    for section, key in (name.split(".") for name in REMOVED):
+        if isinstance(table, dict) and isinstance(table.get(section), dict):
+            table[section].pop(key, None)
+    return table
+
+
+def validate_config(
+    table: dict[str, Any], origin: str, sections: type[AnySection] = Config
+) -> AnySection:
+    """Build the Config, or `sections` of it alone; `origin` names where the table came from in
+    errors."""
     try:
-        return Config.model_validate(table)
+        return sections.model_validate(table)
     except ValidationError as error:
         lines = [describe_error(detail) for detail in error.errors()]
         shown = lines[:8] + ([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])

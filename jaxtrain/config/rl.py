@@ -294,12 +294,14 @@ def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
 
 
 def find_unused_rl_sections(config: Any) -> Iterator[str]:
-    """Yield a sentence for each section that is set, but that only task.kind rl reads (section env
-    and rewards: also eval.sets)."""
+    """Yield a sentence for each section that is set, but that only task.kind rl reads (rewards:
+    also eval.sets; env: those of them that have none of their own)."""
+    sets = config.eval.sets
+    used = {"env": any(one.env is None for one in sets), "rewards": bool(sets)}
     for name in ("rollout", "env", "rewards"):
         section = getattr(config, name)
         given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
-        if not given or (name != "rollout" and config.eval.sets):
+        if not given or used.get(name):
             continue
         key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
         other = "" if name == "rollout" else " or [[eval.sets]]"

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
-from jaxtrain.config.env import EnvConfig, find_env_conflicts
+from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
@@ -96,16 +96,12 @@ def find_conflicts(config: Config):
             " optim.gradient_accumulation_steps"
         )
     yield from find_parallel_conflicts(config.parallel)
-    evaluates = data.eval_datasets or config.eval.problems or config.eval.sets
+    evaluates = data.eval_datasets or config.eval.sets
     if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.every and not evaluates:
-        yield (
-            "eval.every has nothing to evaluate; add [[data.eval_datasets]], [[eval.sets]] or"
-            " eval.problems"
-        )
+        yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     yield from find_adapter_conflicts(config.adapter)
-    yield from find_env_conflicts(config.env)
     yield from find_reward_conflicts(config.rewards)
     yield from find_eval_set_conflicts(config)
     if isinstance(config.task, RLTask):

@@ -1,6 +1,5 @@
 """A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.peft import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft import open_peft
 from jaxtrain.config import Config, validate_config
-from jaxtrain.config.load import apply_overrides
+from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.core.assemble import Parts, abstract_params, assemble, open_frozen, open_params
 from jaxtrain.core.step import State
 from jaxtrain.errors import UserError
@@ -44,7 +43,7 @@ def open_trained(
     """
     path = Path(name)
     saved = path / "config.json"
-    table = json.loads(saved.read_text()) if saved.is_file() else {}
+    table = read_saved(saved.read_text()) if saved.is_file() else {}
     if not {"run", "model", "optim"} <= set(table):
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path} holds checkpoints but {saved} is not a run's config")

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config import Config, RLTask
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.sources import open_rows
-from jaxtrain.envs.calculator import end_of_turn_ids
+from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards

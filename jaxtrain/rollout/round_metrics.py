@@ -48,9 +48,17 @@ def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
         found["completions/min_terminated_length"] = float(lengths[ended].min())
         found["completions/max_terminated_length"] = float(lengths[ended].max())
+    return {**found, **average_env_metrics(episodes)}
+
+
+def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of what the environment measured, as env/NAME, over the episodes that have it."""
+    found = {}
     for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
         values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        found[f"env/{name}"] = float(np.mean(values))
+        pairs = [value if isinstance(value, tuple) else (value, 1.0) for value in values]
+        if weight := sum(pair[1] for pair in pairs):
+            found[f"env/{name}"] = float(sum(pair[0] for pair in pairs) / weight)
     return found
 
 

@@ -123,8 +123,9 @@ class Episode:
     """What reward functions get as prompt: text, or a list of messages."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards that the environment gives itself, by name."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Other numbers to be averaged and logged, such as {"turns": 2}."""
+    metrics: dict[str, float | tuple[float, float]] = field(default_factory=dict)
+    """Other numbers to be averaged and logged, such as {"turns": 2, "accuracy": (1, 3)}: a pair is
+    a (sum, weight), here one of three questions, and the mean is that over all questions."""
 
     @property
     def num_sampled(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.config.load import read_saved
 from jaxtrain.errors import UserError
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
@@ -249,7 +250,7 @@ def read_step(line: str) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """A saved config; raises UserError when it is missing or broken."""
     try:
-        return json.loads(path.read_text())
+        return read_saved(path.read_text())
     except FileNotFoundError:
         why = "is missing"
     except ValueError as error:

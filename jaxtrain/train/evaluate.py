@@ -1,6 +1,5 @@
-"""Held-out loss, sets of problems, and calculator problems that the model solves by itself."""
+"""Held-out loss, and sets of problems that the model answers."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,15 +11,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.metrics import add_pairs, average
-from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.pipeline import eval_batches
-from jaxtrain.envs.calculator import (
-    Episode,
-    accuracy,
-    end_of_turn_ids,
-    list_turns,
-    solve_problems,
-)
+from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.relay import share
@@ -53,7 +45,7 @@ class Evaluation:
         self.weights = EvaluationWeights(parts)
 
     def run(self, session: Session, step: int) -> dict[str, float]:
-        """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
+        """Evaluate the current weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}."""
         found: dict[str, float] = {}
         datasets = self.config.data.eval_datasets if self.config.task.kind != "rl" else []
         for index, dataset in enumerate(datasets):
@@ -70,52 +62,27 @@ class Evaluation:
         return found
 
     def generate(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
-        """What the weights answer: {"eval/accuracy": ..., "eval/gsm8k/avg@4": ...}.
+        """What the weights answer to the sets: {"eval/gsm8k/avg@4": ...}.
 
         Process 0 asks and judges, the others wait for its numbers.
         """
-        wanted = self.config.eval
-        if not (wanted.problems or wanted.sets):
+        if not self.config.eval.sets:
             return {}
-        served = self.config.rollout.engine == "vllm"
-        here = self.weights(params) if wanted.problems or not served else params
+        here = params if self.config.rollout.engine == "vllm" else self.weights(params)
         return share("answers", lambda: self.answer(here, rebuild, step))
 
     def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
         """As `generate`, on process 0."""
-        found: dict[str, float] = {}
-        if self.config.eval.problems:
-            found["eval/accuracy"] = self.solve(rebuild(params), step)
-        if self.sets is not None:
-            engine = self.engine
-            if engine is None:
-                model = rebuild(params)
-                engine = LocalEngine(self.open_sampler(model))
-                engine.use(model, step)
-            found.update(self.sets.run(engine, step, self.samples))
+        assert self.sets is not None, "process 0 holds the sets"
+        engine = self.engine
+        if engine is None:
+            model = rebuild(params)
+            engine = LocalEngine(self.open_sampler(model))
+            engine.use(model, step)
+        found = self.sets.run(engine, step, self.samples)
         if self.sampler is not None and self.weights.copies:
             self.sampler.use(None)
         return found
-
-    def solve(self, model: Any, step: int) -> float:
-        """Share of held-out questions that the model answers rightly, calling the tool itself."""
-        rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        sampler = self.open_sampler(model)
-        episodes = solve_problems(
-            lambda prompts: [
-                answer.tokens for answer in sampler.generate(prompts, self.config.sampling)
-            ],
-            self.parts.tokenizer,
-            rows,
-        )
-        with self.samples.open("a") as file:
-            for episode in episodes:
-                line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
-                line |= {"stop": episode.stop, "text": episode.transcript}
-                file.write(json.dumps(line) + "\n")
-        for episode in episodes[: self.config.eval.show]:
-            self.say(describe_episode(episode))
-        return accuracy(episodes)
 
     def open_sampler(self, model: Any) -> LocalSampler:
         """The run's one sampler, with these weights: it compiles once."""
@@ -138,16 +105,10 @@ class Evaluation:
         first, last = self.history[0], self.history[-1]
         lines = []
         for key, value in last.items():
-            if key in ("eval/loss", "eval/accuracy") or "/avg@" in key:
+            if key == "eval/loss" or "/avg@" in key or key.endswith("/accuracy"):
                 before = f"{first[key]:.4g} -> " if len(self.history) > 1 and key in first else ""
                 lines.append(f"held-out {key[5:]}: {before}{value:.4g}")
         return "\n".join(lines)
-
-
-def describe_episode(episode: Episode) -> str:
-    """A played conversation and how it was judged, on one line a turn."""
-    right = f"{episode.num_right} of {len(episode.answers)} right ({episode.stop})"
-    return "\n".join([f"held-out conversation, {right}", *list_turns(episode)])
 
 
 def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:

@@ -306,7 +306,7 @@ def finish(session: Session, folder: Path, evaluation: "Evaluation") -> str:
         places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
-    agent = " --calculator" if config.eval.problems else ""
+    agent = " --env" if config.env.kind != "single_turn" else ""
     lines += [
         "try next",
         f"  {program} generate {folder}{agent}",

@@ -34,11 +34,11 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         config, step = load_config(config_path, overrides), 0
         parts = assemble(config)
         params, rebuild = open_params(parts, config.run.seed), abstract_params(parts)[1]
-    datasets, generates = config.data.eval_datasets, config.eval.problems or config.eval.sets
+    datasets, generates = config.data.eval_datasets, config.eval.sets
     if not datasets and not generates:
         raise UserError(
             "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
-            " data.eval_datasets.0.path=..., eval.sets.0.path=... or eval.problems=..."
+            " data.eval_datasets.0.path=... or eval.sets.0.path=..."
         )
     with jax.set_mesh(parts.mesh):
         if datasets:
@@ -80,7 +80,7 @@ def generate_into(
             except OSError as error:
                 raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
         engine = None
-        if config.eval.sets and config.rollout.engine == "vllm":
+        if config.rollout.engine == "vllm":
             # Adapters go to this folder, beside those of a run that may be under way.
             place = config.run.model_copy(update={"output_dir": str(folder)})
             engine, publisher = open_engine(config.model_copy(update={"run": place}), parts, say)
