@@ -166,13 +166,15 @@ def run_generate(argv: list[str]) -> None:
     """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
     parser = argparse.ArgumentParser("jaxtrain generate", description=run_generate.__doc__)
     parser.add_argument("model", help="a run's output_dir, a Hugging Face folder or a Hub id")
-    parser.add_argument("overrides", nargs="*", help="sampling.key=value or model.key=value")
+    parser.add_argument("overrides", nargs="*", help="sampling.key=value and the like")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--input", type=Path, help="jsonl with prompt or messages in each line")
     parser.add_argument("--output", type=Path, help="jsonl to write the answers to")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
-        "--calculator", action="store_true", help="let it use the calculator, as the quickstart's"
+        "--env",
+        action="store_true",
+        help="play section env's environment; env.key=value changes it",
     )
     parser.add_argument("--system", help="system message of a conversation")
     args = parser.parse_args(argv)

@@ -26,7 +26,12 @@ def draw(output: str, files: list[str]) -> None:
         means = [rewards[max(0, i - WINDOW + 1) : i + 1].mean() for i in range(len(rewards))]
         (line,) = left.plot(steps, means, label=f"seed {number}")
         left.plot(steps, rewards, ".", color=line.get_color(), alpha=0.3)
-        held_out = [(x["step"], x["eval/accuracy"]) for x in lines if "eval/accuracy" in x]
+        held_out = [
+            (line["step"], value)
+            for line in lines
+            for name, value in line.items()
+            if name.startswith("eval/") and name.endswith("accuracy")
+        ]
         right.plot(*zip(*held_out, strict=True), "o-", color=line.get_color())
     left.set(title=f"mean reward of a round (mean of {WINDOW})", xlabel="step", ylim=(0, 1))
     right.set(title="held-out questions right, temperature 1", xlabel="step", ylim=(0, 1))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Section
 
@@ -28,6 +28,13 @@ class EnvConfig(Section):
     """Assistant turns of one episode, tool calls included."""
     options: dict[str, Any] = {}
     """Of kind python: further keyword arguments of the class."""
+
+    @model_validator(mode="after")
+    def check_keys_together(self) -> "EnvConfig":
+        """Refuse keys that have no effect on this kind."""
+        for problem in find_env_conflicts(self):
+            raise ValueError(problem)
+        return self
 
 
 def find_env_conflicts(env: EnvConfig) -> Iterator[str]:

@@ -8,10 +8,11 @@ from pydantic import Field
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.config.env import EnvConfig
 
 
 class EvalSetConfig(Section):
-    """One set of problems, answered k times each through section env and judged by rewards."""
+    """One set of problems, answered k times each through an environment and judged by rewards."""
 
     path: str
     """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
@@ -25,6 +26,8 @@ class EvalSetConfig(Section):
     """Options of a builtin generator."""
     max_rows: int | None = Field(None, ge=1)
     """Only the first rows."""
+    env: EnvConfig | None = None
+    """What plays this set, with the keys of section env. Unset: section env itself."""
     k: int = Field(1, ge=1)
     """Answers to each problem: for avg@k and pass@k."""
     threshold: float = 1.0
@@ -48,15 +51,16 @@ class EvalSetConfig(Section):
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     """One sentence for each impossible combination around the sections."""
     sets, sampling = config.eval.sets, config.sampling
-    if sets and config.env.kind == "single_turn" and not config.rewards:
-        yield (
-            "eval.sets: nothing judges the answers; add a [[rewards]] table with a function, or set"
-            ' env.kind to "calculator", or to "python" with an environment that gives rewards'
-        )
     labels = [one.label for one in sets]
     for index, one in enumerate(sets):
         if one.label in labels[:index]:
             yield f"eval.sets: two are called {one.label!r}; set eval.sets.{index}.name"
+        if (one.env or config.env).kind == "single_turn" and not config.rewards:
+            yield (
+                f"eval.sets.{index}: nothing judges the answers; add a [[rewards]] table with a"
+                f" function, or set eval.sets.{index}.env.kind (env.kind for all sets) to an"
+                ' environment that gives rewards: "calculator", or "python" and an own class'
+            )
         heat = sampling.temperature if one.temperature is None else one.temperature
         if one.k > 1 and heat == 0:
             yield (

@@ -40,6 +40,8 @@ KNOWN_ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "eval_steps": "eval.every",
+    "problems": '[[eval.sets]] with path = "builtin:calculator", options.num_rows = the number and'
+    ' env.kind = "calculator"',
     "logging_steps": "log.every",
     "report_to": "log.tensorboard or log.wandb_project",
     "resume_from_checkpoint": "run.resume",
@@ -63,7 +65,10 @@ KNOWN_ELSEWHERE = {
     "load_in_8bit": 'adapter.quantize = "int8"',
     "adapter_name_or_path": "adapter.path",
 }
-"""What users of other systems may call a key."""
+"""What users of other systems, or of older versions, may call a key."""
+
+REMOVED = ("eval.problems",)
+"""Keys in the saved configs of older runs that shape nothing that a run has trained."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -72,6 +77,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises UserError with one line per problem.
     """
     return validate_config(apply_overrides(read_table(path), list(overrides)), str(path))
+
+
+def read_saved(text: str) -> Any:
+    """The JSON of a run's config, less what older versions wrote and nobody reads any more."""
+    table = json.loads(text)
+    for section, key in (name.split(".") for name in REMOVED):
+        if isinstance(table, dict) and isinstance(table.get(section), dict):
+            table[section].pop(key, None)
+    return table
 
 
 def validate_config(table: dict[str, Any], origin: str) -> Config:

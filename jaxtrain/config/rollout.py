@@ -1,6 +1,6 @@
 """Section rollout: who samples, how much, and how far ahead of the trainer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -11,8 +11,12 @@ from jaxtrain.config.vllm import VllmConfig
 class RolloutConfig(Section):
     """How answers are drawn for task.kind rl; the draws themselves are section sampling."""
 
-    engine: Literal["local", "vllm"] = "local"
-    """local: the trainer's own weights and devices. vllm: servers over HTTP."""
+    engine: str = "local"
+    """local: the trainer's own weights and devices. vllm: servers over HTTP. Or an own kind of
+    engine: an entry point of the group jaxtrain.engines, "package.module:Class" or
+    "file.py:Class"."""
+    options: dict[str, Any] = {}
+    """For an own kind of engine to read."""
     prompts_per_step: int = Field(8, ge=1)
     """Groups of a round, that is of task.num_minibatches optimizer steps."""
     group_size: int = Field(8, ge=1)

@@ -7,7 +7,7 @@ from pydantic import Discriminator, InstanceOf, SerializeAsAny, Tag, model_valid
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Section
 from jaxtrain.config.data import DataConfig
-from jaxtrain.config.env import EnvConfig, find_env_conflicts
+from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
@@ -108,16 +108,12 @@ def find_conflicts(config: Config):
             " optim.gradient_accumulation_steps"
         )
     yield from find_parallel_conflicts(config.parallel)
-    evaluates = data.eval_datasets or config.eval.problems or config.eval.sets
+    evaluates = data.eval_datasets or config.eval.sets
     if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.every and not evaluates:
-        yield (
-            "eval.every has nothing to evaluate; add [[data.eval_datasets]], [[eval.sets]] or"
-            " eval.problems"
-        )
+        yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     yield from find_adapter_conflicts(config.adapter)
-    yield from find_env_conflicts(config.env)
     yield from find_reward_conflicts(config.rewards)
     yield from find_eval_set_conflicts(config)
     yield from find_unused_sections(config)
@@ -134,12 +130,14 @@ def find_conflicts(config: Config):
 
 
 def find_unused_sections(config: Config):
-    """Yield a sentence for each section that is set, but that this task does not read; eval.sets
-    read env and rewards as well."""
+    """Yield a sentence for each section that is set, but that neither this task nor eval.sets read
+    (rewards: all of them; env: those that have none of their own)."""
+    sets = config.eval.sets
+    used = {"env": any(one.env is None for one in sets), "rewards": bool(sets)}
     for name in ("rollout", "env", "rewards"):
         section = getattr(config, name)
         given = section if name == "rewards" else section.model_dump(exclude_defaults=True)
-        if not given or name in config.task.reads or (name != "rollout" and config.eval.sets):
+        if not given or name in config.task.reads or used.get(name):
             continue
         key = "rewards" if name == "rewards" else f"{name}.{next(iter(given))}"
         readers = " or ".join(f'"{kind}"' for kind, task in TASKS.items() if name in task.reads)

@@ -149,13 +149,9 @@ class EvalConfig(Section):
     """Also evaluate before the first step."""
     max_batches: int | None = Field(None, ge=1)
     """Evaluate at most this many batches of each held-out dataset."""
-    problems: int = Field(0, ge=0)
-    """Let the model solve this many held-out calculator problems, tools included, and report the
-    share of right answers, before and after training."""
     sets: list[EvalSetConfig] = []
-    """Sets of problems that the model answers k times each, through section env, judged by the
+    """Sets of problems that the model answers k times each, through an environment, judged by the
     rewards: avg@k, pass@k. With rollout.engine vllm its servers answer, else the process itself.
     Every answer goes to samples.jsonl."""
     show: int = Field(3, ge=0)
-    """How many of those conversations to print; of each set, so many of the best and the worst
-    answers."""
+    """How many of the best and how many of the worst answers to each set to print."""

@@ -32,7 +32,15 @@ class State(NamedTuple):
 
     def tree(self) -> dict[str, Any]:
         """The state as a checkpoint names its arrays: "params/...", "reference/..."."""
-        return {**self._asdict(), **self.copies, "copies": {}}
+        own = {"step": self.step, "params": self.params, "opt_state": self.opt_state}
+        return {**own, **self.copies}
+
+    @classmethod
+    def of_tree(cls, tree: dict[str, Any]) -> "State":
+        """The state that `tree` made this of."""
+        own = {name: tree[name] for name in ("step", "params", "opt_state")}
+        copies = {name: value for name, value in tree.items() if name not in own}
+        return cls(**own, copies=copies)
 
 
 class StepOutput(NamedTuple):

@@ -1,6 +1,6 @@
 """Task: all that a training method is, in one value that its file in `tasks/` makes.
 
-    Method.open_data(config, tokenizer) ─> Data     what its data are: for preprocess and the dry run
+    Method.open_data(config, tokenizer) ─> Data     what its data are, without any model
     Method.make(config) ─> Task                     models by role, loss, data, and what happens
 
     Rounds.next(live)                               batches, under one version of the weights
@@ -80,6 +80,8 @@ class Rounds(Protocol):
 
     total_steps: int
     """Optimizer steps of the run."""
+    pauses: bool
+    """Whether training waits for a round to be made: no step is timed across that."""
     engine: Any
     """On process 0, what answers problems with the run's current weights; None: nothing does."""
     serves: bool
@@ -177,6 +179,11 @@ class Task:
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
     export: Callable[..., None] = export_model
     """(held, config, folder, dtype): write what the run gives; see export.export_model."""
+
+    @property
+    def mesh(self) -> Any:
+        """The devices that train."""
+        return next(role.parts.mesh for role in self.roles.values() if role.weights == "trained")
 
 
 class Method(Protocol):

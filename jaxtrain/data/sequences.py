@@ -1,4 +1,4 @@
-"""Rows of data as sequences: documents, conversations, prompts with answers; one sample or more each.
+"""Rows of data as sequences: documents, conversations, prompts with answers.
 
 A `Recipe` says what a method makes of rows; this one is for methods that train lone sequences.
 """

@@ -141,9 +141,17 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None
 def end_of_turn(tokenizer: Any) -> int | None:
     """Id of the special token with which the chat template ends an assistant turn, if any."""
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].rstrip()
+    tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].strip()
     ids = encode(tokenizer, tail)
     return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
+
+
+def end_of_turn_ids(tokenizer: Any, raw: bool = False) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's eos and, unless the text is `raw`, what the chat
+    template ends an assistant turn with."""
+    templated = not raw and tokenizer.chat_template
+    found = {tokenizer.eos_token_id, end_of_turn(tokenizer) if templated else None}
+    return frozenset(token for token in found if token is not None)
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import EnvConfig
-from jaxtrain.envs.calculator_env import CalculatorEnv
+from jaxtrain.envs.calculator import CalculatorEnv
 from jaxtrain.envs.single_turn import SingleTurn
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Env

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.data.template import encode, end_of_turn, prompt_tokens
+from jaxtrain.data.template import encode, end_of_turn_ids, prompt_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Engine, Episode, Sampling
 
@@ -21,8 +21,7 @@ class SingleTurn:
         self.column = column
         self.system = system
         self.raw = raw or not tokenizer.chat_template
-        ends = {tokenizer.eos_token_id, None if self.raw else end_of_turn(tokenizer)} - {None}
-        self.stop_ids = tuple(sorted(ends))
+        self.stop_ids = tuple(sorted(end_of_turn_ids(tokenizer, self.raw)))
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int

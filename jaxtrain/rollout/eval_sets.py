@@ -7,14 +7,14 @@ pass@j is the unbiased estimate from k answers of which c solve the problem (Che
 """
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Any, TextIO
+from typing import Any
 
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.rewards import Rewards
+from jaxtrain.rollout.round_metrics import average_env_metrics, describe_sample
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Sampling
 
 FIRST_INDEX = 1 << 40
@@ -84,7 +84,8 @@ def pass_at(j: int, k: int, solved: int) -> float:
 
 def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[str, float]:
     """Means over problems: reward, avg@k (share of solving answers), pass@j for powers of two up
-    to k, length, share cut off, and each reward function by name."""
+    to k, length, share cut off, each reward function by name, and what the environment measured
+    (over all episodes that did not fail)."""
     solved = [sum(total >= threshold for total in one.totals) for one in answered]
     totals = [total for one in answered for total in [*one.totals, *[0.0] * one.failed]]
     found = {"reward": mean(totals), f"avg@{k}": mean([count / k for count in solved])}
@@ -99,6 +100,7 @@ def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[st
         there = [score[name] for score in scores if score.get(name) is not None]
         if there and len(scores[0]) > 1:
             found[f"rewards/{name}"] = mean(there)
+    found |= average_env_metrics(episodes)
     for name in ("failed", "unjudged"):
         if count := sum(getattr(one, name) for one in answered):
             found[name] = float(count)
@@ -110,14 +112,11 @@ def mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def write_answers(file: TextIO, step: int, name: str, answered: Sequence[Answered]) -> None:
-    """One JSON line per answer: step, set, reward, prompt and completion."""
+def list_answers(name: str, answered: Sequence[Answered]) -> Iterator[dict[str, Any]]:
+    """A line for samples.jsonl for each answer to the set `name`."""
     for one in answered:
         for episode, score, total in zip(one.episodes, one.scores, one.totals, strict=True):
-            line = {"step": step, "set": name, "reward": total, "rewards": score}
-            line |= {"prompt": episode.prompt, "completion": episode.completion}
-            line |= {"finish_reason": episode.finish_reason, "tokens": episode.num_sampled}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            yield {"set": name, **describe_sample(episode, total, score)}
 
 
 def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) -> list[str]:
@@ -136,26 +135,17 @@ def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) ->
             lines += [
                 f"{title}: reward {total:g}, {episode.num_sampled} tokens"
                 f" ({episode.finish_reason})",
-                f"  asked     {shorten(last_text(episode.prompt), width)}",
-                f"  answered  {shorten(said_text(episode.completion), width)}",
+                *(f"  {role:>10}: {shorten(text, width)}" for role, text in list_turns(episode)),
             ]
     return lines
 
 
-def last_text(prompt: Any) -> str:
-    """The text of a prompt; of messages the last one's."""
-    if isinstance(prompt, str):
-        return prompt
-    return str(prompt[-1].get("content") or "") if prompt else ""
-
-
-def said_text(completion: Any) -> str:
-    """All turns of a completion, with the roles where there are several."""
-    if isinstance(completion, str):
-        return completion
-    if len(completion) == 1:
-        return str(completion[0].get("content") or "")
-    return " | ".join(f"{m.get('role')}: {m.get('content') or ''}" for m in completion)
+def list_turns(episode: Episode) -> list[tuple[str, str]]:
+    """(role, text) of the last message before the policy spoke and of all that follow it."""
+    asked, said = episode.prompt, episode.completion
+    asked = [{"role": "prompt", "content": asked}] if isinstance(asked, str) else asked
+    said = [{"role": "completion", "content": said}] if isinstance(said, str) else said
+    return [(str(turn.get("role")), turn.get("content") or "") for turn in [*asked[-1:], *said]]
 
 
 def shorten(text: str, width: int) -> str:

@@ -20,6 +20,8 @@ from jaxtrain.run.samples import append_samples
 class OnPolicy:
     """`core.task.Rounds` of answers that an engine draws from the run's own weights."""
 
+    pauses = True
+
     def __init__(
         self,
         source: SharedRounds,

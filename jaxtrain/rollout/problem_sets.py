@@ -1,4 +1,4 @@
-"""Sections eval.sets of a run, opened: rows, environment and rewards, for any engine to answer.
+"""Sections eval.sets of a run, opened: rows, environments and rewards, for any engine to answer.
 
 rows, env, rewards, seed ─> eval_sets.answer_set ─> {"eval/gsm8k/pass@4": 0.61}, samples.jsonl,
                                                     the best and the worst answers for people
@@ -20,37 +20,38 @@ from jaxtrain.rewards import Rewards, open_rewards
 from jaxtrain.rollout.eval_sets import (
     Answered,
     answer_set,
+    list_answers,
     set_sampling,
     show_extremes,
     summarise,
-    write_answers,
 )
 from jaxtrain.rollout.open import seed_sampling
 from jaxtrain.rollout.types import Engine, Env, Sampling
+from jaxtrain.run.samples import append_samples
 
 
 class ProblemSets:
-    """All sets with what plays and judges them; their environment and reward workers are their
+    """All sets with what plays and judges them; their environments and reward workers are their
     own, so that training may go on with its own beside them."""
 
     def __init__(
         self,
         sets: Sequence[EvalSetConfig],
-        env: Env,
+        envs: Sequence[Env],
         rewards: Rewards,
         sampling: Sampling,
         *,
         show: int = 0,
         say: Callable[[str], None] = print,
     ):
-        """Reads all rows. show: best and worst answers of each set to tell; UserError for a set
-        that cannot be read."""
+        """Reads all rows. envs: one for each set. show: best and worst answers of each set to
+        tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
-        self.env, self.rewards, self.sampling = env, rewards, sampling
+        self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.say = show, say
 
-    def run(self, engine: Engine, step: int, samples: Path) -> dict[str, float]:
-        """Let the engine answer all sets; appends every answer to the file `samples`.
+    def run(self, engine: Engine, step: int, folder: Path) -> dict[str, float]:
+        """Let the engine answer all sets; appends every answer to the folder's samples.
 
         Blocks, in an event loop of its own. Raises UserError for rows that the environment cannot
         play and answers that nothing judges, and RunStopped where no engine is left.
@@ -60,8 +61,7 @@ class ProblemSets:
             answered = asyncio.run(self.answer(index, one, rows, engine))
             numbers = summarise(answered, one.k, one.threshold)
             found |= {f"eval/{one.label}/{name}": value for name, value in numbers.items()}
-            with samples.open("a", encoding="utf-8") as file:
-                write_answers(file, step, one.label, answered)
+            append_samples(folder, step, list_answers(one.label, answered))
             if self.show:
                 lines = show_extremes(answered, self.show)
                 self.say("\n".join([f"{one.label}, {len(rows)} problems at step {step}", *lines]))
@@ -73,7 +73,12 @@ class ProblemSets:
         """One set's answers, judged."""
         try:
             answered = await answer_set(
-                rows, self.env, engine, self.rewards, set_sampling(self.sampling, one), one.k
+                rows,
+                self.envs[index],
+                engine,
+                self.rewards,
+                set_sampling(self.sampling, one),
+                one.k,
             )
         except UserError as error:
             raise UserError(f"eval.sets.{index} ({one.path}): {error}") from None
@@ -83,7 +88,7 @@ class ProblemSets:
         if scores and not any(scores):
             raise UserError(
                 f"eval.sets.{index} ({one.path}): no reward judges the answers: add a [[rewards]]"
-                " table with a function, or an env that gives rewards itself, such as calculator"
+                " table with a function, or an env that gives rewards itself for rows such as these"
             )
         return answered
 
@@ -102,9 +107,14 @@ def open_problem_sets(
     with ExitStack() as stack:
         rewards = open_rewards(config.rewards, config.rollout.reward_workers, say)
         stack.callback(rewards.close)
-        env = open_env(config.env, parts.tokenizer)
-        sampling = seed_sampling(config)
-        made = ProblemSets(config.eval.sets, env, rewards, sampling, show=config.eval.show, say=say)
+        made = ProblemSets(
+            config.eval.sets,
+            [open_env(one.env or config.env, parts.tokenizer) for one in config.eval.sets],
+            rewards,
+            seed_sampling(config),
+            show=config.eval.show,
+            say=say,
+        )
         stack.pop_all()
         return made
 

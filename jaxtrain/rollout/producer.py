@@ -84,7 +84,7 @@ class GroupPlayer:
         if not scores[0]:
             raise UserError(
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
-                " that gives rewards itself, such as calculator"
+                " that gives rewards itself for rows such as these"
             )
         return Group(ask.draw, ask.row, list(found), scores)
 

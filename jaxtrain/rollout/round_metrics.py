@@ -1,6 +1,6 @@
 """Numbers and examples that describe groups of answers, under the names that TRL's users know."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,17 @@ def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())
         found["completions/min_terminated_length"] = float(lengths[ended].min())
         found["completions/max_terminated_length"] = float(lengths[ended].max())
+    return {**found, **average_env_metrics(episodes)}
+
+
+def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of what the environment measured, as env/NAME, over the episodes that have it."""
+    found = {}
     for name in dict.fromkeys(name for episode in episodes for name in episode.metrics):
         values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        found[f"env/{name}"] = float(np.mean(values))
+        pairs = [value if isinstance(value, tuple) else (value, 1.0) for value in values]
+        if weight := sum(pair[1] for pair in pairs):
+            found[f"env/{name}"] = float(sum(pair[0] for pair in pairs) / weight)
     return found
 
 
@@ -69,19 +77,23 @@ def choose_samples(
     lines = []
     for i in dict.fromkeys([*best, *reversed(worst)]):
         total, draw, episode, rewards = scored[i]
-        lines.append(
-            {
-                "prompt_number": draw,
-                "reward": total,
-                "rewards": rewards,
-                "prompt": episode.prompt,
-                "completion": episode.completion,
-                "finish_reason": episode.finish_reason,
-                "tokens": episode.num_sampled,
-                "policy_version": episode.min_version,
-            }
-        )
+        line = {"prompt_number": draw, **describe_sample(episode, total, rewards)}
+        lines.append({**line, "policy_version": episode.min_version})
     return lines
+
+
+def describe_sample(
+    episode: Episode, reward: float, rewards: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """What every line of samples.jsonl has."""
+    return {
+        "reward": reward,
+        "rewards": rewards,
+        "prompt": episode.prompt,
+        "completion": episode.completion,
+        "finish_reason": episode.finish_reason,
+        "tokens": episode.num_sampled,
+    }
 
 
 def nan_mean(values: np.ndarray) -> float:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import Interrupted
+from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.rounds import RoundSource
+from jaxtrain.rollout.types import Publisher
 
 
 class Drawn(NamedTuple):
@@ -99,5 +101,28 @@ class SharedRounds:
 
     def close(self) -> None:
         """Stop what is being played."""
+        if self.own is not None:
+            self.own.close()
+
+
+class SharedPublisher:
+    """`rollout.types.Publisher` of a run of several processes: all gather, process 0 publishes."""
+
+    def __init__(self, own: Publisher | None, gather: Callable[[Params], Params]):
+        """own: on process 0. gather: makes what it publishes."""
+        self.own, self.gather = own, gather
+
+    def publish(self, version: int, params: Params, rebuild: Rebuild) -> dict[str, float]:
+        """As the own one; the others return as soon as their part is gathered."""
+        gathered = self.gather(params)
+        return {} if self.own is None else self.own.publish(version, gathered, rebuild)
+
+    def sleep(self) -> None:
+        """See types.Publisher."""
+        if self.own is not None:
+            self.own.sleep()
+
+    def close(self) -> None:
+        """See types.Publisher."""
         if self.own is not None:
             self.own.close()

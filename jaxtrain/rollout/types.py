@@ -5,7 +5,8 @@ row ──Env.run──> Episode ─┼─ rewards ─> Group ─ advantages ─
 row ──Env.run──> Episode ─┘
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -93,7 +94,7 @@ class Publisher(Protocol):
     def close(self) -> None: ...
 
 
-class EngineKind:
+class EngineKind(ABC):
     """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
 
     serves: bool = True
@@ -107,6 +108,7 @@ class EngineKind:
         """Whether answers are drawn while the trainer trains."""
         return True
 
+    @abstractmethod
     def open(
         self, config: Config, parts: Any, say: Callable[[str], None]
     ) -> tuple[Engine | None, Publisher]:
@@ -116,7 +118,6 @@ class EngineKind:
         takes part in gathering. parts: core.assemble.Parts of the trained model. Nothing may be
         asked of the engine before the first publish. Raises UserError for what cannot work.
         """
-        raise NotImplementedError
 
 
 class EpisodeFailed(Exception):
@@ -149,8 +150,9 @@ class Episode:
     """What reward functions get as prompt: text, or a list of messages."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """Rewards that the environment gives itself, by name."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Other numbers to be averaged and logged, such as {"turns": 2}."""
+    metrics: dict[str, float | tuple[float, float]] = field(default_factory=dict)
+    """Other numbers to be averaged and logged, such as {"turns": 2, "accuracy": (1, 3)}: a pair is
+    a (sum, weight), here one of three questions, and the mean is that over all questions."""
 
     @property
     def num_sampled(self) -> int:

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.config.load import read_saved
 from jaxtrain.errors import UserError
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
@@ -143,6 +145,7 @@ class RunFolder:
             self.config.model_dump(mode="json"),
             last_device_count(self.path / "attempts.jsonl"),
             jax.device_count(),
+            self.config.task.reads,
         )
         if forbidden and not run.allow_config_change:
             more = f"\n  ... and {len(forbidden) - 8} more" if len(forbidden) > 8 else ""
@@ -156,9 +159,16 @@ class RunFolder:
 
 
 def find_changes(
-    saved: dict, now: dict, devices_saved: int | None, devices_now: int
+    saved: dict,
+    now: dict,
+    devices_saved: int | None,
+    devices_now: int,
+    reads: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """All keys that differ as "key: old -> new", and those of them that shape the result."""
+    """All keys that differ as "key: old -> new", and those of them that shape the result.
+
+    reads: sections that the task trains on; elsewhere env and rewards serve eval.sets.
+    """
     before, after = flatten(saved), flatten(now)
     keys = [*before, *(key for key in after if key not in before)]
     differing = [key for key in keys if before.get(key) != after.get(key)]
@@ -168,8 +178,8 @@ def find_changes(
         old, new = before.get(key), after.get(key)
         longer = key in ("run.max_steps", "run.num_epochs") and old and new and new > old
         split = key in ("data.micro_batch_size", "optim.gradient_accumulation_steps") and same_batch
-        # Only reinforcement learning trains on these; elsewhere they serve eval.sets.
-        judged = key.split(".")[0] in ("env", "rewards") and after.get("task.kind") != "rl"
+        section = key.split(".")[0]
+        judged = section in ("env", "rewards") and section not in reads
         if not (
             longer or split or judged or any(fnmatchcase(key, pattern) for pattern in FREE_KEYS)
         ):
@@ -249,7 +259,7 @@ def read_step(line: str) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """A saved config; raises UserError when it is missing or broken."""
     try:
-        return json.loads(path.read_text())
+        return read_saved(path.read_text())
     except FileNotFoundError:
         why = "is missing"
     except ValueError as error:

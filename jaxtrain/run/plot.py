@@ -1,21 +1,23 @@
 """Curves of one or more runs, from their metrics.jsonl into one PNG. No jax here."""
 
 import json
+from fnmatch import filter as matching
 from pathlib import Path
 
 from jaxtrain.errors import UserError
 
 PANELS = (
     ("loss", ("loss", "eval/loss")),
-    ("accuracy", ("eval/accuracy", "accuracy", "reward")),
+    ("accuracy", ("eval/*accuracy", "accuracy", "reward")),
     ("learning rate", ("learning_rate",)),
     ("gradient norm", ("grad_norm",)),
     ("tokens/s per device", ("tokens_per_second_per_device",)),
     ("MFU", ("mfu",)),
 )
-"""Title of each panel and the metrics that it shows; a panel without data is left out."""
+"""Title of each panel and the metrics that it shows, * for any text; a panel without data is left
+out."""
 
-LABELS = {"loss": "training", "eval/loss": "held-out", "eval/accuracy": "held-out"}
+LABELS = {"loss": "training", "eval/loss": "held-out"}
 FROM_ZERO = {"gradient norm", "tokens/s per device", "MFU"}
 
 
@@ -32,7 +34,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     panels = [
         (title, names)
         for title, names in PANELS
-        if any(name in curve for name in names for curve in curves.values())
+        if any(matching(curve, name) for name in names for curve in curves.values())
     ]
     if not panels:
         raise UserError(f"nothing to draw in {', '.join(curves)}: no step was logged yet")
@@ -43,9 +45,8 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     for place, (title, names) in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, min(2, len(panels)), place)
         for color, (run, curve) in enumerate(curves.items()):
-            for name in names:
-                if name in curve:
-                    draw(axes, *curve[name], name, run if len(curves) > 1 else "", f"C{color}")
+            for found in [found for name in names for found in matching(curve, name)]:
+                draw(axes, *curve[found], found, run if len(curves) > 1 else "", f"C{color}")
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -68,8 +69,9 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
     """One curve: held-out numbers as dots on a line, a noisy training loss with its average."""
-    label = f"{run} {LABELS.get(name, '')}".strip() or name
-    if name.startswith("eval/"):
+    held_out = name.startswith("eval/")
+    label = f"{run} {LABELS.get(name, name[5:] if held_out else '')}".strip() or name
+    if held_out:
         color = color if run else "C3"
         axes.plot(steps, values, "o--", color=color, label=label, markersize=4, zorder=3)
     elif name == "loss" and len(values) >= 20:

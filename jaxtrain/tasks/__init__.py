@@ -1,4 +1,4 @@
-"""The methods, by task.kind: all that a method is stands in its file here, as a `core.task.Task`."""
+"""The methods, by task.kind: what each is stands in its file here, as a `core.task.Task`."""
 
 from jaxtrain import plugins
 from jaxtrain.config import Config

@@ -93,7 +93,7 @@ class OfflineRounds:
     """`core.task.Rounds` of a data source: a round is one batch."""
 
     engine: Any = None
-    serves = False
+    serves = pauses = False
 
     def __init__(self, source: Source, total_steps: int):
         self.source, self.total_steps = source, total_steps

@@ -1,6 +1,6 @@
-"""Held-out loss, sets of problems, and calculator problems that the model solves by itself."""
+"""Held-out loss, and sets of problems that the model answers."""
 
-import json
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,113 +9,102 @@ from typing import Any
 import jax
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config
-from jaxtrain.core.assemble import Parts
+from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.metrics import add_pairs, average
-from jaxtrain.data.calculator import CalculatorRows
-from jaxtrain.data.pipeline import eval_batches
-from jaxtrain.envs.calculator import (
-    Episode,
-    accuracy,
-    end_of_turn_ids,
-    list_turns,
-    solve_problems,
-)
+from jaxtrain.core.roles import Held, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.step import make_eval
+from jaxtrain.core.task import Task
+from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.parallel.feed import feed, row_shards
+from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import EvaluationWeights
 from jaxtrain.rollout.problem_sets import ProblemSets
 from jaxtrain.rollout.types import Engine
-from jaxtrain.train.session import Session
 
 
 class Evaluation:
-    """What section `eval` asks for; remembers the first and the last result."""
+    """What section `eval` and the task ask for; remembers the first and the last result."""
 
     def __init__(
         self,
         config: Config,
-        parts: Parts,
+        task: Task,
+        roles: Roles,
         say: Callable[[str], None],
-        samples: Path,
+        folder: Path,
         sets: ProblemSets | None = None,
         engine: Engine | None = None,
+        *,
+        served: bool = False,
+        run_eval: Callable | None = None,
     ):
-        """samples: jsonl file for answers. sets: on process 0. engine: servers that hold the
-        current weights whenever an evaluation comes; None: process 0 answers the sets itself."""
-        self.config, self.parts, self.say = config, parts, say
-        self.samples, self.sets, self.engine = samples, sets, engine
+        """folder: for samples.jsonl. sets: on process 0. engine: on process 0, if `served`: it
+        holds the current weights whenever an evaluation comes; else process 0 answers the sets
+        itself. run_eval: of step.make_eval, where there is one already."""
+        self.config, self.task, self.parts, self.say = config, task, roles.parts, say
+        self.folder, self.sets, self.served = folder, sets, served
+        self.engine = engine if served else None
+        self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
         self.sampler: LocalSampler | None = None
-        self.weights = EvaluationWeights(parts)
+        self.weights = EvaluationWeights(self.parts)
 
-    def run(self, session: Session, step: int) -> dict[str, float]:
-        """Evaluate the current weights; {"eval/loss": ..., "eval/accuracy": ...}."""
+    def run(self, held: Held, scorer: Scorer) -> dict[str, float]:
+        """Evaluate weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}."""
         found: dict[str, float] = {}
-        datasets = self.config.data.eval_datasets if self.config.task.kind != "rl" else []
-        for index, dataset in enumerate(datasets):
-            means = held_out_loss(
-                session.evaluate,
-                session.params,
-                open_eval(self.config, self.parts, dataset),
-                self.parts.mesh,
-            )
+        for index, dataset in enumerate(self.config.data.eval_datasets):
             name = "eval" if index == 0 else f"eval/{index}"
+            means = self.held_out(held, dataset)
             found.update({f"{name}/{key}": value for key, value in means.items()})
-        found.update(self.generate(session.params, session.rebuild, step))
+        found.update(self.task.evaluate(held, scorer))
+        found.update(self.generate(held))
         self.history.append(found)
         return found
 
-    def generate(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
-        """What the weights answer: {"eval/accuracy": ..., "eval/gsm8k/avg@4": ...}.
+    def held_out(self, held: Held, dataset: DatasetConfig) -> dict[str, float]:
+        """Weighted means over all batches, at most eval.max_batches: loss, its components where
+        there are several, the loss's other metrics, perplexity of a likelihood. Data without
+        trained tokens give an empty dict."""
+        batches = self.task.data.eval_batches(dataset, self.parts)
+        batches = itertools.islice(batches, self.config.eval.max_batches)
+        means = average_batches(self.run_eval, held.weights, batches, self.parts.mesh)
+        coef = self.task.coef
+        if not coef.keys() <= means.keys():
+            return {}
+        found = {"loss": sum(factor * means[name] for name, factor in coef.items())}
+        if "nll" in coef:
+            found["perplexity"] = math.exp(min(means["nll"], 80.0))
+        if len(coef) == 1:  # it is the loss
+            means = {name: value for name, value in means.items() if name not in coef}
+        return {**found, **means}
+
+    def generate(self, held: Held) -> dict[str, float]:
+        """What the weights answer to the sets: {"eval/gsm8k/avg@4": ...}.
 
         Process 0 asks and judges, the others wait for its numbers.
         """
-        wanted = self.config.eval
-        if not (wanted.problems or wanted.sets):
+        if not self.config.eval.sets:
             return {}
-        served = self.config.rollout.engine == "vllm"
-        here = self.weights(params) if wanted.problems or not served else params
-        return share("answers", lambda: self.answer(here, rebuild, step))
+        here = held.params() if self.served else self.weights(held.params())
+        rebuild = held.roles.rebuild(held.roles.trained)
+        return share("answers", lambda: self.answer(here, rebuild, held.step))
 
     def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
         """As `generate`, on process 0."""
-        found: dict[str, float] = {}
-        if self.config.eval.problems:
-            found["eval/accuracy"] = self.solve(rebuild(params), step)
-        if self.sets is not None:
-            engine = self.engine
-            if engine is None:
-                model = rebuild(params)
-                engine = LocalEngine(self.open_sampler(model))
-                engine.use(model, step)
-            found.update(self.sets.run(engine, step, self.samples))
+        assert self.sets is not None, "process 0 holds the sets"
+        engine = self.engine
+        if engine is None:
+            model = rebuild(params)
+            engine = LocalEngine(self.open_sampler(model))
+            engine.use(model, step)
+        found = self.sets.run(engine, step, self.folder)
         if self.sampler is not None and self.weights.copies:
             self.sampler.use(None)
         return found
-
-    def solve(self, model: Any, step: int) -> float:
-        """Share of held-out questions that the model answers rightly, calling the tool itself."""
-        rows = CalculatorRows(self.config.eval.problems, seed=self.config.run.seed, split="test")
-        sampler = self.open_sampler(model)
-        episodes = solve_problems(
-            lambda prompts: [
-                answer.tokens for answer in sampler.generate(prompts, self.config.sampling)
-            ],
-            self.parts.tokenizer,
-            rows,
-        )
-        with self.samples.open("a") as file:
-            for episode in episodes:
-                line = {"step": step, "right": episode.num_right, "of": len(episode.answers)}
-                line |= {"stop": episode.stop, "text": episode.transcript}
-                file.write(json.dumps(line) + "\n")
-        for episode in episodes[: self.config.eval.show]:
-            self.say(describe_episode(episode))
-        return accuracy(episodes)
 
     def open_sampler(self, model: Any) -> LocalSampler:
         """The run's one sampler, with these weights: it compiles once."""
@@ -138,42 +127,19 @@ class Evaluation:
         first, last = self.history[0], self.history[-1]
         lines = []
         for key, value in last.items():
-            if key in ("eval/loss", "eval/accuracy") or "/avg@" in key:
+            if key == "eval/loss" or "/avg@" in key or key.endswith("/accuracy"):
                 before = f"{first[key]:.4g} -> " if len(self.history) > 1 and key in first else ""
                 lines.append(f"held-out {key[5:]}: {before}{value:.4g}")
         return "\n".join(lines)
 
 
-def describe_episode(episode: Episode) -> str:
-    """A played conversation and how it was judged, on one line a turn."""
-    right = f"{episode.num_right} of {len(episode.answers)} right ({episode.stop})"
-    return "\n".join([f"held-out conversation, {right}", *list_turns(episode)])
-
-
-def open_eval(config: Config, parts: Parts, dataset: Any) -> Iterable[Batch]:
-    """Batches [1, B, T] of one held-out dataset, at most eval.max_batches of them."""
-    rows = config.data.micro_batch_size * row_shards(parts.mesh)
-    batches = eval_batches(dataset, config.data, parts.tokenizer, rows, config.task)
-    for index, batch in enumerate(batches):
-        if config.eval.max_batches is not None and index >= config.eval.max_batches:
-            return
-        yield batch
-
-
-def held_out_loss(
-    evaluate: Callable, params: Params, batches: Iterable[Batch], mesh: Any
+def average_batches(
+    run_eval: Callable, weights: Params, batches: Iterable[Batch], mesh: Any
 ) -> dict[str, float]:
-    """Weighted means over all batches [1, B, T]: loss, perplexity and the loss's other metrics.
-
-    evaluate: the function of `step.make_eval`. Data without trained tokens gives an empty dict.
-    """
+    """Weighted means over batches [1, B, T] of what step.make_eval's function gives."""
     total: dict[str, tuple[float, float]] = {}
     for batch in batches:
         micro = jax.tree.map(lambda leaf: leaf[0], feed(batch, mesh))
-        found = jax.device_get(evaluate(params, micro))
+        found = jax.device_get(run_eval(weights, micro))
         total = add_pairs(total, {name: (float(s), float(w)) for name, (s, w) in found.items()})
-    means = average(total)
-    if "nll" not in means:
-        return {}
-    loss = means.pop("nll")
-    return {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), **means}
+    return average(total)

@@ -1,179 +1,121 @@
-"""What a training run works with: data, model, optimizer, compiled functions, in one place."""
+"""What a training run works with: task, models, optimizer, compiled functions, in one place."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxtrain.adapters.attach import split_trained
-from jaxtrain.adapters.spec import Adapter
-from jaxtrain.config import Config, RLTask
-from jaxtrain.core.assemble import Parts, abstract_params, open_frozen, open_params
+from jaxtrain.config import Config
 from jaxtrain.core.optim import build_optimizer, build_schedule
+from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.scorer import Scorer
-from jaxtrain.core.step import State, abstract_state, init_state, make_eval, make_step
-from jaxtrain.data.pipeline import Source, count_steps, open_source
-from jaxtrain.errors import UserError
-from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.parallel.feed import row_shards
-from jaxtrain.rollout.open import Rollouts, open_rollouts
+from jaxtrain.core.step import (
+    State,
+    abstract_state,
+    init_state,
+    make_eval,
+    make_step,
+    mix_copies,
+)
+from jaxtrain.core.task import Round, Rounds, Task
+from jaxtrain.losses.balance import COMPONENT, with_balance
+from jaxtrain.models.parameters import Params
+from jaxtrain.parallel.processes import asked_to_stop
 from jaxtrain.run.checkpoint import Checkpoints
-from jaxtrain.tasks import build_task
-from jaxtrain.tasks.balance import add_balance
-from jaxtrain.tasks.rl import scores_reference
 
 
 @dataclass
 class Session:
-    """What the loop works with; only `state` changes."""
+    """What the loop works with, and, as `core.task.Live`, what rounds and methods see of it."""
 
     config: Config
-    parts: Parts
-    source: Any
-    """Iterator of rounds: data.pipeline.Source or rollout.rounds.RoundSource."""
-    total_steps: int
-    rebuild: Rebuild
+    task: Task
+    roles: Roles
+    rounds: Rounds
     optimizer: Any
     schedule: Callable[[int], Any]
-    step: Callable[..., tuple[State, Any]]
-    evaluate: Callable
+    run_step: Callable[..., tuple[State, Any]]
+    run_eval: Callable
     state: State
     """Shapes until `start_state` has filled it."""
     frozen: Params
-    """What adapters leave as it is; shapes until then, too. Empty where everything is trained."""
-    closing: ExitStack
-    """Closes the source and, in reinforcement learning, all that the rollouts opened."""
+    """What no step changes, of all roles; shapes until then, too."""
     start: int = 0
     """Steps that were done before this process."""
-    rollouts: Rollouts | None = None
-    """Engine, publisher and preparation of reinforcement learning."""
-    reference: Params = field(default_factory=dict)
-    """Starting weights that a reference policy keeps; empty where none does."""
+    step: int = 0
+    folder: Path = Path()
+    phase: Callable[[str], AbstractContextManager[None]] = nullcontext
+    signals: Any = None
+
+    def __post_init__(self) -> None:
+        self.scorer = Scorer(self.held, impl=self.config.model.logp)
 
     @property
-    def params(self) -> Params:
-        """All parameters, for `rebuild` and `evaluate`."""
-        return {**self.frozen, **self.state.params}
+    def parts(self) -> Any:
+        """Those of the trained role."""
+        return self.roles.parts
 
-    def close(self) -> None:
-        """Close what gives the rounds: the source, engines and reward workers."""
-        self.closing.close()
+    def held(self) -> Held:
+        """See task.Live."""
+        weights = {**self.frozen, **self.state.copies, **self.state.params}
+        return Held(self.roles, weights, self.step)
+
+    def prepare(self, round: Round) -> Round:
+        """See task.Live."""
+        return self.task.prepare(round, self.scorer)
+
+    def mix(self, role: str, share: float) -> None:
+        """See task.Live."""
+        self.state = mix_copies(self.state, role, share)
+
+    def asked_to_stop(self) -> bool:
+        """See task.Live."""
+        return bool(self.signals and self.signals.stop) or bool(asked_to_stop())
 
 
-def open_session(config: Config, parts: Parts, say: Callable[[str], None]) -> Session:
+def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Session:
     """Data, optimizer and step functions of a run; its weights are still shapes.
 
-    What was opened is closed again when anything raises; afterwards `Session.close` does it.
+    What was opened is closed again when anything raises; afterwards `Session.rounds.close` does it.
     """
-    reference = keeps_reference(config, parts.adapter)
-    shapes, rebuild = abstract_params(parts)
-    trained, frozen = split_trained(shapes, parts.adapter)
-    task = build_task(config)
-    train_task = add_balance(task, config.model.router_aux_loss_coef)
-    with ExitStack() as closing:
-        rollouts = None
-        if isinstance(config.task, RLTask):
-            rollouts = open_rollouts(config, parts, say)
-            closing.callback(rollouts.close)
-            source, total_steps = rollouts.source, rollouts.total_steps
-        else:
-            microsteps = count_microsteps(config, parts.mesh)
-            source, total_steps = open_data(config, parts, microsteps, say)
-            closing.callback(source.close)
-        schedule = build_schedule(config.optim, total_steps)
-        optimizer = build_optimizer(config.optim, schedule, trained)
+    roles = Roles(task.roles)
+    loss, coef = add_balance(task, roles.trained, config.model.router_aux_loss_coef)
+    rounds = task.data.open(roles.parts, say)
+    try:
+        schedule = build_schedule(config.optim, rounds.total_steps)
+        optimizer = build_optimizer(config.optim, schedule, roles.trained_shapes)
         return Session(
             config=config,
-            parts=parts,
-            source=source,
-            total_steps=total_steps,
-            rebuild=rebuild,
+            task=task,
+            roles=roles,
+            rounds=rounds,
             optimizer=optimizer,
             schedule=schedule,
-            step=make_step(
-                rebuild, train_task.loss, train_task.coef, optimizer, config.optim.max_grad_norm
-            ),
-            evaluate=make_eval(rebuild, task.loss),
-            state=abstract_state(trained, optimizer, keep_reference=reference == "mixed"),
-            frozen=frozen,
-            closing=closing.pop_all(),
-            rollouts=rollouts,
+            run_step=make_step(roles.build, loss, coef, optimizer, config.optim.max_grad_norm),
+            run_eval=make_eval(roles.build, task.loss),
+            state=abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes),
+            frozen=roles.frozen_shapes,
         )
+    except BaseException:
+        rounds.close()
+        raise
 
 
-def keeps_reference(config: Config, adapter: Adapter | None) -> str | None:
-    """What kind of reference policy a run needs: adapter_off, frozen or mixed; None needs none.
+def add_balance(task: Task, role: str, coef: float) -> tuple[Callable, dict[str, float]]:
+    """The task's loss with the metrics of the trained model's router and, with `coef` above 0,
+    that much of its balance loss; and the components' coefficients.
 
-    Raises UserError where the adapter of adapter.path trains tables in full: without it the model
-    is not the base.
+    Changes nothing for a dense model.
     """
-    task = config.task
-    if not isinstance(task, RLTask) or not scores_reference(task):
-        return None
-    full = () if adapter is None else adapter.full
-    if task.reference == "adapter_off" and full:
-        raise UserError(
-            f"task.reference adapter_off: the adapter of adapter.path trains {', '.join(full)} in"
-            ' full, which stays when the adapter is off; set task.reference to "frozen"'
-        )
-    if task.reference != "auto":
-        return task.reference
-    return "frozen" if adapter is None or full else "adapter_off"
 
+    def loss(models, batch):
+        def of_trained(model, batch):
+            return task.loss({**models, role: model}, batch)
 
-def open_scorer(session: Session) -> Scorer:
-    """Log-probs of the session's policy and reference, as they are when asked."""
-    config = session.config
-    kind = keeps_reference(config, session.parts.adapter)
-    held = {"frozen": lambda: session.reference, "mixed": lambda: session.state.reference}
-    reference = None
-    if kind in held:
-        reference = lambda: {**session.frozen, **held[kind]()}  # noqa: E731
-    heat = config.sampling.temperature
-    return Scorer(
-        session.rebuild,
-        session.parts.mesh,
-        lambda: session.params,
-        reference,
-        impl=config.model.logp,
-        temperature=None if heat == 1.0 else heat,
-    )
+        return with_balance(of_trained, train=coef > 0)(models[role], batch)
 
-
-def count_microsteps(config: Config, mesh: jax.sharding.Mesh) -> int:
-    """Microsteps per optimizer step, from the accumulation or the global batch size."""
-    rows = config.data.micro_batch_size * row_shards(mesh)
-    wanted = config.data.global_batch_size
-    if wanted is None:
-        return config.optim.gradient_accumulation_steps
-    if wanted % rows:
-        raise UserError(
-            f"data.global_batch_size {wanted} is not a multiple of {rows}, the rows of one forward"
-            f" pass (data.micro_batch_size {config.data.micro_batch_size} on {row_shards(mesh)}"
-            " row shards); change one of them"
-        )
-    return wanted // rows
-
-
-def open_data(
-    config: Config, parts: Parts, microsteps: int, say: Callable[[str], None]
-) -> tuple[Source, int]:
-    """The training source and the number of optimizer steps of the run."""
-    shape = {
-        "seed": config.run.seed,
-        "rows_per_microstep": config.data.micro_batch_size * row_shards(parts.mesh),
-        "microsteps": microsteps,
-        "task": config.task,
-    }
-    epochs, total_steps = config.run.num_epochs, config.run.max_steps
-    if total_steps is None:
-        say("counting steps: tokenising and packing the data once")
-        total_steps = count_steps(config.data, parts.tokenizer, **shape, num_epochs=epochs)
-        say(f"{total_steps} steps in {epochs:g} epochs")
-    return open_source(config.data, parts.tokenizer, **shape, num_epochs=epochs), total_steps
+    return loss, {**task.coef, COMPONENT: coef} if coef > 0 else dict(task.coef)
 
 
 def start_state(session: Session, checkpoints: Checkpoints) -> None:
@@ -182,21 +124,13 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     Weights that are trained are not even read when there is a checkpoint, so that resuming needs
     no more memory than training.
     """
-    kind = keeps_reference(session.config, session.parts.adapter)
-    restored = checkpoints.restore(session.state)
+    seed = session.config.run.seed
+    restored = checkpoints.restore(session.state.tree())
     if restored is None:
-        params = open_params(session.parts, session.config.run.seed)
-        trained, session.frozen = split_trained(params, session.parts.adapter)
-        # Copies: the step donates what it trains.
-        copy = jax.tree.map(jnp.copy, trained) if kind in ("frozen", "mixed") else {}
-        session.reference = copy if kind == "frozen" else {}
-        session.state = init_state(trained, session.optimizer)
-        if kind == "mixed":
-            session.state = session.state._replace(reference=copy)
+        trained, session.frozen, copies = session.roles.open(seed)
+        session.state = init_state(trained, session.optimizer, copies)
         return
-    if kind == "frozen":
-        params = open_params(session.parts, session.config.run.seed)
-        session.reference, _ = split_trained(params, session.parts.adapter)
-    session.frozen = open_frozen(session.parts, session.config.run.seed)
-    session.state, session.start = restored.arrays, restored.step
-    session.source.restore(restored.cursor)
+    _, session.frozen, _ = session.roles.open(seed, trained=False)
+    session.state = State.of_tree(restored.arrays)
+    session.start = session.step = restored.step
+    session.rounds.restore(restored.cursor)

@@ -3,7 +3,6 @@
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +34,15 @@ class Pending(NamedTuple):
     """Whether its program was compiled first, which is no time of a step."""
 
 
-class Reader:
+class StepReader:
     """Turns a step's device output into the numbers that people watch."""
 
-    def __init__(self, session: Session, folder: Path):
+    def __init__(self, session: Session):
         config, architecture = session.config, session.parts.architecture
         device = jax.devices()[0]
-        self.folder = folder
+        self.session = session
         # Asked for step by step, it would wait behind the next step, which the devices already run.
-        steps = np.arange(session.total_steps)
+        steps = np.arange(session.rounds.total_steps)
         self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
         self.windows = architecture.windows()
         self.heads_width = architecture.num_attention_heads * architecture.head_size
@@ -84,7 +83,7 @@ class Reader:
     def explain(self, pending: Pending, output: Any) -> str:
         """Which step and batch was not finite; the batch is kept in a file."""
         bad = [int(i) for i in np.flatnonzero(~np.isfinite(output.micro_loss))]
-        path = self.folder / f"nonfinite_batch_step_{pending.step}.npz"
+        path = self.session.folder / f"nonfinite_batch_step_{pending.step}.npz"
         fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
         weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
         np.savez(path, **fields, **weights)

@@ -1,51 +1,46 @@
 """A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.peft import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft import open_peft
 from jaxtrain.config import Config, validate_config
-from jaxtrain.config.load import apply_overrides
-from jaxtrain.core.assemble import Parts, abstract_params, assemble, open_frozen, open_params
-from jaxtrain.core.step import State
+from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.core.roles import Held, Roles
+from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
-from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.run.checkpoint import load_checkpoint
+from jaxtrain.tasks import make_task
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Weights on the mesh, with what belongs to them."""
+class Trained(NamedTuple):
+    """What was trained, with what belongs to it."""
 
     config: Config
-    parts: Parts
-    params: Params
-    rebuild: Rebuild
-    """parameters.split_model's function from params to the model."""
-    step: int
-    """Steps trained by this project; 0 for a Hugging Face folder."""
-
-    @property
-    def model(self) -> Any:
-        return self.rebuild(self.params)
+    task: Task
+    held: Held
+    """The models on the mesh; step 0 for a Hugging Face folder."""
 
 
 def open_trained(
-    name: str, overrides: list[str], step: int | None = None, *, frozen: bool = True
+    name: str,
+    overrides: list[str],
+    step: int | None = None,
+    *,
+    frozen: bool = True,
+    beside: bool = False,
 ) -> Trained:
     """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
-    adapters only what it trained.
+    adapters only what it trained. beside: the method's other models, too.
     """
     path = Path(name)
     saved = path / "config.json"
-    table = json.loads(saved.read_text()) if saved.is_file() else {}
-    if not {"run", "model", "optim"} <= set(table):
+    table = read_saved(saved.read_text()) if saved.is_file() else {}
+    is_run = {"run", "model", "optim"} <= set(table)
+    if not is_run:
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path} holds checkpoints but {saved} is not a run's config")
         model, adapter = find_weights(path, name)
@@ -55,17 +50,27 @@ def open_trained(
             "adapter": adapter,
             "data": {"datasets": [{"path": "none"}], "sequence_len": 8},
         }
-        config = validate_config(apply_overrides(table, overrides), name)
-        parts = assemble(config)
-        return Trained(config, parts, open_params(parts, 0), abstract_params(parts)[1], step=0)
-    config = validate_config(apply_overrides(table, overrides), str(saved))
-    parts = assemble(config)
-    shapes, rebuild = abstract_params(parts)
-    wanted, _ = split_trained(shapes, parts.adapter)
-    found = load_checkpoint(path / "checkpoints", State(None, wanted, None), step)
-    base = open_frozen(parts, config.run.seed) if frozen else {}
-    params = {**base, **found.arrays.params}
-    return Trained(config, parts, params, rebuild, found.step)
+    origin = str(saved) if is_run else name
+    config = alone(validate_config(apply_overrides(table, overrides), origin))
+    task = make_task(config)
+    roles = Roles(task.roles)
+    if not beside:
+        roles = Roles({roles.trained: task.roles[roles.trained]})
+    if not is_run:
+        weights, base, _ = roles.open(0)
+        return Trained(config, task, Held(roles, {**base, **weights}, 0))
+    wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
+    found = load_checkpoint(path / "checkpoints", wanted, step)
+    base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
+    copies = {name: value for name, value in found.arrays.items() if name != "params"}
+    weights = {**base, **copies, **found.arrays["params"]}
+    return Trained(config, task, Held(roles, weights, found.step))
+
+
+def alone(config: Config) -> Config:
+    """The config of a run for who only looks at what it trained: no device is set aside."""
+    rollout = config.rollout.model_copy(update={"devices": 0})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def find_weights(path: Path, name: str) -> tuple[str, dict[str, str]]:

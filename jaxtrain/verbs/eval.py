@@ -7,50 +7,53 @@ from pathlib import Path
 import jax
 
 from jaxtrain.config import Config, load_config
-from jaxtrain.core.assemble import Parts, abstract_params, assemble, open_params
-from jaxtrain.core.step import make_eval
-from jaxtrain.core.trained import open_trained
+from jaxtrain.core.roles import Held, Roles
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
-from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.rollout.open import open_engine
+from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.problem_sets import open_problem_sets
+from jaxtrain.run.samples import SAMPLES
 from jaxtrain.run.sinks import JsonLines
-from jaxtrain.tasks import build_task
-from jaxtrain.train.evaluate import Evaluation, held_out_loss, open_eval
+from jaxtrain.tasks import make_task
+from jaxtrain.train.evaluate import Evaluation
+from jaxtrain.train.trained import alone, open_trained
 
 
 def evaluate_command(run: Path | None, config_path: str | None, overrides: list[str]) -> None:
-    """The verb `eval`: held-out loss and answered problems of a run's newest checkpoint, or of a
-    config's model. What is generated goes to the folder `eval` in the run's. Of several processes
-    the first answers, prints and writes."""
+    """The verb `eval`: held-out loss, the task's own numbers and answered problems of a run's
+    newest checkpoint, or of a config's model. What is generated goes to the folder `eval` in the
+    run's. Of several processes the first answers, prints and writes."""
     say = print if is_main_process() else silent
     if run is not None:
-        trained = open_trained(str(run), overrides)
-        config, parts, step = trained.config, trained.parts, trained.step
-        params, rebuild = trained.params, trained.rebuild
-        say(f"{run}, step {step}")
+        config, task, held = open_trained(str(run), overrides, beside=True)
+        say(f"{run}, step {held.step}")
     else:
-        config, step = load_config(config_path, overrides), 0
-        parts = assemble(config)
-        params, rebuild = open_params(parts, config.run.seed), abstract_params(parts)[1]
-    datasets, generates = config.data.eval_datasets, config.eval.problems or config.eval.sets
-    if not datasets and not generates:
-        raise UserError(
-            "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
-            " data.eval_datasets.0.path=..., eval.sets.0.path=... or eval.problems=..."
-        )
-    with jax.set_mesh(parts.mesh):
-        if datasets:
-            evaluate = make_eval(rebuild, build_task(config).loss)
+        config = alone(load_config(config_path, overrides))
+        task = make_task(config)
+        roles = Roles(task.roles)
+        trained, frozen, copies = roles.open(config.run.seed)
+        held = Held(roles, {**frozen, **copies, **trained}, 0)
+    datasets, sets = config.data.eval_datasets, config.eval.sets
+    evaluation = Evaluation(config, task, held.roles, say, Path())
+    with jax.set_mesh(task.mesh):
         for dataset in datasets:
-            means = held_out_loss(evaluate, params, open_eval(config, parts, dataset), parts.mesh)
+            means = evaluation.held_out(held, dataset)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             say(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
-        if generates:
+        own = task.evaluate(held, Scorer(lambda: held, impl=config.model.logp))
+        for name, value in own.items():
+            say(f"{name:<32} {value:.6g}")
+        if not (datasets or sets or own):
+            raise UserError(
+                "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
+                " data.eval_datasets.0.path=... or eval.sets.0.path=..."
+            )
+        if sets:
             of_run = run is not None and (run / "checkpoints").is_dir()
             folder = (run if of_run else Path(config.run.output_dir)) / "eval"
-            generate_into(folder, config, parts, params, rebuild, step, say)
+            generate_into(folder, config, task, held, say)
 
 
 def silent(text: str) -> None:
@@ -58,17 +61,11 @@ def silent(text: str) -> None:
 
 
 def generate_into(
-    folder: Path,
-    config: Config,
-    parts: Parts,
-    params: Params,
-    rebuild: Rebuild,
-    step: int,
-    say: Callable[[str], None],
+    folder: Path, config: Config, task: Task, held: Held, say: Callable[[str], None]
 ) -> None:
     """Let the weights answer what section eval asks; prints the numbers, appends them to
     metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew."""
-    samples = folder / "samples.jsonl"
+    parts, samples = held.roles.parts, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, say)
         if sets is not None:
@@ -79,20 +76,22 @@ def generate_into(
                 samples.write_text("")
             except OSError as error:
                 raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
-        engine = None
-        if config.eval.sets and config.rollout.engine == "vllm":
+        engine, kind = None, find_engine(config)
+        if kind.serves:
             # Adapters go to this folder, beside those of a run that may be under way.
             place = config.run.model_copy(update={"output_dir": str(folder)})
-            engine, publisher = open_engine(config.model_copy(update={"run": place}), parts, say)
+            engine, publisher = kind.open(config.model_copy(update={"run": place}), parts, say)
             stack.callback(publisher.close)
-            publisher.publish(0, params, rebuild)
-        evaluation = Evaluation(config, parts, say, samples, sets, engine)
-        found = evaluation.generate(params, rebuild, step)
+            publisher.publish(0, held.params(), held.roles.rebuild(held.roles.trained))
+        evaluation = Evaluation(
+            config, task, held.roles, say, folder, sets, engine, served=kind.serves
+        )
+        found = evaluation.generate(held)
         if is_main_process():
             file = JsonLines(folder / "metrics.jsonl")
-            file.start(step, step)
+            file.start(held.step, held.step)
             stack.callback(file.close, None)
-            file.write(step, found)
+            file.write(held.step, found)
     for name, value in found.items():
         say(f"{name:<32} {value:.6g}")
     say(f"answers: {samples}")

@@ -1,39 +1,48 @@
 """The verb `generate`: answers to prompts, from a file, the command line or a conversation."""
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import SamplingConfig
-from jaxtrain.core.trained import open_trained
-from jaxtrain.data.calculator import SYSTEM, TOOLS
-from jaxtrain.data.template import encode, prompt_tokens
-from jaxtrain.envs.calculator import end_of_turn_ids, list_turns, solve_problems
+from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.config.base import Section
+from jaxtrain.config.load import apply_overrides, validate
+from jaxtrain.data.template import encode, end_of_turn_ids, prompt_tokens
+from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.rollout.eval_sets import list_turns
+from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.types import Episode, EpisodeFailed
+from jaxtrain.train.trained import open_trained
 
 
 class Writer:
-    """A model that answers messages or continues text."""
+    """A model that answers messages, continues text or acts in an environment."""
 
     def __init__(self, name: str, overrides: list[str], raw: bool):
-        trained = open_trained(name, overrides)
-        self.tokenizer = trained.parts.tokenizer
+        # Section env on its own: the config of a run that has no use for it would refuse it.
+        of_env = [word for word in overrides if word.startswith("env.")]
+        others = [word for word in overrides if word not in of_env]
+        config, _, held = open_trained(name, others)
+        parts = held.roles.parts
+        table = apply_overrides({"env": config.env.model_dump()}, of_env)
+        self.env_config = validate(EnvSection, table, name).env
+        self.tokenizer = parts.tokenizer
         self.raw = raw
         if not raw and not self.tokenizer.chat_template:
             raise UserError(
                 f"{name} has no chat template: continue plain text with --raw, or name one with"
                 " model.chat_template=FILE"
             )
-        self.sampling: SamplingConfig = trained.config.sampling
-        ends = end_of_turn_ids(self.tokenizer) if not raw else frozenset()
-        eos = self.tokenizer.eos_token_id
+        self.sampling: SamplingConfig = config.sampling
         self.sampler = LocalSampler(
-            trained.model,
-            ends | ({eos} if eos is not None else set()),
-            max_len=trained.parts.architecture.max_position_embeddings,
+            held.model(),
+            end_of_turn_ids(self.tokenizer, raw),
+            max_len=parts.architecture.max_position_embeddings,
             to_text=self.tokenizer.decode,
         )
 
@@ -53,60 +62,95 @@ class Writer:
             self.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers
         ]
 
-    def play(self, question: str) -> list[str]:
-        """A conversation with the calculator agent about one question, a line a turn."""
-        system = {"role": "system", "content": SYSTEM}
-        row = {
-            "messages": [system, {"role": "user", "content": question}],
-            "tools": TOOLS,
-            # Nobody knows the answer, so nothing is judged; the first answer ends it.
-            "answers": ["nan"],
-        }
+    def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
+        """Episodes of rows in section env's environment, side by side."""
+        env = open_env(self.env_config, self.tokenizer)
 
-        def sample(prompts: list[list[int]]) -> list[list[int]]:
-            return [found.tokens for found in self.sampler.generate(prompts, self.sampling)]
+        async def run() -> list[Episode]:
+            engine = LocalEngine(self.sampler)
+            try:
+                return await asyncio.gather(
+                    *(env.run(row, engine, self.sampling, i) for i, row in enumerate(rows))
+                )
+            except EpisodeFailed as failure:
+                raise UserError(f"an episode came to nothing: {failure}") from None
+            finally:
+                await engine.close()
 
-        (episode,) = solve_problems(sample, self.tokenizer, [row])
-        return list_turns(episode)
+        return asyncio.run(run())
+
+
+class EnvSection(Section):
+    """Section env by itself."""
+
+    env: EnvConfig
 
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
-    if args.calculator and (args.raw or args.input or args.output or args.system):
-        raise UserError("generate: --calculator takes only --prompt, or asks for questions")
-    requests = read_requests(args)
+    if args.env and (args.raw or args.system):
+        raise UserError(
+            "generate: --env takes neither --raw nor --system; env.raw=true and env.system=TEXT say"
+            " the same to the environment single_turn"
+        )
+    if not args.env and any(word.startswith("env.") for word in args.overrides):
+        raise UserError("generate: keys of section env have no effect without --env")
+    rows = list_rows(args)
+    requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
     writer = Writer(args.model, args.overrides, args.raw)
-    if requests is None:
-        converse(writer, args.system, args.calculator)
+    if not rows:
+        converse(writer, args.system, args.env)
         return
-    if args.calculator:
-        for request in requests:
-            print("\n".join(writer.play(request["shown"])))
+    if args.env:
+        played = [env_row(row) for row, _ in rows]
+        write_records(args, played, list(map(describe_episode, writer.play(played))))
         return
     prompts = [request["prompt"] for request in requests]
     answers = writer.answer(prompts, [request.get("tools") for request in requests])
-    records = [
-        {**request["row"], "completion": answer}
+    found = [
+        ({"completion": answer}, f">>> {request['shown']}\n{answer}\n")
         for request, answer in zip(requests, answers, strict=True)
     ]
+    write_records(args, [request["row"] for request in requests], found)
+
+
+def write_records(
+    args: argparse.Namespace, rows: list[dict[str, Any]], found: list[tuple[dict[str, Any], str]]
+) -> None:
+    """Into the file --output, or to people. found: (keys to add to a row, text) for each row."""
     if args.output:
+        records = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
         args.output.write_text("".join(json.dumps(record) + "\n" for record in records))
         print(f"{len(records)} answers in {args.output}")
         return
-    for request, answer in zip(requests, answers, strict=True):
-        print(f">>> {request['shown']}\n{answer}\n")
+    for _, text in found:
+        print(text)
 
 
-def read_requests(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Prompts of --prompt and --input in order; None asks for a conversation."""
+def env_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as environments want it, with messages where it has only a prompt."""
+    text = row.get("prompt")
+    if isinstance(text, str) and "messages" not in row:
+        return {**row, "messages": [{"role": "user", "content": text}]}
+    return row
+
+
+def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
+    """(what --output keeps of it, what people read: a line a turn, and the rewards)."""
+    lines = [f"{role:>10}: {text}" for role, text in list_turns(episode)]
+    lines += [f"{'reward':>10}: {name} {value}" for name, value in episode.rewards.items()]
+    kept = {"completion": episode.completion, "rewards": episode.rewards}
+    return kept, "\n".join(lines) + "\n"
+
+
+def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:
+    """Rows of --prompt and --input in order, and where each stands; none: a conversation."""
     rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
     if args.input:
         rows += read_lines(args.input)
-    if not rows:
-        if args.output or args.raw:
-            raise UserError("generate: --raw and --output need --prompt or --input")
-        return None
-    return [read_request(row, origin, args) for row, origin in rows]
+    if not rows and (args.output or args.raw):
+        raise UserError("generate: --raw and --output need --prompt or --input")
+    return rows
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
@@ -153,8 +197,9 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
     }
 
 
-def converse(writer: Writer, system: str | None, calculator: bool) -> None:
-    """Talk until end of input; an empty line starts anew, and so does each calculator question."""
+def converse(writer: Writer, system: str | None, env: bool) -> None:
+    """Talk until end of input; an empty line starts anew. With `env` each line is a row of its own
+    for the environment."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     print("an empty line starts a new conversation; ctrl-d ends", file=sys.stderr)
@@ -164,8 +209,9 @@ def converse(writer: Writer, system: str | None, calculator: bool) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if calculator and text:
-            print("\n".join(writer.play(text)[1:]))
+        if env and text:
+            (episode,) = writer.play([env_row({"prompt": text})])
+            print(describe_episode(episode)[1])
             continue
         if not text:
             messages = list(start)

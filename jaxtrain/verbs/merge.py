@@ -10,8 +10,8 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import CONFIG, open_peft, write_peft
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.export import replace_folder
-from jaxtrain.core.trained import open_trained
 from jaxtrain.errors import UserError
+from jaxtrain.train.trained import open_trained
 
 
 def merge_command(
@@ -32,20 +32,20 @@ def merge_command(
         return
     is_run = (source / "checkpoints").is_dir()
     trained = open_trained(str(source), [], step, frozen=False) if is_run else None
-    if trained is None or trained.parts.adapter is None:
+    parts = None if trained is None else trained.held.roles.parts
+    if trained is None or parts is None or parts.adapter is None:
         raise UserError(
             f"merge: {source} is neither a run with an adapter nor a PEFT folder; a run that"
             " trained all weights needs only: jaxtrain export"
         )
-    base = base or (trained.config.model.path if trained.parts.folder else None)
+    base = base or (trained.config.model.path if parts.folder else None)
     if base is None:
         raise UserError(
             f"merge: the base of {source} has random weights; name the folder to merge into with"
             " --base"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        parts = trained.parts
-        write_peft(trained.params, parts.architecture, parts.adapter, temporary, base)
+        write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
         quantize = parts.adapter.quantize
         merge(base, Path(temporary), output, dtype, quantize)
 

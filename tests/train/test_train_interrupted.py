@@ -43,7 +43,6 @@ learning_rate = 1e-3
 gradient_accumulation_steps = 2
 [eval]
 every = 10
-problems = 0
 [checkpoint]
 every = {EVERY}
 keep = 3

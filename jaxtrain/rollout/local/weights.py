@@ -17,10 +17,9 @@ from jaxtrain.adapters.attach import split_trained
 from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import Linear
-from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.gather import gather_params
 from jaxtrain.parallel.mesh import is_main_process, make_mesh
-from jaxtrain.rollout.types import Publisher
 
 
 def sampling_devices(parts: Parts) -> list[jax.Device]:
@@ -105,26 +104,3 @@ class EvaluationWeights:
     def __call__(self, params: Params) -> Params:
         """To be called by every process; {} on all but process 0."""
         return gather_params(params, self.places) if self.copies else params
-
-
-class SharedPublisher:
-    """`rollout.types.Publisher` of a run of several processes: all gather, process 0 publishes."""
-
-    def __init__(self, own: Publisher | None, gather: Callable[[Params], Params]):
-        """own: on process 0. gather: makes what it publishes."""
-        self.own, self.gather = own, gather
-
-    def publish(self, version: int, params: Params, rebuild: Rebuild) -> dict[str, float]:
-        """As the own one; the others return as soon as their part is gathered."""
-        gathered = self.gather(params)
-        return {} if self.own is None else self.own.publish(version, gathered, rebuild)
-
-    def sleep(self) -> None:
-        """See types.Publisher."""
-        if self.own is not None:
-            self.own.sleep()
-
-    def close(self) -> None:
-        """See types.Publisher."""
-        if self.own is not None:
-            self.own.close()

@@ -19,7 +19,7 @@ from jaxtrain.hf.ops import Entry, Piece
 from jaxtrain.models.build import family, to_host
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.rollout.local.weights import SharedPublisher
+from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
