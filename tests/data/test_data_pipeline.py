@@ -10,16 +10,12 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
-from jaxtrain.data.pipeline import (
-    count_steps,
-    eval_batches,
-    open_part,
-    open_source,
-    probe_dataset,
-)
+from jaxtrain.data.pipeline import count_steps, eval_batches, open_source
+from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.data.tree import Tree
 from jaxtrain.data.tree_preview import describe_part
+from jaxtrain.data.trees import Trees
 from jaxtrain.errors import UserError
 
 TREES = DatasetConfig(
@@ -45,15 +41,15 @@ def read(source, count):
 def test_the_builtin_data_become_batches(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
     data = make_data(dataset, sequence_len=512)
-    steps = count_steps(data, tokenizer, **STEP)
-    source = open_source(data, tokenizer, **STEP, num_epochs=1)
+    steps = count_steps(data, Sequences(data, tokenizer), **STEP)
+    source = open_source(data, Sequences(data, tokenizer), **STEP, num_epochs=1)
     batches = read(source, 100)
     assert len(batches) == steps
     for batch in batches:
         check_batch(batch)
         assert batch.tokens.shape == (1, 2, 512)
     assert source.counters()["rows_read"] == 30
-    held_out = list(eval_batches(dataset, data, tokenizer, 2))
+    held_out = list(eval_batches(dataset, data, Sequences(data, tokenizer), 2))
     assert sum(np.count_nonzero(b.weights["nll"]) for b in held_out) == sum(
         np.count_nonzero(b.weights["nll"]) for b in batches
     )
@@ -64,7 +60,7 @@ def test_the_builtin_data_become_batches(tokenizer):
 def test_steps_of_units_resume_and_count(tokenizer, mode, packing):
     task = TreeTask(mode=mode, units_per_step=3)
     data = make_data(TREES, packing=packing, length_buckets=[16, 32, 48])
-    source = open_source(data, tokenizer, **STEP, task=task)
+    source = open_source(data, Trees(task, data, tokenizer), **STEP)
     states, expected = [], []
     for _ in range(6):
         states.append(json.loads(json.dumps(source.state())))
@@ -72,14 +68,14 @@ def test_steps_of_units_resume_and_count(tokenizer, mode, packing):
         check_batch(expected[-1])
         assert expected[-1].tokens.shape[-1] in source.lengths
     for cut, state in enumerate(states):
-        resumed = open_source(data, tokenizer, **STEP, task=task)
+        resumed = open_source(data, Trees(task, data, tokenizer), **STEP)
         resumed.restore(state)
         for left, right in zip(read(resumed, 6 - cut), expected[cut:], strict=True):
             np.testing.assert_array_equal(left.tokens, right.tokens)
             np.testing.assert_array_equal(left.weights["nll"], right.weights["nll"])
         resumed.close()
-    finite = open_source(data, tokenizer, **STEP, task=task, num_epochs=2)
-    steps = count_steps(data, tokenizer, **STEP, task=task, num_epochs=2)
+    finite = open_source(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)
+    steps = count_steps(data, Trees(task, data, tokenizer), **STEP, num_epochs=2)
     assert len(read(finite, 1000)) == steps
 
 
@@ -88,7 +84,7 @@ def test_grouped_steps_hold_the_same_trees_with_the_same_total_weight(tokenizer)
     steps = {}
     for mode in ("tree", "grouped"):
         task = TreeTask(mode=mode, units_per_step=2)
-        steps[mode] = read(open_source(data, tokenizer, **STEP, task=task), 5)
+        steps[mode] = read(open_source(data, Trees(task, data, tokenizer), **STEP), 5)
     for tree, grouped in zip(steps["tree"], steps["grouped"], strict=True):
         # float32 weights, rounded once each
         total = tree.weights["nll"].sum(dtype=float)
@@ -102,24 +98,28 @@ def test_grouped_steps_hold_the_same_trees_with_the_same_total_weight(tokenizer)
 
 def test_normalisation_by_tree_gives_each_tree_one_vote(tokenizer):
     task = TreeTask(normalise="tree", units_per_step=4)
-    for batch in read(open_source(make_data(TREES), tokenizer, **STEP, task=task), 3):
+    for batch in read(
+        open_source(make_data(TREES), Trees(task, make_data(TREES), tokenizer), **STEP), 3
+    ):
         np.testing.assert_allclose(batch.weights["nll"].sum(dtype=float), 4, rtol=1e-5)
 
 
 def test_trees_are_packed_up_to_max_packed_tokens(tokenizer):
     task = TreeTask(max_packed_tokens=100)
-    source = open_source(make_data(TREES), tokenizer, **STEP, task=task)
+    source = open_source(make_data(TREES), Trees(task, make_data(TREES), tokenizer), **STEP)
     (batch,) = next(source)
     check_batch(batch)
     assert batch.tokens.shape == (1, 2, 100)
     assert batch.positions.max() < 64
-    held_out = list(eval_batches(TREES, make_data(), tokenizer, 2, task))
+    held_out = list(eval_batches(TREES, make_data(), Trees(task, make_data(), tokenizer), 2))
     assert {b.tokens.shape for b in held_out} == {(1, 2, 100)}
 
 
 def test_evaluation_is_on_whole_trees_whatever_the_mode(tokenizer):
     def evaluate(mode):
-        return list(eval_batches(TREES, make_data(), tokenizer, 2, TreeTask(mode=mode)))
+        return list(
+            eval_batches(TREES, make_data(), Trees(TreeTask(mode=mode), make_data(), tokenizer), 2)
+        )
 
     for left, right in zip(evaluate("tree"), evaluate("per_branch"), strict=True):
         np.testing.assert_array_equal(left.tokens, right.tokens)
@@ -135,7 +135,7 @@ def test_evaluation_is_on_whole_trees_whatever_the_mode(tokenizer):
 def test_wrong_options_of_the_generator_are_named(tokenizer, options, message):
     dataset = DatasetConfig(path="builtin:caterpillar", options=options)
     with pytest.raises(UserError, match=message):
-        open_part(dataset, make_data(dataset), tokenizer, TreeTask())
+        Trees(TreeTask(), make_data(dataset), tokenizer).open(dataset)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +147,20 @@ def test_wrong_tools_files_are_named(tokenizer, tmp_path, content, message):
         path.write_text(content)
     dataset = TREES.model_copy(update={"tools": str(path)})
     with pytest.raises(UserError, match=message):
-        open_part(dataset, make_data(dataset), tokenizer, TreeTask())
+        Trees(TreeTask(), make_data(dataset), tokenizer).open(dataset)
 
 
 def test_group_by_an_unknown_column_names_those_there_are(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 3})
     with pytest.raises(UserError, match="task.group_by 'task' is no column .* messages"):
-        open_part(dataset, make_data(dataset), tokenizer, TreeTask(group_by="task"))
+        Trees(TreeTask(group_by="task"), make_data(dataset), tokenizer).open(dataset)
 
 
 def test_calculator_conversations_branch_where_the_agent_thinks(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 20})
     for rendering in ("template", "chatml"):
         task = TreeTask(rendering=rendering)
-        part = open_part(dataset, make_data(dataset, sequence_len=512), tokenizer, task)
+        part = Trees(task, make_data(dataset, sequence_len=512), tokenizer).open(dataset)
         for index in range(20):
             (tree,) = part.tokenise(part.rows[index], "")
             thoughts = sum(
@@ -187,11 +187,11 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
     )
     data = make_data(dataset, sequence_len=60_000)
     task = TreeTask(rendering=rendering, max_packed_tokens=120_000)
-    part = open_part(dataset, data, tokenizer, task)
+    part = Trees(task, data, tokenizer).open(dataset)
     chains = [part.tokenise(part.rows[i], "")[0] for i in range(4)]
     assert [tree.num_branches for tree in chains] == [1] * 4
     grouped = task.model_copy(update={"group_by": "task_id"})
-    part = open_part(dataset, data, tokenizer, grouped)
+    part = Trees(grouped, data, tokenizer).open(dataset)
     trial_rows = part.rows[0]["group"]
     assert [row["trial"] for row in trial_rows] == [0, 1]
     (tree,) = part.tokenise(part.rows[0], "")
@@ -200,22 +200,22 @@ def test_trials_of_a_task_share_their_beginning(tokenizer, rendering):
 
 
 def test_a_probe_says_how_the_data_branch_or_why_they_do_not(tokenizer):
-    found = probe_dataset(TREES, make_data(), tokenizer, TreeTask(mode="grouped"))
+    found = Trees(TreeTask(mode="grouped"), make_data(), tokenizer).probe(TREES)
     assert str(found) == (
         "builtin:caterpillar: 7 rows, the first 28 trees have 1.0 branches on average"
     )
-    assert "have 4.0 branches" in str(probe_dataset(TREES, make_data(), tokenizer, TreeTask()))
+    assert "have 4.0 branches" in str(Trees(TreeTask(), make_data(), tokenizer).probe(TREES))
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
-    assert "format chat" in str(probe_dataset(dataset, make_data(sequence_len=512), tokenizer))
+    assert "format chat" in str(Sequences(make_data(sequence_len=512), tokenizer).probe(dataset))
     with pytest.raises(
         UserError, match="none of the rows looked at gives a tree:\n  16 x too long"
     ):
-        probe_dataset(dataset, make_data(sequence_len=16), tokenizer, TreeTask())
+        Trees(TreeTask(), make_data(sequence_len=16), tokenizer).probe(dataset)
 
 
 def test_preprocess_shows_outlines_workload_and_drops(tokenizer):
     dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 30})
-    part = open_part(dataset, make_data(sequence_len=120), tokenizer, TreeTask())
+    part = Trees(TreeTask(), make_data(sequence_len=120), tokenizer).open(dataset)
     text = describe_part(part, tokenizer, num_samples=2)
     assert text.count("├─ think") >= 2 and "<think>" in text
     assert "30 rows" in text and "pair ratio" in text and "dropped: too long: " in text

@@ -1,7 +1,6 @@
 """Sets of problems: pass@k against its definition, answers by scripted engines."""
 
 import asyncio
-import io
 import itertools
 import json
 
@@ -13,13 +12,14 @@ from jaxtrain.rollout.eval_sets import (
     FIRST_INDEX,
     Answered,
     answer_set,
+    list_answers,
     pass_at,
     set_sampling,
     show_extremes,
     summarise,
-    write_answers,
 )
 from jaxtrain.rollout.types import Episode, EpisodeFailed
+from jaxtrain.run.samples import SAMPLES, append_samples
 
 
 @pytest.mark.parametrize("k, solved", [(1, 0), (1, 1), (4, 0), (4, 1), (4, 3), (4, 4), (6, 2)])
@@ -93,16 +93,15 @@ def test_answers_without_a_verdict_are_counted():
     assert numbers["unjudged"] == 1 and numbers["avg@4"] == 0.75 and numbers["reward"] == 0.75
 
 
-def test_answers_can_be_read():
+def test_answers_can_be_read(tmp_path):
     one = Answered({}, [episode("bad " * 99, finish="length"), episode("good")], [{}, {}], [0, 1])
     lines = show_extremes([one], 1, width=40)
     assert lines[0].startswith("best: reward 1, 1 tokens") and "good" in lines[2]
     assert lines[3].startswith("worst: reward 0") and "(length)" in lines[3]
     assert all(len(line) <= 40 + 12 for line in lines)
     assert len(show_extremes([one], 5)) == 6, "nothing is both best and worst"
-    file = io.StringIO()
-    write_answers(file, 7, "mine", [one])
-    rows = [json.loads(line) for line in file.getvalue().splitlines()]
+    append_samples(tmp_path, 7, list_answers("mine", [one]))
+    rows = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
     assert [(row["step"], row["set"], row["reward"]) for row in rows] == [
         (7, "mine", 0),
         (7, "mine", 1),

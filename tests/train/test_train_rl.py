@@ -11,7 +11,7 @@ from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import AdapterConfig, Config, RLTask
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.train.session import keeps_reference
+from jaxtrain.tasks.rl import keeps_reference
 
 CONFIG = f"""
 [run]
@@ -58,7 +58,7 @@ def run(config, folder, *words) -> list[dict]:
 
 
 def read_params(folder, step):
-    from jaxtrain.core.trained import open_trained
+    from jaxtrain.train.trained import open_trained
 
     trained = open_trained(str(folder), [], step)
     return {path: np.asarray(value) for path, value in trained.params.items()}
@@ -211,9 +211,9 @@ def test_tables_that_an_adapter_folder_trains_in_full_are_part_of_the_reference(
         return keeps_reference(Config.model_construct(task=task, adapter=AdapterConfig()), adapter)
 
     tables = Adapter({}, ("embed.embedding",))
-    assert kept("auto", None) == "frozen"
-    assert kept("auto", Adapter({})) == "adapter_off"
-    assert kept("auto", tables) == "frozen"
-    assert kept("frozen", tables) == "frozen"
+    assert kept("auto", None) == "start"
+    assert kept("auto", Adapter({})) == "bare"
+    assert kept("auto", tables) == "start"
+    assert kept("frozen", tables) == "start"
     with pytest.raises(UserError, match="embed.embedding"):
         kept("adapter_off", tables)

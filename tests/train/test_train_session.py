@@ -9,9 +9,11 @@ from toy_run import EVEN_TOKENS, MODEL
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import validate_config
 from jaxtrain.core.assemble import assemble
+from jaxtrain.data.pipeline import Source
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import pool
-from jaxtrain.rollout import open as rollouts
+from jaxtrain.rollout.local import engine
+from jaxtrain.tasks import make_task, rl
 from jaxtrain.train import session
 
 SFT = {
@@ -49,45 +51,46 @@ def refuse(*_):
     raise UserError("it is broken")
 
 
-def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers):
+def test_a_reference_that_cannot_be_is_told_before_anything_opens(workers, monkeypatch):
     config = validate_config(
         {**RL, "task": {**RL["task"], "reference": "adapter_off"}, "adapter": {"kind": "lora"}},
         "a test",
     )
-    parts = dataclasses.replace(assemble(config), adapter=Adapter({}, ("embed.embedding",)))
+    broken = dataclasses.replace(assemble(config), adapter=Adapter({}, ("embed.embedding",)))
+    monkeypatch.setattr(rl, "assemble", lambda *_: broken)
     with pytest.raises(UserError, match="embed.embedding"):
-        session.open_session(config, parts, print)
+        session.open_session(config, make_task(config), print)
     assert not workers
 
 
 def test_reward_workers_end_when_a_later_part_fails(workers, monkeypatch):
     config = validate_config(RL, "a test")
     closed = []
-    close = rollouts.LocalPublisher.close
+    close = engine.LocalPublisher.close
     monkeypatch.setattr(
-        rollouts.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
+        engine.LocalPublisher, "close", lambda self: (closed.append(self), close(self))
     )
     monkeypatch.setattr(session, "make_step", refuse)
     with pytest.raises(UserError, match="it is broken"):
-        session.open_session(config, assemble(config), lambda line: None)
+        session.open_session(config, make_task(config), lambda line: None)
     assert [process.poll() is not None for process in workers] == [True]
     assert len(closed) == 1
 
 
 def test_the_source_is_closed_when_a_later_part_fails(monkeypatch):
     config, closed = validate_config(SFT, "a test"), []
-    close = session.Source.close
-    monkeypatch.setattr(session.Source, "close", lambda self: (closed.append(self), close(self)))
-    parts = assemble(config)
+    close = Source.close
+    monkeypatch.setattr(Source, "close", lambda self: (closed.append(self), close(self)))
+    task = make_task(config)
     with monkeypatch.context() as patch:
         patch.setattr(session, "build_optimizer", refuse)
         with pytest.raises(UserError, match="it is broken"):
-            session.open_session(config, parts, print)
+            session.open_session(config, task, print)
     assert len(closed) == 1
-    opened = session.open_session(config, parts, print)
+    opened = session.open_session(config, task, print)
     assert len(closed) == 1  # one that opened stays open until it is told to close
-    opened.close()
-    assert closed[1:] == [opened.source]
+    opened.rounds.close()
+    assert closed[1:] == [opened.rounds.source]
 
 
 def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
@@ -111,5 +114,5 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
     rollout = {"engine": "vllm", "vllm": vllm, "reward_workers": 1}
     config = validate_config({**RL, "rollout": rollout}, "a test")
     with pytest.raises(UserError, match="it is broken"):
-        session.open_session(config, assemble(config), lambda line: None)
+        session.open_session(config, make_task(config), lambda line: None)
     assert told == ["open", "close"]

@@ -7,10 +7,11 @@ from importlib.resources import files
 import pytest
 
 from jaxtrain.config import validate_config
-from jaxtrain.core.assemble import assemble, check_trees
 from jaxtrain.errors import UserError
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.qwen3 import Config as Qwen3
+from jaxtrain.tasks import make_task
+from jaxtrain.tasks.tree import check_trees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ def tree_config(kind="tree", path="builtin:caterpillar", **task):
         "data": {"datasets": [{"path": path}]},
         "task": {"kind": kind, **task},
         "run": {"max_steps": 1},
+        "sampling": {"temperature": 1.0},
     }
     return validate_config(table, "test")
 
@@ -35,15 +37,10 @@ def recurrent(config):
     return Recurrent.from_hf(config.model.architecture)
 
 
-@pytest.mark.parametrize("model", ["model.architecture", "model.path"])
-def test_tree_mode_is_refused_naming_both_keys(model):
+def test_tree_mode_is_refused_naming_a_way_out():
     config = tree_config()
-    architecture = recurrent(config)
-    if model == "model.path":
-        section = config.model.model_copy(update={"path": "somewhere", "architecture": None})
-        config = config.model_copy(update={"model": section})
-    with pytest.raises(UserError, match=rf'task.mode "tree".*{model} is Qwen3ForCausalLM.*grouped'):
-        check_trees(config, architecture)
+    with pytest.raises(UserError, match=r'task.mode "tree".* Qwen3ForCausalLM.*grouped'):
+        check_trees(config, recurrent(config))
 
 
 @pytest.mark.parametrize("mode", ["grouped", "per_branch", "current_rl", "flat"])
@@ -53,18 +50,15 @@ def test_modes_of_flat_rows_pass_unless_whole_trees_are_evaluated(mode):
     held_out = [*config.data.datasets]
     data = config.data.model_copy(update={"eval_datasets": held_out})
     config = config.model_copy(update={"data": data})
-    with pytest.raises(UserError, match="data.eval_datasets.*model.architecture"):
+    with pytest.raises(UserError, match="data.eval_datasets"):
         check_trees(config, recurrent(config))
 
 
-def test_sft_does_not_care():
-    config = tree_config("sft", "builtin:calculator")
-    check_trees(config, recurrent(config))
-
-
-def test_the_check_is_part_of_assembly(monkeypatch):
-    config = tree_config()
-    assemble(config)
+@pytest.mark.parametrize("task", [{"kind": "tree"}, {"kind": "rl"}])
+def test_every_task_that_packs_trees_checks(monkeypatch, task):
+    path = "builtin:caterpillar" if task["kind"] == "tree" else "builtin:calculator"
+    config = tree_config(path=path, **task)
+    make_task(config)
     monkeypatch.setattr(ARCHITECTURES["Qwen3ForCausalLM"].Config, "mixes_by_attention_only", False)
     with pytest.raises(UserError, match="mix tokens other than by attention"):
-        assemble(config)
+        make_task(config)

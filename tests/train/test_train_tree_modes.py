@@ -21,6 +21,7 @@ from jaxtrain.data.pack import build_batch, lay_out, stack_batches
 from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.row_views import SyntheticTurns
 from jaxtrain.data.tree import Group
+from jaxtrain.data.trees import Trees
 from jaxtrain.data.turns import Trained, make_turns
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
@@ -156,7 +157,7 @@ def train(mode: str, steps: int, num_rows: int) -> np.ndarray:
     }
     data = DataConfig(sequence_len=96, packing=False, datasets=[dataset])
     task = TreeTask(mode=mode, units_per_step=UNITS[mode])
-    source = open_source(data, None, seed=0, rows_per_microstep=2, microsteps=1, task=task)
+    source = open_source(data, Trees(task, data, None), seed=0, rows_per_microstep=2, microsteps=1)
     adamw = optax.adamw(1e-3, weight_decay=0.01)
     losses = []
     with trainer(adamw, max_grad_norm=1.0) as (state, step, mesh):
