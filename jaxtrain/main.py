@@ -177,7 +177,7 @@ def run_generate(argv: list[str]) -> None:
         help="play section env's environment; env.key=value changes it",
     )
     parser.add_argument("--system", help="system message of a conversation")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.generate import generate_command
 
     generate_command(args)

@@ -135,7 +135,7 @@ def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) ->
             lines += [
                 f"{title}: reward {total:g}, {episode.num_sampled} tokens"
                 f" ({episode.finish_reason})",
-                *(f"  {role:>10}: {shorten(text, width)}" for role, text in list_turns(episode)),
+                *(f"{role:>10}: {shorten(text, width)}" for role, text in list_turns(episode)),
             ]
     return lines
 

@@ -1,13 +1,18 @@
+import asyncio
 import json
 
 import pytest
 
+from jaxtrain.config import SamplingConfig
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.messages import read_messages
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs import calculator
-from jaxtrain.envs.calculator import CalculatorError, accuracy, evaluate, solve_problems
+from jaxtrain.envs.calculator import CalculatorEnv, evaluate
+from jaxtrain.envs.turns import ToolCallError
 from jaxtrain.errors import UserError
+from jaxtrain.rollout.round_metrics import average_env_metrics
+from jaxtrain.rollout.types import Completion
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_evaluate(expression, value):
     ],
 )
 def test_evaluate_refuses(expression):
-    with pytest.raises(CalculatorError):
+    with pytest.raises(ToolCallError):
         evaluate(expression)
 
 
@@ -120,28 +125,31 @@ def tokenizer():
 
 
 class Player:
-    """A sampler that plays the rows' own conversations, found by their first question."""
+    """An engine that plays the rows' own conversations, found by their first question."""
+
+    version = 0
 
     def __init__(self, tokenizer, rows, change=lambda turn, text: text):
-        self.tokenizer, self.change, self.sizes = tokenizer, change, []
+        self.tokenizer, self.change = tokenizer, change
         self.scripts = {}
         for row in rows:
-            messages = read_messages(row["messages"], {}, {})
-            text = tokenizer.apply_chat_template(messages, tools=row["tools"], tokenize=False)
             head = "<|im_start|>assistant\n"
-            turns = [part.partition("<|im_end|>")[0] for part in text.split(head)[1:]]
-            self.scripts[messages[1]["content"]] = turns
+            turns = [part.partition("<|im_end|>")[0] for part in render(tokenizer, row).split(head)]
+            self.scripts[row["messages"][1]["content"]] = turns[1:]
 
-    def __call__(self, prompts):
-        self.sizes.append(len(prompts))
-        return [self.play(self.tokenizer.decode(prompt)) for prompt in prompts]
-
-    def play(self, text):
+    async def generate(self, prompt, sampling, stop_ids=(), index=0):
+        text = self.tokenizer.decode(prompt)
         assert text.endswith("<|im_start|>assistant\n")
         question = text.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         turn = text.count("<|im_start|>assistant\n") - 1
         said = self.change(turn, self.scripts[question][turn] + "<|im_end|>")
-        return self.tokenizer(said)["input_ids"]
+        tokens = self.tokenizer(said)["input_ids"]
+        return Completion(tokens, [-0.5] * len(tokens), "stop", [0] * len(tokens))
+
+
+def render(tokenizer, row):
+    messages = read_messages(row["messages"], {}, {})
+    return tokenizer.apply_chat_template(messages, tools=row["tools"], tokenize=False)
 
 
 def unique_rows(count, **options):
@@ -149,94 +157,63 @@ def unique_rows(count, **options):
     return list(rows.values())
 
 
+def play(tokenizer, engine, rows, **options):
+    env = CalculatorEnv(tokenizer, **options)
+    return [asyncio.run(env.run(row, engine, SamplingConfig(), 0)) for row in rows]
+
+
 def test_right_player_solves_all(tokenizer):
     rows = unique_rows(40, split="test")
-    player = Player(tokenizer, rows)
-    episodes = solve_problems(player, tokenizer, rows)
-    assert accuracy(episodes) == 1.0 and {e.stop for e in episodes} == {"solved"}
-    # Side by side: a round for each turn of the longest conversation, over those still open.
-    assert player.sizes[0] == len(rows) and len(player.sizes) == max(e.num_turns for e in episodes)
+    episodes = play(tokenizer, Player(tokenizer, rows), rows)
+    assert average_env_metrics(episodes)["env/accuracy"] == 1.0
     for episode, row in zip(episodes, rows, strict=True):
-        messages = read_messages(row["messages"], {}, {})
-        text = tokenizer.apply_chat_template(messages, tools=row["tools"], tokenize=False)
+        assert episode.rewards == {"solved": 1.0}
+        assert episode.metrics["turns"] == 2 * len(row["answers"])
         # The world's part and the model's make the very tokens that training sees.
-        assert tokenizer(text)["input_ids"][:-1] == episode.tokens
-        assert len(episode.tokens) == len(episode.generated)
-
-
-def test_what_the_model_wrote_is_kept_token_for_token(tokenizer):
-    """A model that spells its call in single bytes reads single bytes back, not merged tokens."""
-    row = CalculatorRows(1, follow_up=0)[0]
-    spelled = []
-    for character in f"{call(row['problems'][0])}":
-        spelled += tokenizer(character)["input_ids"]
-    end = tokenizer.eos_token_id
-    seen = []
-
-    def generate(prompts):
-        seen.append(prompts[0])
-        final = f"The answer is {row['answers'][0]}."
-        return [[*spelled, end] if len(seen) == 1 else [*tokenizer(final)["input_ids"], end]]
-
-    [episode] = solve_problems(generate, tokenizer, [row])
-    assert episode.stop == "solved"
-    start = len(seen[0])
-    assert seen[1][start : start + len(spelled) + 1] == [*spelled, end]
-    written = [t for t, mine in zip(episode.tokens, episode.generated, strict=True) if mine]
-    assert written[: len(spelled) + 1] == [*spelled, end]
-    assert f"<tool_response>{row['answers'][0]}</tool_response>" in episode.transcript
+        assert tokenizer(render(tokenizer, row))["input_ids"][:-1] == episode.tokens
 
 
 @pytest.mark.parametrize(
-    "change, stop",
+    "change, turns",
     [
-        (lambda turn, text: text.replace("answer is ", "answer is 9"), "wrong answer"),
-        (lambda turn, text: text.replace("<|im_end|>", ""), "unfinished turn"),
-        (lambda turn, text: "<tool_call>{}</tool_call><|im_end|>", "too many turns"),
-        (lambda turn, text: "", "unfinished turn"),
+        (lambda turn, text: text.replace("answer is ", "answer is 9"), 2),
+        (lambda turn, text: text.replace("<|im_end|>", ""), 1),
+        (lambda turn, text: "<tool_call>{}</tool_call><|im_end|>", 4),
+        (lambda turn, text: "", 1),
     ],
+    ids=["wrong answer", "unfinished turn", "too many turns", "nothing said"],
 )
-def test_wrong_players(tokenizer, change, stop):
-    rows = unique_rows(5)
-
-    def generate(prompts):
-        if stop == "too many turns":
-            return [tokenizer(change(0, ""))["input_ids"] for _ in prompts]
-        return Player(tokenizer, rows, change)(prompts)
-
-    episodes = solve_problems(generate, tokenizer, rows, max_turns=4)
-    assert {e.stop for e in episodes} == {stop} and accuracy(episodes) == 0.0
+def test_wrong_players(tokenizer, change, turns):
+    rows = unique_rows(5, follow_up=0)
+    player = Player(tokenizer, rows, change)
+    player.scripts = {question: turns * 2 for question, turns in player.scripts.items()}
+    for episode in play(tokenizer, player, rows, max_turns=4):
+        assert episode.rewards == {"solved": 0.0} and episode.metrics["accuracy"] == (0.0, 1.0)
+        assert episode.metrics["turns"] == turns
 
 
-def test_partly_right(tokenizer):
-    rows = [row for row in unique_rows(60) if len(row["answers"]) == 2][:3]
+def test_accuracy_counts_questions_and_the_reward_conversations(tokenizer):
+    rows = unique_rows(60)
+    two = [row for row in rows if len(row["answers"]) == 2][:3]
+    three = next(row for row in rows if len(row["answers"]) == 3)
+    one = next(row for row in rows if len(row["answers"]) == 1)
+    rows = [*two, three, one]
     player = Player(tokenizer, rows, lambda turn, text: text if turn < 3 else "0<|im_end|>")
-    episodes = solve_problems(player, tokenizer, rows)
-    assert [e.share_right for e in episodes] == [0.5] * 3 and accuracy(episodes) == 0.5
+    episodes = play(tokenizer, player, rows)
+    assert [e.rewards["solved"] for e in episodes] == [0.5, 0.5, 0.5, pytest.approx(1 / 3), 1.0]
+    found = average_env_metrics(episodes)
+    assert found["env/accuracy"] == 5 / 10 and found["env/turns"] == (4 * 4 + 2) / 5
+    assert average_env_metrics([]) == {}
 
 
-def test_accuracy_of_nothing():
-    assert accuracy([]) == 0.0
-
-
-def test_template_that_rewrites_history_is_refused(tokenizer):
-    other = load_tokenizer("builtin")
-    other.chat_template = (
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    rows = unique_rows(3)
-    with pytest.raises(UserError, match="rewrites"):
-        solve_problems(
-            lambda ps: [tokenizer(call("1 + 1") + "<|im_end|>")["input_ids"] for _ in ps],
-            other,
-            rows,
-        )
-
-
-def test_turn_without_end_is_refused():
-    other = load_tokenizer("builtin")
-    other.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(UserError, match="end-of-turn"):
-        solve_problems(lambda ps: [[1] for _ in ps], other, unique_rows(1))
+def test_a_row_without_answers_is_played_and_not_judged(tokenizer):
+    row = next(row for row in unique_rows(60) if len(row["answers"]) == 2)
+    bare = {"messages": [m for m in row["messages"] if m["role"] == "user"]}
+    asked = play(tokenizer, Player(tokenizer, [row]), [row])
+    [episode] = play(tokenizer, Player(tokenizer, [row]), [bare])
+    assert episode.tokens == asked[0].tokens, "the agent's own system message and tool"
+    assert episode.rewards == {} and episode.metrics == {"turns": 4.0}
+    with pytest.raises(UserError, match="1 answers to 2 questions"):
+        play(tokenizer, Player(tokenizer, [row]), [{**row, "answers": ["3"]}])
+    with pytest.raises(UserError, match="has only prompt"):
+        play(tokenizer, Player(tokenizer, [row]), [{"prompt": "What is 1 + 1?"}])

@@ -1,6 +1,7 @@
 """Environments with scripted engines: tokens stay as drawn, what the world says is not trained."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -9,6 +10,7 @@ from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.rollout.eval_sets import list_turns
 from jaxtrain.rollout.types import Completion
 
 SAMPLING = SamplingConfig(max_new_tokens=64, temperature=1.0)
@@ -19,13 +21,18 @@ class Script:
 
     version = 3
 
-    def __init__(self, tokenizer, texts, finish_reason="stop"):
+    def __init__(self, tokenizer, texts, finish_reason="stop", spelling=False):
         self.tokenizer, self.texts, self.finish_reason = tokenizer, list(texts), finish_reason
-        self.asked = []
+        self.spelling, self.asked = spelling, []
+
+    def encode(self, text):
+        parts = re.findall(r"<\|?\w+\|?>|.", text) if self.spelling else [text]
+        ids = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        return [token for part in ids for token in part]
 
     async def generate(self, prompt, sampling, stop_ids=(), index=0):
         self.asked.append((list(prompt), tuple(stop_ids), index))
-        tokens = self.tokenizer(self.texts.pop(0), add_special_tokens=False)["input_ids"]
+        tokens = self.encode(self.texts.pop(0))
         logprobs = [-0.5 - i for i in range(len(tokens))]
         return Completion(tokens, logprobs, self.finish_reason, [3] * len(tokens))
 
@@ -44,16 +51,19 @@ def call(expression):
     return f"<think>so</think> <tool_call>{arguments}</tool_call><|im_end|>"
 
 
-def test_calculator_trains_what_the_policy_drew_and_nothing_else(tokenizer):
+def test_many_turns_train_what_the_policy_drew_and_nothing_else(tokenizer):
+    """A policy that spells its call in single bytes reads single bytes back, not merged tokens."""
     row = CalculatorRows(1, seed=3, follow_up=0)[0]
-    engine = Script(tokenizer, [call("2 + 2"), f"It is {row['answers'][0]}.<|im_end|>"])
+    texts = [call("2 + 2"), f"It is {row['answers'][0]}.<|im_end|>"]
+    engine = Script(tokenizer, texts, spelling=True)
     episode = play(open_env(EnvConfig(kind="calculator"), tokenizer), row, engine)
-    assert episode.rewards == {"solved": 1.0} and episode.metrics == {"turns": 2.0}
+    assert episode.rewards == {"solved": 1.0}
+    assert episode.metrics == {"turns": 2.0, "accuracy": (1.0, 1.0)}
     assert len(episode.tokens) == len(episode.sampled) == len(episode.logprobs)
     assert len(episode.versions) == len(episode.tokens)
     drawn = [t for t, yes in zip(episode.tokens, episode.sampled, strict=True) if yes]
-    said = tokenizer.decode(drawn)
-    assert said == call("2 + 2") + f"It is {row['answers'][0]}.<|im_end|>"
+    assert drawn == [token for text in texts for token in engine.encode(text)]
+    assert drawn != tokenizer("".join(texts))["input_ids"]
     for yes, logprob, version in zip(
         episode.sampled, episode.logprobs, episode.versions, strict=True
     ):
@@ -63,22 +73,27 @@ def test_calculator_trains_what_the_policy_drew_and_nothing_else(tokenizer):
     assert "4" in tokenizer.decode(second[len(engine.asked[0][0]) :]).split("<tool_response>")[1]
     assert {index for _, _, index in engine.asked} == {11}
     assert [message["role"] for message in episode.completion] == ["assistant", "tool", "assistant"]
+    assert list_turns(episode)[0] == ("user", row["messages"][1]["content"])
+
+
+REWRITING = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "texts, share, turns",
-    [
-        (["It is 123456.<|im_end|>"], 0.0, 1),
-        (["It is"], 0.0, 1),
-        ([call("1 + 1")] * 3, 0.0, 3),
-    ],
-    ids=["wrong", "unfinished", "too many turns"],
+    "template, message",
+    [(REWRITING, "rewrites"), (ENDLESS, "no end-of-turn"), (None, "has no chat template")],
 )
-def test_calculator_ends(tokenizer, texts, share, turns):
-    row = CalculatorRows(1, seed=3, follow_up=0)[0]
-    env = open_env(EnvConfig(kind="calculator", max_turns=3), tokenizer)
-    episode = play(env, row, Script(tokenizer, texts))
-    assert (episode.rewards["solved"], episode.metrics["turns"]) == (share, turns)
+def test_many_turns_need_a_template_that_can_be_continued(template, message):
+    other = load_tokenizer("builtin")
+    other.chat_template = template
+    with pytest.raises(UserError, match=message):
+        env = open_env(EnvConfig(kind="calculator"), other)
+        play(env, CalculatorRows(1)[0], Script(other, [call("1 + 1")]))
 
 
 def test_single_turn_renders_texts_and_messages_alike(tokenizer):

@@ -1,6 +1,7 @@
 """The verbs from the command line to their results, and one clear message for each mistake."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -178,11 +179,42 @@ def test_generate_converses(trained, monkeypatch, capsys):
     assert run("generate", trained) == 0
 
 
-def test_generate_lets_the_agent_calculate(trained, capsys):
-    assert run("generate", trained, "--calculator", "--prompt", "What is 1 + 1?") == 0
+def test_generate_plays_an_environment(trained, tmp_path, capsys):
+    """Of a run whose own config has no use for one."""
+    words = ("generate", trained, "--env", "env.kind=calculator", "--prompt", "What is 1 + 1?")
+    assert run(*words) == 0
     shown = capsys.readouterr().out
-    assert "user: What is 1 + 1?" in shown and "assistant:" in shown
-    assert run("generate", trained, "--calculator", "--raw", "--prompt", "x") == 2
+    assert "user: What is 1 + 1?" in shown and "assistant:" in shown and "reward" not in shown
+    row = {"messages": [{"role": "user", "content": "What is 1 + 1?"}], "answers": ["2"], "id": 7}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    files = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert run(*words, *files) == 0
+    bare, judged = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert bare["completion"][0]["role"] == "assistant" and bare["rewards"] == {}
+    assert judged["id"] == 7 and set(judged["rewards"]) == {"solved"}
+    for mistake, message in (
+        ([*words, "--raw"], "env.raw=true"),
+        ([*words, "env.raw=true"], "env.raw has no effect while env.kind is calculator"),
+        ([*words, "env.colour=red"], "env.colour: unknown key"),
+        (["generate", trained, "env.kind=calculator", "--prompt", "x"], "without --env"),
+    ):
+        assert run(*mistake) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_opens_and_goes_on(trained, config, tmp_path, capsys):
+    """Its saved config holds a key that nobody reads any more; a new config may not."""
+    folder = tmp_path / "old"
+    shutil.copytree(trained, folder)
+    saved = json.loads((folder / "config.json").read_text())
+    saved["eval"]["problems"] = 64
+    (folder / "config.json").write_text(json.dumps(saved))
+    assert run("eval", folder) == 0
+    assert run("--config", config, f"run.output_dir={folder}") == 0
+    shown = capsys.readouterr().out
+    assert "all 4 steps are done" in shown and "eval.problems" not in shown
+    assert run("--config", config, f"run.output_dir={folder}", "eval.problems=64") == 2
+    assert 'here it is [[eval.sets]] with path = "builtin:calculator"' in capsys.readouterr().err
 
 
 def test_preprocess_marks_what_trains(config, capsys):

@@ -68,8 +68,11 @@ def test_every_row_is_answered_k_times_with_its_own_draws():
     assert sorted(env.seen) == [FIRST_INDEX + i for i in range(12)] and env.most <= 5
     assert [one.row["n"] for one in found] == [0, 1, 2]
     assert [e.completion for e in found[1].episodes] == ["1.4", "1.5", "1.6", "1.7"]
+    found[0].episodes[0].metrics = {"accuracy": (1.0, 4.0)}
+    found[2].episodes[1].metrics = {"accuracy": (1.0, 1.0)}
     numbers = summarise(found, 4, threshold=1.0)
     assert numbers["avg@4"] == 0.5 and numbers["reward"] == 0.5
+    assert numbers["env/accuracy"] == 2 / 5, "pairs are sums and weights"
     assert numbers["pass@1"] == pytest.approx(0.5)
     assert numbers["pass@2"] == pytest.approx(1 - 1 / 6) and numbers["pass@4"] == 1.0
     assert numbers["mean_length"] == 6.5 and "failed" not in numbers
@@ -134,3 +137,9 @@ def test_impossible_sets_are_refused():
         config(eval={"sets": [{"path": "a.jsonl"}, {"path": "b/a.jsonl"}]}, env=env)
     with pytest.raises(UserError, match=r"env.max_turns has no effect.*eval.sets"):
         config(env={"max_turns": 3})
+    own = {"sets": [{"path": "a.jsonl", "env": env}]}
+    assert config(eval=own).eval.sets[0].env.max_turns == 3
+    with pytest.raises(UserError, match=r"env.kind has no effect"):
+        config(eval=own, env=env)
+    with pytest.raises(UserError, match="eval.sets.0.env: env.raw has no effect while env.kind"):
+        config(eval={"sets": [{"path": "a.jsonl", "env": {**env, "raw": True}}]})

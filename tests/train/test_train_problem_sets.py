@@ -163,6 +163,18 @@ def test_columns_are_renamed_and_functions_judge(place, tmp_path, capsys):
     assert line["eval/qa/reward"] < 0 and line["eval/qa/avg@4"] == 0
 
 
+def test_a_set_may_have_an_environment_of_its_own(place, tmp_path):
+    words = ["eval.sets.1.path=builtin:calculator", "eval.sets.1.env.kind=calculator"]
+    words += ["eval.sets.1.options.num_rows=3", "eval.sets.1.k=2"]
+    assert run("eval", "--config", place / "sft.toml", f"run.output_dir={tmp_path}", *words) == 0
+    answers = read(tmp_path / "eval" / "samples.jsonl")
+    assert [(a["set"], *a["rewards"]) for a in answers] == (
+        [("legs", "even")] * 12 + [("calculator", "solved")] * 6
+    )
+    (line,) = read(tmp_path / "eval" / "metrics.jsonl")
+    assert line["eval/calculator/env/accuracy"] == line["eval/calculator/avg@2"] == 0
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
