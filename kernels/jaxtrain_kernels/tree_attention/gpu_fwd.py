@@ -7,16 +7,16 @@ log-sum-exp is kept in base 2.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
+from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
 from jaxtrain_kernels.tree_attention import gpu_tiles
-from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Moved
+from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Keys, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,44 +39,41 @@ def heuristic(head_dim: int) -> Config:
     return Config(k_block=64, q_stages=1) if head_dim == 256 else Config()
 
 
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barriers."""
+
+    q: jax.Ref
+    """[buffers, ROWS, H]: queries, and at a tile's end its output."""
+    lse: jax.Ref
+    q_ready: jax.Ref
+    turn: jax.Ref
+    """Hands the tensor cores from one compute warpgroup to the other."""
+    ring: gpu_tiles.Ring
+
+
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    moved: Moved | None,
-    keys: Keys,
-    positions: jax.Array | None,
-    tiles: Lists,
-    *,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    config: Config,
+    q: jax.Array, keys: Keys, settings: Settings, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, H] in q's dtype and base-2 log-sum-exp float32 [B, N, T].
 
-    q [B, T, N, H]; k, v [B, S, K, H]; T and S multiples of the blocks. A query that sees nothing
-    gets 0 and +inf. `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`; `keys`
-    and `tiles` are in the blocks' order.
+    q [B, T, N, H]; T and S multiples of the blocks. A query that sees nothing gets 0 and +inf.
+    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`.
     """
     B, T, N, H = q.shape
-    K = k.shape[2]
+    window = settings.window
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
     programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
     shape = gpu_tiles.Shape(bk, config.stages, config.stages)
-    logit_scale = (scale if softcap is None else softcap) * LOG2E
+    logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
-    def kernel(q_ref, *refs):
-        position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
-        out_ref, lse_ref, q_smem, lse_smem, q_ready, turn, *refs = refs
-        ring = gpu_tiles.Ring(*refs)
-
+    def kernel(q_ref, keys: Keys, out_ref, lse_ref, smem: Scratch):
+        ring = smem.ring
         group = lax.axis_index("group")
         schedule = gpu_tiles.Schedule(
-            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, keys.codes
+            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists
         )
 
         def buffer_of(turn):
@@ -85,11 +82,11 @@ def forward(
         def load_queries(turn, place):
             mine = buffer_of(turn) + group
             source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
-            plgpu.copy_gmem_to_smem(source, q_smem.at[mine], q_ready.at[mine])
+            plgpu.copy_gmem_to_smem(source, smem.q.at[mine], smem.q_ready.at[mine])
 
         def take_turns():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(smem.turn)
+            plgpu.barrier_wait(smem.turn)
 
         @pl.when(group < WARPGROUPS)
         def compute():
@@ -105,10 +102,10 @@ def forward(
                 position = None
                 if window is not None:
                     position = plgpu.load(
-                        position_ref.at[row, rows], layout=per_row, optimized=False
+                        keys.query_positions.at[row, rows], layout=per_row, optimized=False
                     )
-                plgpu.barrier_wait(q_ready.at[mine])
-                held = plgpu.load(q_smem.at[mine], layout=wgmma) if config.in_registers else None
+                plgpu.barrier_wait(smem.q_ready.at[mine])
+                held = plgpu.load(smem.q.at[mine], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
@@ -120,18 +117,17 @@ def forward(
                 def step(i, carry):
                     acc, top, total, code = carry
                     slot = shape.k_slot(before + i)
-                    next_code = keys.codes[now.tile, lax.min(i + 1, count - 1)]
+                    next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
-                        queries = q_smem.at[opaque(mine) if H == 256 else mine]
+                        queries = smem.q.at[opaque(mine) if H == 256 else mine]
                         left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
                         take_turns()
                         return ref[...]
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
-                    if softcap is not None:
-                        score = tanh(score * (scale / softcap))
+                    score = settings.capped(score)
 
                     def masked():
                         seen = gpu_tiles.seen_in(ring, slot, first, position, bk, window)
@@ -149,9 +145,9 @@ def forward(
                     low = weight.astype(q.dtype)
 
                     def wait_for_values():
-                        plgpu.barrier_arrive(turn)
+                        plgpu.barrier_arrive(smem.turn)
                         plgpu.barrier_wait(ring.v_ready.at[slot])
-                        plgpu.barrier_wait(turn)
+                        plgpu.barrier_wait(smem.turn)
 
                     if H <= 128:
                         total += weight.sum(axis=1)
@@ -180,11 +176,11 @@ def forward(
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
                 inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
                 acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
-                q_smem[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
-                lse_smem[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
+                smem.q[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
+                smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_smem.at[mine], out_ref.at[row, rows, head])
-                plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse_ref.at[row, head, rows])
+                plgpu.copy_smem_to_gmem(smem.q.at[mine], out_ref.at[row, rows, head])
+                plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
                 if q_stages == 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
@@ -195,35 +191,25 @@ def forward(
 
         @pl.when(group == WARPGROUPS)
         def memory():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
-
-            def work(now):
-                kv_head = lax.div(now.place.head, jnp.int32(N // K))
-                gpu_tiles.feed(now, keys, ring, shape, kv_head)
-
-            gpu_tiles.drain(schedule.go_through(work), ring, shape)
+            gpu_tiles.serve(schedule, keys, ring, shape, config.memory_registers)
 
     buffers = q_stages * WARPGROUPS
-    scratch = [
-        swizzled((buffers, ROWS, H), q.dtype),
-        plgpu.SMEM((buffers, ROWS), jnp.float32),
-        plgpu.Barrier(num_barriers=buffers),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
-        *shape.scratch(H, q.dtype, window is not None),
-    ]
-    run = plgpu.kernel(
-        kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((B, T, N, H), q.dtype),
-            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
-        ],
-        scratch_types=scratch,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="group",
-        kernel_name="tree_attention_fwd",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+    scratch = Scratch(
+        q=swizzled((buffers, ROWS, H), q.dtype),
+        lse=plgpu.SMEM((buffers, ROWS), jnp.float32),
+        q_ready=plgpu.Barrier(num_barriers=buffers),
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ring=shape.ring(H, q.dtype, window is not None),
     )
-    arrays = gpu_tiles.key_arrays(k, v, keys, positions, tiles, moved)
-    return tuple(run(q, *arrays))
+    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return tuple(
+        launch(
+            kernel,
+            "tree_attention_fwd",
+            [jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
+            [scratch],
+            [q, keys],
+            grid={"program": programs},
+            warpgroups=WARPGROUPS,
+        )
+    )
