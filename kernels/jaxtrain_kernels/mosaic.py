@@ -67,7 +67,7 @@ def launch(kernel, name: str, out_type, scratch, arrays, *, grid: dict[str, int]
         num_threads=warpgroups + 1,
         thread_name="group",
         kernel_name=name,
-        # exp2 and divisions are the hardware's own instructions, good to about 2 ulp of float32.
+        # exp2, log and divisions are the hardware's own approximations.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return run(*arrays)

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzle, swizzled, tanh
+from jaxtrain_kernels.mosaic import launch, num_cores, plgpu, swizzled, tanh
 
-WARPGROUPS = 2
-ROWS = 64  # rows of a warpgroup
-BLOCK = WARPGROUPS * ROWS
-DEPTH = 64  # of one step
-STORE = 64  # columns stored at a time
+WARPGROUPS = 2  # that compute
+ROWS = 64  # rows of a warpgroup: those of a wgmma
+BLOCK = WARPGROUPS * ROWS  # rows of an expert's block: a tile never has two experts
+DEPTH = 64  # of one step: 128 bytes of bfloat16, as wide as a swizzled row can be
+STORE = 64  # columns stored at a time, for the same reason
 LOG2E = 1.4426950408889634
 
 
@@ -115,6 +115,8 @@ class Ring:
             slot = self.slot(first + i)
             plgpu.barrier_wait(self.ready.at[slot])
             multiply(slot)
+            # Matmuls end in the order of their start: with only this step's left, those of the step
+            # before have read their stage.
             plgpu.wgmma_wait(in_flight)
 
             @pl.when(i > 0)
@@ -161,6 +163,7 @@ class Store:
     def __call__(self, value, out_ref, row, column):
         group, buffer = lax.axis_index("group"), self.count % 2
         self.count += 1
+        # Of the copies under way only the latest may be unread: its buffer is the other one.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         self.smem[group, buffer] = value.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -170,24 +173,16 @@ class Store:
 
 
 def _launch(kernel, out_type, scratch, arrivals: int, config: Config, name: str, arrays):
-    staging = (WARPGROUPS, 2, ROWS, STORE)
-    run = plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        scratch_types=[
-            *scratch,
-            plgpu.SMEM(staging, jnp.bfloat16, transforms=swizzle(jnp.bfloat16)),
-            plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
-            plgpu.Barrier(num_barriers=config.stages, num_arrivals=WARPGROUPS),
-        ],
-        grid=(num_cores(),),
-        grid_names=("core",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="group",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(*arrays)
+    """A kernel whose scratch ends in the buffers of `Store` and the two barriers of `Ring`;
+    `arrivals` copies fill a stage."""
+    scratch = [
+        *scratch,
+        swizzled((WARPGROUPS, 2, ROWS, STORE), jnp.bfloat16),
+        plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
+        plgpu.Barrier(num_barriers=config.stages, num_arrivals=WARPGROUPS),
+    ]
+    grid = {"core": num_cores()}
+    return launch(kernel, name, out_type, scratch, arrays, grid=grid, warpgroups=WARPGROUPS)
 
 
 def _shape(*sizes, dtype=jnp.bfloat16):
@@ -431,7 +426,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
                     at = column * columns + j * STORE
                     store(d_hidden * u * slope, d_gate_ref, row, at)
                     store(d_hidden * act, d_up_ref, row, at)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the sums of a tile before
                 sum_smem[group] = total
                 plgpu.commit_smem()
                 target = d_gates_ref.at[column, _part(row, ROWS)]
@@ -493,6 +488,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
             def copy(p, slot, barrier):
                 rows = _part(first + p * DEPTH, DEPTH)
+                # A half for each warpgroup: a swizzled piece is 64 columns wide.
                 for h in range(WARPGROUPS):
                     part = x_ref.at[rows, _part(row * BLOCK + h * ROWS, ROWS)]
                     target = x_smem.at[_part(slot * BLOCK + h * DEPTH, DEPTH)]
@@ -519,6 +515,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
                 ring.empty(step, steps_of(tile), multiply)
                 value = acc[...]
 
+                # An expert without rows took no step: the accumulator is 0, and so is its gradient.
                 def send(k, at):
                     store = Store(out_smem)
                     for j in range(0, columns, STORE):
@@ -539,7 +536,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
     return _launch(kernel, out_type, scratch, 3, config, "grouped_weight_gradient", arrays)
 
 
-GATHERED = 16  # rows of a stage of `gather`
+GATHERED = 16  # rows of a stage of `gather`: so many copies are under way for each barrier
 LANES = 256  # TMA moves boxes of at most so many elements a side
 
 
@@ -551,6 +548,7 @@ def gather(x, index, active):
     """
     (T, D), P = x.shape, index.shape[0]
     x = x.reshape(T, D // LANES, LANES)
+    # Of the 227 KiB of shared memory at most 192; one stage is sent while the others are filled.
     stages = max(2, min(6, 196_608 // (GATHERED * D * x.dtype.itemsize)))
     cores = num_cores()
 

@@ -44,7 +44,7 @@ class Arrangement(NamedTuple):
     """int32 [B]: 0 where the order is the row's own."""
 
 
-ARRANGED = 128  # queries and keys of the blocks that `arrange` counts: those of most kernels
+ARRANGED = 128  # queries and keys of the blocks that `arrange` counts
 WORTH = 0.96  # share of the blocks that must be left at most: moving keys costs time as well
 
 

@@ -41,6 +41,7 @@ class Config:
     """Hold a tile's Q and dO in registers: half of the matmuls' traffic with shared memory."""
     compute_registers: int = 240
     memory_registers: int = 24
+    """As in gpu_dkv.py."""
 
 
 def heuristic(head_dim: int, window: bool = False) -> Config:
@@ -117,6 +118,7 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
                     def step(i, code):
                         next_code = gpu_tiles.next_code_of(keys, now, i)
                         ks, vs = shape.k_slot(now.before + i), shape.v_slot(now.before + i)
+                        # Opaque, or addresses are computed ahead of the loop and spill.
                         mine = opaque(buffer_of(now.turn) + group)
                         plgpu.barrier_wait(ring.k_ready.at[ks])
 

@@ -7,9 +7,9 @@ blocks come.
 
 A warpgroup has dS' of its own 64 keys, and dQ = dS K wants those of all. So both write into one
 slot [128 keys, queries], `ds_ready` completes when both have, and the product is queued in the step
-after, behind that step's scores: no warpgroup waits for the other with nothing to do. Of two slots
-one is written while the other may still be read; a third is not needed, because whoever writes slot
-i + 2 has waited for `ds_ready` of i + 1, at which the other had finished its product of i.
+after, behind that step's scores, while which the other may come. Of two slots one is written while
+the other may still be read. A third is not needed: whoever writes dS of step i + 2 has waited for
+`ds_ready` of i + 1, and before it arrived there the other had finished its product of i.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from jaxtrain_kernels.tree_attention.gpu_tiles import (
     Settings,
 )
 
-HEAD_DIM = 128  # of the only tiling that fits shared memory and registers and was timed
+HEAD_DIM = 128  # the only one that it is written and tested for
 SLOTS = 2  # of dS
 
 

@@ -24,7 +24,9 @@ class Config:
     """Sizes of the forward kernel."""
 
     k_block: int = 128
+    """Keys per step."""
     stages: int = 2
+    """Blocks of keys, and of values, in flight."""
     q_stages: int = 2
     """Tiles whose queries are in flight."""
     programs: int = -1
@@ -32,10 +34,12 @@ class Config:
     in_registers: bool = False
     """Hold a tile's queries in registers: less traffic with shared memory."""
     compute_registers: int = 232
+    """Of each thread; 2 x 232 + 40 fill the register file, as 2 x 240 + 24 do."""
     memory_registers: int = 40
 
 
 def heuristic(head_dim: int) -> Config:
+    # At 256 two stages of 128 keys and values are 256 KiB; shared memory has 227.
     return Config(k_block=64, q_stages=1) if head_dim == 256 else Config()
 
 
@@ -84,6 +88,9 @@ def forward(
             source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
             plgpu.copy_gmem_to_smem(source, smem.q.at[mine], smem.q_ready.at[mine])
 
+        # `turn` completes when both have arrived. A warpgroup arrives twice in a step, when its
+        # scores are queued and when its weights are ready, and always meets the other at the other
+        # of the two: group 1 arrives once before it starts, and group 0 once after its end.
         def take_turns():
             plgpu.barrier_arrive(smem.turn)
             plgpu.barrier_wait(smem.turn)
@@ -111,7 +118,7 @@ def forward(
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
 
                 @pl.when(count > 0)
-                def _():
+                def _():  # every step waits for the next one's keys behind its last product
                     plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before)])
 
                 def step(i, carry):
@@ -120,10 +127,12 @@ def forward(
                     next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
+                        # Registers are short at 256: operands' addresses must not be computed ahead
+                        # of the loop, where they would spill.
                         queries = smem.q.at[opaque(mine) if H == 256 else mine]
                         left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
-                        take_turns()
+                        take_turns()  # queued: now the other one may multiply
                         return ref[...]
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
@@ -134,8 +143,9 @@ def forward(
                         return jnp.where(seen, score, -jnp.inf)
 
                     score = lax.cond((code & 1) == 1, masked, lambda: score)
-                    plgpu.barrier_arrive(ring.k_free.at[slot])
+                    plgpu.barrier_arrive(ring.k_free.at[slot])  # scores and mask are in registers
                     new_top = jnp.maximum(top, score.max(axis=1) * logit_scale)
+                    # Rows that have seen nothing yet: exp2(-inf - 0) is 0, -inf - -inf were NaN.
                     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
                     decay = jnp.exp2(top - base)
                     across = lax.broadcast_in_dim(base, (ROWS, bk), [0])
@@ -181,12 +191,12 @@ def forward(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(smem.q.at[mine], out_ref.at[row, rows, head])
                 plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
-                if q_stages == 1:
+                if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
 
             schedule.go_through(work)
-            pl.when(group == 0)(take_turns)
+            pl.when(group == 0)(take_turns)  # group 1 is one turn behind, see above
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == WARPGROUPS)

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.mosaic import plgpu
 
-SHARED = 96 * 1024  # bytes of a thread block: two fit a multiprocessor
-MOST = 16  # keys of a warpgroup
+SHARED = 96 * 1024  # bytes of a thread block: two fit the 227 KiB of a multiprocessor
+MOST = 16  # keys of a warpgroup: copies under way for each of its barriers
 
 
 def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:

@@ -266,6 +266,8 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
         block = lax.shift_right_logical(code, 1)
         part = pl.ds(pl.multiple_of(block * shape.block, shape.block), shape.block)
 
+        # Steps are counted over all tiles of the thread block: slots and barrier phases go on from
+        # one tile to the next, and the first round of the ring finds it empty.
         @pl.when(now.before + i >= shape.k_stages)
         def _():
             plgpu.barrier_wait(ring.k_free.at[k_slot])
@@ -298,8 +300,7 @@ def next_code_of(keys: Keys, now: Turn, i):
 
 
 def drain(steps, ring: Ring, shape: Shape) -> None:
-    """Leave no barrier phase of the ring unobserved: a thread block must not end with arrivals
-    under way that nobody waits for."""
+    """Leave no barrier phase of the ring unobserved."""
 
     @pl.loop(lax.max(steps - shape.k_stages, 0), steps)
     def _(i):
@@ -323,6 +324,7 @@ def seen_in(ring: Ring, slot, first, position, block: int, window: int | None):
     if window is not None:
         own = lax.broadcast_in_dim(position, (ROWS, block), [0])
         seen &= own - column(ring.positions) < window
-    # TMA overwrites what was just read into registers: order the two.
+    # TMA overwrites what was just read into registers: order the two. It is another path to memory
+    # (the async proxy), which the arrival at a barrier alone does not order behind these reads.
     plgpu.commit_smem()
     return seen

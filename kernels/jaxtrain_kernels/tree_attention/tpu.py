@@ -106,15 +106,13 @@ def _meeting(options, context, length):
         options.softcap,
         options.window,
     )
-    until, since, positions, key_positions, _ = context
-    arrays = (since, until, positions, key_positions)
-    flat = [None if x is None else x.reshape(1, -1) for x in arrays]
+    flat = jax.tree.map(lambda x: x.reshape(1, -1), context)
     return some, every, flat, settings
 
 
 def _forward(options, q, k, v, context):
     some, every, flat, settings = _meeting(options, context, q.shape[1])
-    return tpu_kernels.forward(q, k, v, *flat, list_pairs(some, every), settings)
+    return tpu_kernels.forward(q, k, v, flat, list_pairs(some, every), settings)
 
 
 def _attention_fwd(options, q, k, v, context):
@@ -128,7 +126,7 @@ def _attention_bwd(options, residuals, d_out):
     q, k, v, context, out, lse = residuals
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     some, every, flat, settings = _meeting(options, context, q.shape[1])
-    arrays = (q, k, v, d_out, lse, delta[:, None], *flat)
+    arrays = (q, k, v, d_out, lse, delta[:, None], flat)
     dq = tpu_kernels.dq(*arrays, list_pairs(some, every), settings)
     pairs = list_pairs(some.swapaxes(1, 2), every.swapaxes(1, 2))
     dk, dv = tpu_kernels.dkv(*arrays, pairs, settings)
