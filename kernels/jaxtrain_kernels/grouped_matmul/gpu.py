@@ -198,9 +198,9 @@ def product(pairs, segments, *, transpose: bool, config: Config):
     depths = [x.shape[1] // DEPTH for x in xs]
     w_rows = columns if transpose else DEPTH
 
-    def kernel(*refs):
-        x_refs, w_refs = refs[: len(xs)], refs[len(xs) : 2 * len(xs)]
-        group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free = refs[2 * len(xs) :]
+    def kernel(
+        x_refs, w_refs, group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free
+    ):
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
@@ -245,7 +245,7 @@ def product(pairs, segments, *, transpose: bool, config: Config):
         swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
         swizzled((config.stages * w_rows, DEPTH if transpose else columns), jnp.bfloat16),
     ]
-    arrays = [*xs, *ws, segments.group, segments.active]
+    arrays = [xs, ws, segments.group, segments.active]
     return _launch(kernel, _shape(P, F), scratch, 2, config, "grouped_product", arrays)
 
 
@@ -273,16 +273,13 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
     each block of x times its matrix; gates float32 [P].
     """
     xs, w_gates, w_ups = zip(*triples, strict=True)
-    P, F, n = xs[0].shape[0], w_gates[0].shape[2], len(xs)
+    P, F = xs[0].shape[0], w_gates[0].shape[2]
     half, across = config.columns // 2, F // (config.columns // 2)
     depths = [x.shape[1] // DEPTH for x in xs]
     per_row = plgpu.Layout.WGMMA.reduce(1)
-    outs = 3 if save else 1
 
-    def kernel(*refs):
-        x_refs, gate_refs, up_refs = refs[:n], refs[n : 2 * n], refs[2 * n : 3 * n]
-        gates_ref, group_ref, active_ref, *refs = refs[3 * n :]
-        out_refs, (x_smem, gate_smem, up_smem, out_smem, ready, free) = refs[:outs], refs[outs:]
+    def kernel(x_refs, gate_refs, up_refs, gates_ref, group_ref, active_ref, *refs):
+        *out_refs, x_smem, gate_smem, up_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
@@ -340,8 +337,8 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
     ]
-    arrays = [*xs, *w_gates, *w_ups, gates, segments.group, segments.active]
-    out_type = [_shape(P, F)] * outs
+    arrays = [xs, w_gates, w_ups, gates, segments.group, segments.active]
+    out_type = [_shape(P, F)] * (3 if save else 1)
     return _launch(kernel, out_type, scratch, 3, config, "grouped_gated_product", arrays)
 
 
@@ -353,16 +350,14 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
     come through the ring's buffers for dy and w.
     """
     dys, ws = zip(*pairs, strict=True)
-    P, F, n = dys[0].shape[0], ws[0].shape[1], len(dys)
+    P, F = dys[0].shape[0], ws[0].shape[1]
     columns, across = config.columns, F // config.columns
     depths = [dy.shape[1] // DEPTH for dy in dys]
     pieces = columns // STORE
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
-    def kernel(*refs):
-        dy_refs, w_refs = refs[:n], refs[n : 2 * n]
-        gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs = refs[2 * n :]
+    def kernel(dy_refs, w_refs, gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs):
         d_gate_ref, d_up_ref, d_gates_ref, *refs = refs
         dy_smem, w_smem, sum_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
@@ -439,7 +434,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
         swizzled((config.stages * columns, DEPTH), jnp.bfloat16),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
     ]
-    arrays = [*dys, *ws, gate, up, gates, segments.group, segments.active]
+    arrays = [dys, ws, gate, up, gates, segments.group, segments.active]
     out_type = [_shape(P, F), _shape(P, F), _shape(across, P, dtype=jnp.float32)]
     return _launch(kernel, out_type, scratch, 2, config, "grouped_gated_gradient", arrays)
 
@@ -449,19 +444,14 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
     x [P, D], dys a list of [P, F]; D a multiple of 128; 0 for an expert without rows.
     """
-    D, E, n = x.shape[1], segments.starts.shape[0], len(dys)
+    D, E = x.shape[1], segments.starts.shape[0]
     columns = config.columns
     across = [dy.shape[1] // columns for dy in dys]
     down = D // BLOCK
     tiles = down * sum(across)
 
-    def kernel(x_ref, *refs):
-        dy_refs, (starts_ref, ends_ref), out_refs = (
-            refs[:n],
-            refs[n : n + 2],
-            refs[n + 2 : 2 * n + 2],
-        )
-        x_smem, dy_smem, out_smem, ready, free = refs[2 * n + 2 :]
+    def kernel(x_ref, dy_refs, starts_ref, ends_ref, *refs):
+        *out_refs, x_smem, dy_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         place = _walk(sum(across), config.snake, jnp.int32(down))
@@ -531,7 +521,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
         swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
         swizzled((config.stages * DEPTH, columns), jnp.bfloat16),
     ]
-    arrays = [x, *dys, segments.starts, segments.ends]
+    arrays = [x, dys, segments.starts, segments.ends]
     out_type = [_shape(E, D, dy.shape[1]) for dy in dys]
     return _launch(kernel, out_type, scratch, 3, config, "grouped_weight_gradient", arrays)
 

@@ -164,12 +164,8 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
     T, V = hidden.shape[0], head.shape[0]
     tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, factor_ref, *refs):
-        runs = True
-        if active is not None:
-            active_ref, *refs = refs
-            runs = active_ref[0] != 0
-        out_ref, out_smem = refs
+    def kernel(hidden_ref, head_ref, factor_ref, active_ref, out_ref, out_smem):
+        runs = True if active_ref is None else active_ref[0] != 0
         group = lax.axis_index("group")
 
         def epilogue(logits, t_tile, first, start):
@@ -207,7 +203,7 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
         jax.ShapeDtypeStruct((3, pl.cdiv(V, tv), T), jnp.float32),
         [plgpu.SMEM((WARPGROUPS, 3, ROWS), jnp.float32)],
         "logp_statistics",
-        [hidden, head, factor] + ([] if active is None else [active]),
+        [hidden, head, factor, active],
     )
 
 
@@ -234,12 +230,10 @@ def exponentials(
     T, V = hidden.shape[0], head.shape[0]
     tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, factor_ref, base_ref, *refs):
-        runs = True
-        if into is not None:
-            active_ref, *refs = refs
-            runs = active_ref[0] != 0
-        out_ref, sums_ref, out_smem = refs
+    def kernel(hidden_ref, head_ref, factor_ref, base_ref, active_ref, into_ref, *refs):
+        *made, sums_ref, out_smem = refs
+        out_ref = made[0] if into_ref is None else into_ref
+        runs = True if active_ref is None else active_ref[0] != 0
         group = lax.axis_index("group")
 
         def epilogue(logits, t_tile, first, start):
@@ -272,7 +266,7 @@ def exponentials(
         [w_TV, sums] if into is None else [sums],
         [_store_smem(config)],
         "logp_exponentials",
-        [hidden, head, factor, base] + ([] if into is None else [active, into]),
+        [hidden, head, factor, base, active, into],
     )
     return tuple(found) if into is None else found[0]
 
@@ -288,8 +282,9 @@ def d_logits(
     """
     T, tv, width = hidden.shape[0], config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, first_ref, factor_ref, base_ref, a_ref, b_ref, *refs):
-        out_ref, out_smem = refs
+    def kernel(
+        hidden_ref, head_ref, first_ref, factor_ref, base_ref, slope_refs, out_ref, out_smem
+    ):
         group = lax.axis_index("group")
         base_row = first_ref[0]
 
@@ -298,7 +293,7 @@ def d_logits(
             rows = _rows_of(t_tile)
             of_rows = _row_reader(rows, width)
             store = _storer(out_ref, out_smem, group, rows, config)
-            scale, shift, a, b = (of_rows(r) for r in (factor_ref, base_ref, a_ref, b_ref))
+            scale, shift, a, b = (of_rows(r) for r in (factor_ref, base_ref, *slope_refs))
             for piece, column in enumerate(range(0, tv, width)):
                 z, t = _capped(logits[:, column : column + width], softcap)
                 power = z * scale - shift
@@ -313,5 +308,5 @@ def d_logits(
         jax.ShapeDtypeStruct((T, size), jnp.bfloat16),
         [_store_smem(config)],
         "logp_d_logits",
-        [hidden, head, first, factor, base, *slopes],
+        [hidden, head, first, factor, base, slopes],
     )
