@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import vocabulary
-from jaxtrain_kernels import Adapters, attention, logp_gather, moe_ffn
+from jaxtrain_kernels import Adapters, Context, attention, logp_gather, moe_ffn
 from jaxtrain_kernels.decode_attention import cases as decode_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
@@ -32,12 +32,12 @@ from timing import jax_ms, torch_ms
 
 def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
-    if case.window is not None:
-        options["positions"] = arrays["positions"]
+    positions = arrays["positions"]
+    context = Context(arrays["until"], None, positions, positions)
     if impl == "cudnn":  # which would rather know how many documents there are
         options |= {"documents": len(case.forest()) * case.rows, "scale": case.head_dim**-0.5}
-        return lambda q, k, v: cudnn.attention(q, k, v, arrays["until"], **options)
-    return lambda q, k, v: attention(q, k, v, arrays["until"], impl=impl, **options)
+        return lambda q, k, v: cudnn.attention(q, k, v, context, **options)
+    return lambda q, k, v: attention(q, k, v, context, impl=impl, **options)
 
 
 def run_attention(case, impls, report):

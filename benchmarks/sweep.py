@@ -10,8 +10,17 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels import autotune
-from jaxtrain_kernels.tree_attention import blocks, cases, gpu_bwd, gpu_fwd, gpu_gather, gpu_tiles
+from jaxtrain_kernels import Context, autotune
+from jaxtrain_kernels.tree_attention import (
+    blocks,
+    cases,
+    gpu_dkv,
+    gpu_dq,
+    gpu_fused,
+    gpu_fwd,
+    gpu_gather,
+    gpu_tiles,
+)
 from report import Report
 from timing import jax_ms
 
@@ -52,68 +61,68 @@ class Inputs:
             arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out")
         )
         self.case, self.T, self.H = case, case.tokens, case.head_dim
-        keys = blocks.Keys(*blocks.normalise(None, arrays["until"]))
-        arranged, arrangement = jax.jit(lambda k: blocks.arrange(k, None, self.T, None))(keys)
-        self.keys = {False: keys, True: arranged}
+        own = blocks.normalise(Context(arrays["until"]))
+        arranged, arrangement = jax.jit(lambda c: blocks.arrange(c, self.T, None))(own)
+        self.contexts = {False: own, True: arranged}
         self.arrangement = arrangement
         swapped = jax.jit(gpu_gather.gather)(arrangement.order, arrangement.moved, self.k, self.v)
         self.moved = {False: None, True: gpu_tiles.Moved(*swapped, arrangement.moved)}
-        self.settings = {"scale": self.H**-0.5, "softcap": case.softcap, "window": None}
+        self.settings = gpu_tiles.Settings(self.H**-0.5, case.softcap, None)
         run, arguments = self.forward(gpu_fwd.heuristic(self.H), True)
         self.out, self.lse = jax.jit(run)(*arguments)
-        self.delta = jnp.einsum(
+        delta = jnp.einsum(
             "BTNH,BTNH->BNT", self.d_out, self.out, preferred_element_type=jnp.float32
         )
+        self.queries = gpu_tiles.Queries(self.q, self.d_out, self.lse, delta)
 
-    def lists(self, q_block, k_block, arranged, transpose=False):
-        pair = blocks.meet(self.keys[arranged], None, self.T, q_block, k_block, None)
-        return blocks.lists(*(x.swapaxes(1, 2) if transpose else x for x in pair))
+    def keys(self, q_block, k_block, arranged, transpose=False):
+        context = self.contexts[arranged]
+        pair = blocks.meet(context, self.T, q_block, k_block, None)
+        lists = blocks.lists(*(x.swapaxes(1, 2) if transpose else x for x in pair))
+        return gpu_tiles.describe_keys(self.k, self.v, context, lists, self.moved[arranged])
 
     def forward(self, config, arranged):
-        def run(q, k, v, moved, keys, tiles):
-            return gpu_fwd.forward(
-                q, k, v, moved, keys, None, tiles, config=config, **self.settings
-            )
+        def run(q, keys):
+            return gpu_fwd.forward(q, keys, self.settings, config)
 
-        tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
-        return run, (self.q, self.k, self.v, self.moved[arranged], self.keys[arranged], tiles)
+        return run, (self.q, self.keys(gpu_tiles.TILE, config.k_block, arranged))
 
     def backward(self, kernel, config, arranged):
         if kernel == "dq":
-            tiles = self.lists(gpu_tiles.TILE, config.k_block, arranged)
+            keys = self.keys(gpu_tiles.TILE, config.k_block, arranged)
         else:
-            tiles = self.lists(config.q_block, gpu_bwd.key_tile(self.H), arranged, True)
+            keys = self.keys(config.q_block, gpu_dkv.key_tile(self.H), arranged, True)
 
-        def run(q, k, v, moved, d_out, lse, delta, keys, tiles):
-            arrays = (q, k, v, moved, d_out, lse, delta, keys, None, tiles)
-            if kernel != "fused":
-                return getattr(gpu_bwd, kernel)(*arrays, config=config, **self.settings)
-            total = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-            dk, dv = gpu_bwd.dkv(*arrays, config=config, **self.settings, dq_sum=total)
-            return (jax.freeze(total) * self.settings["scale"]).astype(q.dtype), dk, dv
+        def run(queries, keys):
+            if kernel == "dq":
+                return gpu_dq.dq(queries, keys, self.settings, config)
+            if kernel == "dkv":
+                return gpu_dkv.dkv(queries, keys, self.settings, config)
+            total = jax.new_ref(jnp.zeros(self.q.shape, jnp.float32))
+            dk, dv = gpu_fused.backward(queries, keys, self.settings, config, total)
+            return (jax.freeze(total) * self.settings.scale).astype(self.q.dtype), dk, dv
 
-        arrays = (self.q, self.k, self.v, self.moved[arranged], self.d_out, self.lse, self.delta)
-        return run, (*arrays, self.keys[arranged], tiles)
+        return run, (self.queries, keys)
 
 
 def around(inputs, case, report):
     """What stands around the kernels: the order of the keys, lists, copies, delta."""
-    keys, order = inputs.keys[False], inputs.arrangement
+    own, order = inputs.contexts[False], inputs.arrangement
 
-    def metadata(keys):
-        arranged, order = blocks.arrange(keys, None, inputs.T, None)
-        meeting = blocks.meet(arranged, None, inputs.T, gpu_tiles.TILE, 128, None)
+    def metadata(context):
+        arranged, order = blocks.arrange(context, inputs.T, None)
+        meeting = blocks.meet(arranged, inputs.T, gpu_tiles.TILE, 128, None)
         return blocks.lists(*meeting), order
 
     def delta(d_out, out):
         return (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
 
-    def lists(keys):
-        return blocks.lists(*blocks.meet(keys, None, inputs.T, gpu_tiles.TILE, 128, None))
+    def lists(context):
+        return blocks.lists(*blocks.meet(context, inputs.T, gpu_tiles.TILE, 128, None))
 
     work = {
-        "arrange + lists": (metadata, (keys,)),
-        "lists": (lists, (keys,)),
+        "arrange + lists": (metadata, (own,)),
+        "lists": (lists, (own,)),
         "gather": (gpu_gather.gather, (order.order, order.moved, inputs.k, inputs.v)),
         "gather back": (
             lambda back, k, v: gpu_gather.gather(back, None, k, v),
@@ -132,9 +141,9 @@ def sweep(case, report):
     around(inputs, case, report)
     work = [
         ("fwd", gpu_fwd.heuristic(H), FORWARD, 1.0),
-        ("dkv", gpu_bwd.dkv_heuristic(H), DKV, 2.0),
-        ("dq", gpu_bwd.dq_heuristic(H), DQ, 1.5),
-        ("fused", gpu_bwd.dkv_heuristic(H), FUSED, 2.5),
+        ("dkv", gpu_dkv.heuristic(H), DKV, 2.0),
+        ("dq", gpu_dq.heuristic(H), DQ, 1.5),
+        ("fused", gpu_dkv.heuristic(H), FUSED, 2.5),
     ]
     for kernel, start, changes, units in work:
         plain = [({}, False)] if changes[H] else []

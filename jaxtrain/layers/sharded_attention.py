@@ -38,15 +38,7 @@ def attend(
     op = functools.partial(attention_op, impl=impl, **options)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return op(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            context.until,
-            since=context.since,
-            positions=context.positions,
-            key_positions=context.key_positions,
-        )
+        return op(q_BTNH, k_BSKH, v_BSKH, context)
     k_BSKH, v_BSKH = (share_heads(x, q_BTNH.shape[2], mesh) for x in (k_BSKH, v_BSKH))
     q_spec = partition_spec(("rows", "length", "act_heads", None), q_BTNH.shape, mesh)
     k_spec = partition_spec(("rows", "length", "act_heads", None), k_BSKH.shape, mesh)
@@ -66,8 +58,8 @@ def attend(
             )
 
         def run(q_BTNH, positions, first):
-            shifted = {"since": since - first, "key_positions": key_positions}
-            return op(q_BTNH, k_BSKH, v_BSKH, until - first, positions=positions, **shifted)
+            shifted = Context(until - first, since - first, positions, key_positions)
+            return op(q_BTNH, k_BSKH, v_BSKH, shifted)
 
         if length is None:
             return run(q_BTNH, positions, 0)

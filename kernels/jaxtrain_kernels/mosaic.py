@@ -50,6 +50,29 @@ def num_cores() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
+def launch(kernel, name: str, out_type, scratch, arrays, *, grid: dict[str, int], warpgroups: int):
+    """`kernel` on arrays, over a grid of one named axis of thread blocks.
+
+    Each has `warpgroups` that compute and one more that moves memory: axis "group". `arrays` and
+    `scratch` are lists of trees; the kernel gets references to the arrays, to the results and to
+    the scratch memory in the same trees.
+    """
+    ((axis, size),) = grid.items()
+    run = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(size,),
+        grid_names=(axis,),
+        num_threads=warpgroups + 1,
+        thread_name="group",
+        kernel_name=name,
+        # exp2, log and divisions are the hardware's own approximations.
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return run(*arrays)
+
+
 def tanh(x):
     """In float32 to 1e-6: the hardware's own instruction has only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * 2.885390081777927))  # 2 / ln 2

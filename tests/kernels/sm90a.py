@@ -80,10 +80,11 @@ def report(case, function, *shapes):
 
 
 def attention_step(head_dim, impl="mosaic_gpu", **settings):
-    from jaxtrain_kernels import attention
+    from jaxtrain_kernels import Context, attention
 
     def loss(q, k, v, until, positions):
-        out = attention(q, k, v, until, positions=positions, impl=impl, **settings)
+        context = Context(until, positions=positions)
+        out = attention(q, k, v, context, impl=impl, **settings)
         return out.astype(jnp.float32).sum()
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from jaxtrain_kernels import autotune
-from jaxtrain_kernels.tree_attention import gpu_bwd, gpu_fwd
+from jaxtrain_kernels.tree_attention import gpu_dkv, gpu_dq, gpu_fwd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ def test_the_heuristic_is_kept_only_where_it_bounds_another_config(tables):
 
 CONFIGS = {
     "tree_attention_fwd": (gpu_fwd.Config, gpu_fwd.heuristic),
-    "tree_attention_dkv": (gpu_bwd.DkvConfig, gpu_bwd.dkv_heuristic),
-    "tree_attention_dq": (gpu_bwd.DqConfig, gpu_bwd.dq_heuristic),
+    "tree_attention_dkv": (gpu_dkv.Config, gpu_dkv.heuristic),
+    "tree_attention_dq": (gpu_dq.Config, gpu_dq.heuristic),
 }
 
 
@@ -132,7 +132,7 @@ def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
             return {"ms": 0.5}
         if isinstance(config, gpu_fwd.Config):
             return {"ms": 1.0 if config.k_block == 256 else 2.0}
-        if isinstance(config, gpu_bwd.DkvConfig):
+        if isinstance(config, gpu_dkv.Config):
             return {"ms": 1.995 if config.q_stages == 4 else 2.0}  # too little to be told apart
         if config.k_block == 128:
             raise NotImplementedError("too large")
@@ -147,7 +147,7 @@ def test_a_sweep_saves_its_winners(tables, sweep, monkeypatch, capsys):
     start = gpu_fwd.heuristic(64)
     found = autotune.tuned("tree_attention_fwd", start, **key)
     assert found == dataclasses.replace(start, k_block=256)
-    start = gpu_bwd.dq_heuristic(64)
+    start = gpu_dq.heuristic(64)
     found = autotune.tuned("tree_attention_dq", start, **key)
     assert found == dataclasses.replace(start, in_registers=True)
     assert sorted(p.stem for p in tables.glob("*/*.json")) == [

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtrain_kernels import attention, logp_gather, logp_of_logits, weighted_logp
+from jaxtrain_kernels import Context, attention, logp_gather, logp_of_logits, weighted_logp
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def test_attention(impl, dtype):
     positions = jnp.arange(T, dtype=jnp.int32)[None]
 
     def loss(q):
-        options = {"positions": positions, "window": 9, "softcap": 2.0}
-        out = attention(q, k, k, until, impl=impl, **options)
+        context = Context(until, positions=positions)
+        out = attention(q, k, k, context, window=9, softcap=2.0, impl=impl)
         return out.astype(jnp.float32).sum()
 
     assert jax.grad(loss)(q).dtype == jnp.dtype(dtype)

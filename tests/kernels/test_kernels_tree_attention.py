@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels import attention, testing
+from jaxtrain_kernels import Context, attention, testing
 from jaxtrain_kernels.tree_attention import xla
 from jaxtrain_kernels.tree_attention.cases import CASES
 
@@ -62,12 +62,10 @@ def compare(inputs, mask, dtype, function, plain, softcap=None, jit=True):
 
 
 def arguments(case, inputs):
-    return {
-        "until": jnp.asarray(inputs["until"]),
-        "positions": None if case.window is None else jnp.asarray(inputs["positions"]),
-        "window": case.window,
-        "softcap": case.softcap,
-    }
+    """The context and the options of a case."""
+    positions = None if case.window is None else jnp.asarray(inputs["positions"])
+    context = Context(jnp.asarray(inputs["until"]), None, positions, positions)
+    return context, {"window": case.window, "softcap": case.softcap}
 
 
 def case_mask(case, inputs):
@@ -83,14 +81,13 @@ def case_mask(case, inputs):
 @pytest.mark.parametrize("case", CI_CASES, ids=lambda case: case.name)
 def test_cases_match_the_ancestor_walk(case, dtype):
     inputs = case.inputs()
-    options = arguments(case, inputs)
-    until = options.pop("until")
+    context, options = arguments(case, inputs)
     compare(
         inputs,
         case_mask(case, inputs),
         jnp.dtype(dtype),
-        lambda q, k, v: attention(q, k, v, until, impl="xla", **options),
-        lambda q, k, v: attention(q, k, v, until, impl="reference", **options),
+        lambda q, k, v: attention(q, k, v, context, impl="xla", **options),
+        lambda q, k, v: attention(q, k, v, context, impl="reference", **options),
         case.softcap,
     )
 
@@ -103,13 +100,13 @@ def test_any_block_size_on_random_forests(seed, block):
     row = testing.pack(testing.random_forest(rng, used, mean=6), T)
     shapes = {"q": (1, T, 4, 8), "k": (1, T, 2, 8), "v": (1, T, 2, 8), "d_out": (1, T, 4, 8)}
     inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    until = jnp.asarray(row["until"])[None]
+    context = Context(jnp.asarray(row["until"])[None])
     compare(
         inputs,
         ancestor_mask(row["prev"], used)[None],
         jnp.dtype("float32"),
-        lambda q, k, v: xla.attention(q, k, v, until, scale=8**-0.5, block=block),
-        lambda q, k, v: attention(q, k, v, until, impl="reference"),
+        lambda q, k, v: xla.attention(q, k, v, context, scale=8**-0.5, block=block),
+        lambda q, k, v: attention(q, k, v, context, impl="reference"),
     )
 
 
@@ -120,12 +117,13 @@ def test_float64_is_float64_throughout(block):
     row = testing.pack(testing.random_forest(rng, T, mean=5), T)
     arrays = [rng.standard_normal((1, T, n, 8)) for n in (4, 2, 2, 4)]
     exact = numpy_attention(*arrays, ancestor_mask(row["prev"], T)[None], softcap=1.5)
-    until = jnp.asarray(row["until"])[None]
+    context = Context(jnp.asarray(row["until"])[None])
+    options = {"softcap": 1.5, "scale": 8**-0.5, "block": block}
     with jax.enable_x64(True):
         actual = run(
             *arrays,
             jnp.float64,
-            lambda q, k, v: xla.attention(q, k, v, until, softcap=1.5, scale=8**-0.5, block=block),
+            lambda q, k, v: xla.attention(q, k, v, context, **options),
         )
         for a, e in zip(actual, exact, strict=True):
             assert a.dtype == jnp.float64
@@ -148,12 +146,12 @@ def test_since_blocks_and_fewer_queries_than_keys(impl, block):
     mask = (since[:, None] <= rows) & (rows < until[:, None])
     shapes = {"q": (B, T, 4, 8), "k": (B, S, 2, 8), "v": (B, S, 2, 8), "d_out": (B, T, 4, 8)}
     inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    since, until = jnp.asarray(since, jnp.int32), jnp.asarray(until, jnp.int32)
+    context = Context(jnp.asarray(until, jnp.int32), jnp.asarray(since, jnp.int32))
 
     def function(q, k, v):
         if impl == "xla" and block:
-            return xla.attention(q, k, v, until, since=since, scale=8**-0.5, block=block)
-        return attention(q, k, v, until, since=since, impl=impl)
+            return xla.attention(q, k, v, context, scale=8**-0.5, block=block)
+        return attention(q, k, v, context, impl=impl)
 
     compare(inputs, mask, jnp.dtype("float32"), function, function)
     # The rule above compares `reference` with itself; in float32, 1e-5 is ~100 eps of sums here.
@@ -175,24 +173,12 @@ def test_window_with_own_key_positions(impl, keys_at):
     arrays = [rng.standard_normal(s) for s in [(1, T, 2, 8), (1, S, 1, 8)]]
     q, k, v, d_out = arrays[0], arrays[1], arrays[1][:, ::-1], arrays[0][:, ::-1]
     exact = numpy_attention(q, k, v, d_out, mask)
-    actual = run(
-        q,
-        k,
-        v,
-        d_out,
-        jnp.float32,
-        lambda q, k, v: attention(
-            q,
-            k,
-            v,
-            jnp.asarray(until),
-            since=jnp.asarray(since),
-            positions=jnp.asarray(positions),
-            key_positions=jnp.asarray(key_positions),
-            window=6,
-            impl=impl,
-        ),
-    )
+    context = Context(*map(jnp.asarray, (until, since, positions, key_positions)))
+
+    def function(q, k, v):
+        return attention(q, k, v, context, window=6, impl=impl)
+
+    actual = run(q, k, v, d_out, jnp.float32, function)
     for a, e in zip(actual, exact, strict=True):
         # float32 sums of 20 terms of order 1
         np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=1e-5)
@@ -206,8 +192,9 @@ def test_rows_that_see_nothing_are_zero(impl, dtype):
     T, seen = 32, 20
     until = np.where(np.arange(T) < seen, seen, np.arange(T)).astype(np.int32)[None]
     q, k, v, d_out = (rng.standard_normal((1, T, n, 8)) * 4 for n in (2, 1, 1, 2))
+    context = Context(jnp.asarray(until))
     out, dq, dk, dv = run(
-        q, k, v, d_out, jnp.dtype(dtype), lambda *a: attention(*a, jnp.asarray(until), impl=impl)
+        q, k, v, d_out, jnp.dtype(dtype), lambda *a: attention(*a, context, impl=impl)
     )
     for name, x in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
         assert np.isfinite(np.asarray(x, np.float32)).all(), name
@@ -222,8 +209,7 @@ def test_a_packed_tree_equals_its_branches():
     nodes = testing.random_forest(rng, T, mean=5)
     row = testing.pack(nodes, T)
     q, k, v = (jnp.asarray(rng.standard_normal((1, T, 2, 8)), jnp.float32) for _ in range(3))
-    until = jnp.asarray(row["until"])[None]
-    packed = attention(q, k, v, until)
+    packed = attention(q, k, v, Context(jnp.asarray(row["until"])[None]))
     has_child = np.zeros(T, bool)
     has_child[row["prev"][row["prev"] >= 0]] = True
     for leaf in np.flatnonzero(~has_child):
@@ -231,7 +217,7 @@ def test_a_packed_tree_equals_its_branches():
         while row["prev"][path[-1]] >= 0:
             path.append(row["prev"][path[-1]])
         path = np.array(path[::-1])
-        causal = jnp.full((1, len(path)), len(path), jnp.int32)
+        causal = Context(jnp.full((1, len(path)), len(path), jnp.int32))
         alone = attention(q[:, path], k[:, path], v[:, path], causal, impl="reference")
         # Same sums in another order, float32.
         np.testing.assert_allclose(packed[:, path], alone, rtol=0, atol=2e-6)
@@ -258,7 +244,7 @@ def test_no_square_scores_in_memory():
     until = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
     def loss(q, k, v, until):
-        return attention(q, k, v, until, impl="xla").astype(jnp.float32).sum()
+        return attention(q, k, v, Context(until), impl="xla").astype(jnp.float32).sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, kv, kv, until).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < N * T * T * 4 / 3
@@ -276,7 +262,7 @@ def test_no_square_scores_in_memory():
 def test_shapes_that_do_not_fit(change, message):
     arguments = {"q": (1, 8, 2, 8), "k": (1, 8, 1, 8), "v": (1, 8, 1, 8), "until": (1, 8)} | change
     window = arguments.pop("window", None)
-    until = jnp.zeros(arguments.pop("until"), jnp.int32)
+    context = Context(jnp.zeros(arguments.pop("until"), jnp.int32))
     arrays = [jnp.zeros(shape) for shape in arguments.values()]
     with pytest.raises(ValueError, match=message):
-        attention(*arrays, until, window=window)
+        attention(*arrays, context, window=window)

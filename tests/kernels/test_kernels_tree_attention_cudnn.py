@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels import attention, cudnn, testing
+from jaxtrain_kernels import Context, attention, cudnn, testing
 from jaxtrain_kernels.tree_attention import cudnn as route
 from test_kernels_tree_attention import ancestor_mask, numpy_attention, run
 
@@ -91,18 +91,17 @@ def check(sizes, T, *, window=None, documents=16, since=False, seed=0):
         mask &= positions[:, :, None] - positions[:, None] < window
     given = inputs(rng, len(sizes), T)
     options = {"scale": 64**-0.5, "window": window, "documents": documents}
-    if window is not None:
-        options |= {"positions": jnp.asarray(positions), "key_positions": jnp.asarray(positions)}
+    positions, until = jnp.asarray(positions), jnp.asarray(rows["until"])
+    context = Context(until, None, positions, positions)
     if since:
-        options["since"] = jnp.tile(jnp.arange(T, dtype=jnp.int32), (len(sizes), 1))
-    until = jnp.asarray(rows["until"])
+        first = jnp.tile(jnp.arange(T, dtype=jnp.int32), (len(sizes), 1))
+        context = context._replace(since=first)
 
     def function(q, k, v):
-        return route.attention(q, k, v, until, **options)
+        return route.attention(q, k, v, context, **options)
 
     def plain(q, k, v):
-        options = {} if window is None else {"positions": jnp.asarray(positions), "window": window}
-        return attention(q, k, v, until, impl="reference", **options)
+        return attention(q, k, v, context._replace(since=None), window=window, impl="reference")
 
     low = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in given.values()]
     exact = numpy_attention(*low, mask)
@@ -160,29 +159,29 @@ def test_what_is_no_documents_is_nan_never_wrong(monkeypatch, what):
     given = inputs(np.random.default_rng(0), 1, T)
     q, k, v = (jnp.asarray(given[n], jnp.bfloat16) for n in "qkv")
     packed = testing.pack(testing.documents([8, 8, 8]), T)
-    options = {"scale": 1.0, "documents": 4}
+    options, masks = {"scale": 1.0, "documents": 4}, {}
     if what == "tree":
         packed = testing.pack([(8, -1), (8, 0), (8, 0)], T)
     elif what == "too many":
         options["documents"] = 2
     elif what == "not causal":
-        options["since"] = jnp.zeros((1, T), jnp.int32)
+        masks["since"] = jnp.zeros((1, T), jnp.int32)
     elif what == "positions":
         at = jnp.arange(T, dtype=jnp.int32)[None] * 2
-        options |= {"window": 5, "positions": at, "key_positions": at}
+        options["window"], masks = 5, {"positions": at, "key_positions": at}
     else:
         packed["until"][3] = 3
-    until = jnp.asarray(packed["until"])[None]
-    out, pull = jax.vjp(lambda *a: route.attention(*a, until, **options), q, k, v)
+    context = Context(jnp.asarray(packed["until"])[None], **masks)
+    out, pull = jax.vjp(lambda *a: route.attention(*a, context, **options), q, k, v)
     for x in (out, *pull(out)):
         assert np.isnan(np.asarray(x, np.float32)).all()
 
 
 def test_declines_with_its_reason(monkeypatch):
-    x, until = jnp.zeros((1, 24, 1, 64), jnp.bfloat16), jnp.full((1, 24), 24, jnp.int32)
+    x, context = jnp.zeros((1, 24, 1, 64), jnp.bfloat16), Context(jnp.full((1, 24), 24, jnp.int32))
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="Hopper GPU|written for jax"):
-            attention(x, x, x, until, impl="cudnn")
+            attention(x, x, x, context, impl="cudnn")
     monkeypatch.setattr(cudnn, "require_cudnn", lambda: None)
     for arrays, options, reason in [
         ([x.astype(jnp.float32)] * 3, {}, "takes bfloat16"),
@@ -191,7 +190,7 @@ def test_declines_with_its_reason(monkeypatch):
         ([x[:, :5], x, x], {}, "5 queries on 24 keys"),
     ]:
         with pytest.raises(NotImplementedError, match=reason):
-            attention(*arrays, until, impl="cudnn", **options)
+            attention(*arrays, context, impl="cudnn", **options)
 
 
 def test_lowers_to_the_packed_calls(monkeypatch):
@@ -202,7 +201,7 @@ def test_lowers_to_the_packed_calls(monkeypatch):
     until = jax.ShapeDtypeStruct((2, 512), jnp.int32)
 
     def loss(q, k, v, until):
-        return attention(q, k, v, until, impl="cudnn").astype(jnp.float32).sum()
+        return attention(q, k, v, Context(until), impl="cudnn").astype(jnp.float32).sum()
 
     step = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*heads, until)
     text = step.lower(lowering_platforms=("cuda",)).as_text()

@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels import attention, testing
-from jaxtrain_kernels.tree_attention import blocks, gpu_bwd, gpu_fwd, mosaic_gpu
+from jaxtrain_kernels import Context, attention, testing
+from jaxtrain_kernels.tree_attention import (
+    blocks,
+    gpu_dkv,
+    gpu_dq,
+    gpu_fwd,
+    gpu_tiles,
+    mosaic_gpu,
+)
 from mosaic_interpreter import interpreted, require
 from test_kernels_tree_attention import ancestor_mask, compare
 
@@ -16,9 +23,9 @@ from test_kernels_tree_attention import ancestor_mask, compare
 def options(head_dim, window=None, softcap=None, programs=2, fused=False):
     """Few thread blocks, so that each goes through several tiles."""
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
-    dq = dataclasses.replace(gpu_bwd.dq_heuristic(head_dim, window is not None), programs=programs)
-    dkv, scale = gpu_bwd.dkv_heuristic(head_dim), head_dim**-0.5
-    return mosaic_gpu.Options(window, softcap, scale, forward, dkv, dq, fused=fused)
+    dq = dataclasses.replace(gpu_dq.heuristic(head_dim, window is not None), programs=programs)
+    settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
+    return mosaic_gpu.Options(settings, forward, gpu_dkv.heuristic(head_dim), dq, fused=fused)
 
 
 def dense_visible(since, until, T, positions=None, key_positions=None, window=None):
@@ -49,10 +56,8 @@ def test_lists_never_drop_a_visible_pair(seed, window):
         key_positions = rng.integers(0, 40, (B, S)).astype(np.int32)
     mask = dense_visible(since, until, T, positions, key_positions, window)
     tiled = mask.reshape(B, T // q_block, q_block, S // k_block, k_block)
-    keys = blocks.Keys(
-        *blocks.normalise(jnp.asarray(since), jnp.asarray(until)), jnp.asarray(key_positions)
-    )
-    some, every = blocks.meet(keys, jnp.asarray(positions), T, q_block, k_block, window)
+    context = Context(*map(jnp.asarray, (until, since, positions, key_positions)))
+    some, every = blocks.meet(blocks.normalise(context), T, q_block, k_block, window)
     assert not (tiled.any((2, 4)) & ~np.asarray(some)).any()
     assert not (np.asarray(every) & ~tiled.all((2, 4))).any()
 
@@ -69,20 +74,20 @@ def test_lists_never_drop_a_visible_pair(seed, window):
 def test_lists_of_a_tree_skip_what_is_far():
     """Eight documents of a tile each: every query tile lists one key block, and masks it."""
     until = jnp.asarray(testing.pack(testing.documents([128] * 8), 1024)["until"])[None]
-    keys = blocks.Keys(*blocks.normalise(None, until))
-    lists = blocks.lists(*blocks.meet(keys, None, 1024, 128, 128, None))
+    context = blocks.normalise(Context(until))
+    lists = blocks.lists(*blocks.meet(context, 1024, 128, 128, None))
     np.testing.assert_array_equal(lists.counts, np.ones(8))
     np.testing.assert_array_equal(lists.codes[:, 0], 2 * np.arange(8) + 1)
 
 
 def arranged(nodes, T):
     """The order of a forest's keys, and the visible blocks of 128 before and after."""
-    keys = blocks.Keys(*blocks.normalise(None, jnp.asarray(testing.pack(nodes, T)["until"])[None]))
-    new, arrangement = blocks.arrange(keys, None, T, None)
-    for before, after in zip(keys[:2], new[:2], strict=True):
+    own = blocks.normalise(Context(jnp.asarray(testing.pack(nodes, T)["until"])[None]))
+    new, arrangement = blocks.arrange(own, T, None)
+    for before, after in zip(own[:2], new[:2], strict=True):
         np.testing.assert_array_equal(before[0, arrangement.order[0]], after[0])
     np.testing.assert_array_equal(arrangement.order[0, arrangement.back[0]], np.arange(T))
-    visits = [int(blocks.meet(k, None, T, 128, 128, None)[0].sum()) for k in (keys, new)]
+    visits = [int(blocks.meet(c, T, 128, 128, None)[0].sum()) for c in (own, new)]
     return int(arrangement.moved[0]), *visits
 
 
@@ -135,22 +140,15 @@ def test_interpreted_kernels(name, monkeypatch):
         mask &= depth[:, :, None] - depth[:, None] < case["window"]
     until = jnp.asarray(np.stack([row["until"] for row in rows]))
     positions = None if case["window"] is None else jnp.asarray(depth)
+    context = Context(until, None, positions, positions)
     setting = options(H, case["window"], case["softcap"], fused=case["fused"])
 
     def kernels(q, k, v):
-        return mosaic_gpu.run(setting, q, k, v, until, None, positions, positions)
+        return mosaic_gpu.run(setting, q, k, v, context)
 
     def plain(q, k, v):
-        return attention(
-            q,
-            k,
-            v,
-            until,
-            positions=positions,
-            window=case["window"],
-            softcap=case["softcap"],
-            impl="reference",
-        )
+        options = {"window": case["window"], "softcap": case["softcap"]}
+        return attention(q, k, v, context, impl="reference", **options)
 
     with interpreted(detect_races=True):
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, case["softcap"], jit=False)
@@ -164,9 +162,9 @@ def test_interpreted_padding_does_not_block_a_thread_block(monkeypatch):
     T, used, H = 768, 100, 64
     row = testing.pack(testing.random_forest(rng, used, 25), T)
     inputs = {n: rng.standard_normal((1, T, 1, H)) for n in ("q", "k", "v", "d_out")}
-    until = jnp.asarray(row["until"])[None]
-    kernels = functools.partial(mosaic_gpu.run, options(H, programs=1), until=until)
-    plain = functools.partial(attention, until=until, impl="reference")
+    context = Context(jnp.asarray(row["until"])[None])
+    kernels = functools.partial(mosaic_gpu.run, options(H, programs=1), context=context)
+    plain = functools.partial(attention, context=context, impl="reference")
     mask = ancestor_mask(row["prev"], used)[None]
     with interpreted(detect_races=True):
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, jit=False)
@@ -183,9 +181,9 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries():
     assert empty_rows[100:].all() and empty_keys.any()
     shapes = {"q": (1, T, 1, H), "k": (1, S, 1, H), "v": (1, S, 1, H), "d_out": (1, T, 1, H)}
     inputs = {n: rng.standard_normal(shape) for n, shape in shapes.items()}
-    since, until = jnp.asarray(since), jnp.asarray(until)
-    kernels = functools.partial(mosaic_gpu.run, options(H), until=until, since=since)
-    plain = functools.partial(attention, until=until, since=since, impl="reference")
+    context = Context(jnp.asarray(until), jnp.asarray(since))
+    kernels = functools.partial(mosaic_gpu.run, options(H), context=context)
+    plain = functools.partial(attention, context=context, impl="reference")
     with interpreted():
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, jit=False)
         q, k, v, d_out = (jnp.asarray(inputs[n], jnp.bfloat16) for n in shapes)
@@ -196,7 +194,7 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries():
 
 
 def loss(q, k, v, until, positions, impl="mosaic_gpu", **settings):
-    out = attention(q, k, v, until, positions=positions, impl=impl, **settings)
+    out = attention(q, k, v, Context(until, positions=positions), impl=impl, **settings)
     return out.astype(jnp.float32).sum()
 
 
@@ -241,7 +239,7 @@ def test_several_devices_need_shard_map():
     until = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def local(x, until):
-        return attention(x, x, x, until, impl="mosaic_gpu")
+        return attention(x, x, x, Context(until), impl="mosaic_gpu")
 
     def step(x, until):
         mapped = jax.shard_map(local, in_specs=(rows, rows), out_specs=rows, check_vma=False)
@@ -261,16 +259,16 @@ def test_several_devices_need_shard_map():
 def test_declines_on_hopper(monkeypatch, dtype, H, reason):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
     x = jnp.zeros((1, 128, 1, H), dtype)
-    until = jnp.full((1, 128), 128, jnp.int32)
+    context = Context(jnp.full((1, 128), 128, jnp.int32))
     with pytest.raises(NotImplementedError, match=reason):
-        attention(x, x, x, until, impl="mosaic_gpu")
-    assert attention(x, x, x, until).shape == x.shape  # "auto" goes on to the next backend
+        attention(x, x, x, context, impl="mosaic_gpu")
+    assert attention(x, x, x, context).shape == x.shape  # "auto" goes on to the next backend
 
 
 def test_fused_takes_head_dim_128_only():
     x, until = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.full((1, 128), 128, jnp.int32)
     with pytest.raises(NotImplementedError, match="head dim 64 is not 128"):
-        attention(x, x, x, until, impl="mosaic_gpu_fused")
+        attention(x, x, x, Context(until), impl="mosaic_gpu_fused")
 
 
 def test_declines_without_a_hopper_gpu():
@@ -278,4 +276,4 @@ def test_declines_without_a_hopper_gpu():
         pytest.skip("this machine has an accelerator")
     x, until = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.full((1, 128), 128, jnp.int32)
     with pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU|written for jax"):
-        attention(x, x, x, until, impl="mosaic_gpu")
+        attention(x, x, x, Context(until), impl="mosaic_gpu")

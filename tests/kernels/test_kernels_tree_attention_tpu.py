@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from jaxtrain_kernels import attention, testing
+from jaxtrain_kernels import Context, attention, testing
 from jaxtrain_kernels.tree_attention import tpu, tpu_kernels
 from other_devices import run_script
 from test_kernels_tree_attention import (
@@ -55,15 +55,14 @@ SLOW = {"tree_h2_2_d128", "documents_rows2_h2_1_d64", "tree_h4_1_d64_softcap"}
 def test_interpreted_cases(case):
     """Output and gradients by the 2x rule, and no data race."""
     inputs = case.inputs()
-    given = arguments(case, inputs)
-    until, positions = given.pop("until"), given["positions"]
+    context, given = arguments(case, inputs)
     setting = options(case.head_dim, case.window, case.softcap)
 
     def kernels(q, k, v):
-        return tpu.run(setting, q, k, v, until, None, positions, positions)
+        return tpu.run(setting, q, k, v, context)
 
     def plain(q, k, v):
-        return attention(q, k, v, until, impl="reference", **given)
+        return attention(q, k, v, context, impl="reference", **given)
 
     with interpreted():
         mask = case_mask(case, inputs)
@@ -87,11 +86,10 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries(q_block, k_bloc
     shapes = {"q": (B, T, 2, H), "k": (B, S, 1, H), "v": (B, S, 1, H), "d_out": (B, T, 2, H)}
     inputs = {n: rng.standard_normal(shape) for n, shape in shapes.items()}
     metadata = [jnp.asarray(x, jnp.int32) for x in (until, since, positions, key_positions)]
-    names = ("until", "since", "positions", "key_positions")
-    given = dict(zip(names, metadata, strict=True))
+    context = Context(*metadata)
     setting = options(H, window, q_block=q_block, k_block=k_block)
-    kernels = functools.partial(tpu.run, setting, **given)
-    plain = functools.partial(attention, **given, window=window, impl="reference")
+    kernels = functools.partial(tpu.run, setting, context=context)
+    plain = functools.partial(attention, context=context, window=window, impl="reference")
     low = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in inputs.values()]
     exact = numpy_attention(*low, mask)
     bar = run(*low, jnp.bfloat16, plain)
@@ -143,7 +141,7 @@ def tpu_mesh(size=1, kind="TPU v5 lite"):
 
 
 def loss(q, k, v, until, positions, **settings):
-    out = attention(q, k, v, until, positions=positions, **settings)
+    out = attention(q, k, v, Context(until, positions=positions), **settings)
     return out.astype(jnp.float32).sum()
 
 
@@ -194,10 +192,10 @@ def test_several_devices_need_shard_map():
 def test_declines_on_a_tpu(change, reason):
     case = {"dtype": "bfloat16", "H": 64, "T": 128} | change
     x = jax.ShapeDtypeStruct((1, case["T"], 1, case["H"]), case["dtype"])
-    until = jax.ShapeDtypeStruct((1, case["T"]), jnp.int32)
+    context = Context(jax.ShapeDtypeStruct((1, case["T"]), jnp.int32))
     with jax.sharding.use_abstract_mesh(tpu_mesh()):
         with pytest.raises(NotImplementedError, match=reason):
-            jax.eval_shape(functools.partial(attention, impl="tpu"), x, x, x, until)
+            jax.eval_shape(functools.partial(attention, impl="tpu"), x, x, x, context)
 
 
 def test_declines_elsewhere():
@@ -205,7 +203,7 @@ def test_declines_elsewhere():
         pytest.skip("this machine has a TPU")
     x, until = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.full((1, 128), 128, jnp.int32)
     with pytest.raises(NotImplementedError, match="needs a TPU, the device is"):
-        attention(x, x, x, until, impl="tpu")
+        attention(x, x, x, Context(until), impl="tpu")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtrain_kernels import attention
+from jaxtrain_kernels import Context, attention
 
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 CASES = (
@@ -33,7 +33,8 @@ def compile_for(topology, head_dim, **settings):
     whole = NamedSharding(mesh, PartitionSpec())
 
     def loss(q, k, v, until, positions):
-        out = attention(q, k, v, until, positions=positions, impl="tpu", **settings)
+        context = Context(until, positions=positions)
+        out = attention(q, k, v, context, impl="tpu", **settings)
         return out.astype(jnp.float32).sum()
 
     shapes = [((1, 8192, n, head_dim), jnp.bfloat16) for n in (4, 2, 2)]

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzle, swizzled, tanh
+from jaxtrain_kernels.mosaic import launch, num_cores, plgpu, swizzled, tanh
 
-WARPGROUPS = 2
-ROWS = 64  # rows of a warpgroup
-BLOCK = WARPGROUPS * ROWS
-DEPTH = 64  # of one step
-STORE = 64  # columns stored at a time
+WARPGROUPS = 2  # that compute
+ROWS = 64  # rows of a warpgroup: those of a wgmma
+BLOCK = WARPGROUPS * ROWS  # rows of an expert's block: a tile never has two experts
+DEPTH = 64  # of one step: 128 bytes of bfloat16, as wide as a swizzled row can be
+STORE = 64  # columns stored at a time, for the same reason
 LOG2E = 1.4426950408889634
 
 
@@ -115,6 +115,8 @@ class Ring:
             slot = self.slot(first + i)
             plgpu.barrier_wait(self.ready.at[slot])
             multiply(slot)
+            # Matmuls end in the order of their start: with only this step's left, those of the step
+            # before have read their stage.
             plgpu.wgmma_wait(in_flight)
 
             @pl.when(i > 0)
@@ -161,6 +163,7 @@ class Store:
     def __call__(self, value, out_ref, row, column):
         group, buffer = lax.axis_index("group"), self.count % 2
         self.count += 1
+        # Of the copies under way only the latest may be unread: its buffer is the other one.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         self.smem[group, buffer] = value.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -170,24 +173,16 @@ class Store:
 
 
 def _launch(kernel, out_type, scratch, arrivals: int, config: Config, name: str, arrays):
-    staging = (WARPGROUPS, 2, ROWS, STORE)
-    run = plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        scratch_types=[
-            *scratch,
-            plgpu.SMEM(staging, jnp.bfloat16, transforms=swizzle(jnp.bfloat16)),
-            plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
-            plgpu.Barrier(num_barriers=config.stages, num_arrivals=WARPGROUPS),
-        ],
-        grid=(num_cores(),),
-        grid_names=("core",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="group",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(*arrays)
+    """A kernel whose scratch ends in the buffers of `Store` and the two barriers of `Ring`;
+    `arrivals` copies fill a stage."""
+    scratch = [
+        *scratch,
+        swizzled((WARPGROUPS, 2, ROWS, STORE), jnp.bfloat16),
+        plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
+        plgpu.Barrier(num_barriers=config.stages, num_arrivals=WARPGROUPS),
+    ]
+    grid = {"core": num_cores()}
+    return launch(kernel, name, out_type, scratch, arrays, grid=grid, warpgroups=WARPGROUPS)
 
 
 def _shape(*sizes, dtype=jnp.bfloat16):
@@ -203,9 +198,9 @@ def product(pairs, segments, *, transpose: bool, config: Config):
     depths = [x.shape[1] // DEPTH for x in xs]
     w_rows = columns if transpose else DEPTH
 
-    def kernel(*refs):
-        x_refs, w_refs = refs[: len(xs)], refs[len(xs) : 2 * len(xs)]
-        group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free = refs[2 * len(xs) :]
+    def kernel(
+        x_refs, w_refs, group_ref, active_ref, out_ref, x_smem, w_smem, out_smem, ready, free
+    ):
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
@@ -250,7 +245,7 @@ def product(pairs, segments, *, transpose: bool, config: Config):
         swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
         swizzled((config.stages * w_rows, DEPTH if transpose else columns), jnp.bfloat16),
     ]
-    arrays = [*xs, *ws, segments.group, segments.active]
+    arrays = [xs, ws, segments.group, segments.active]
     return _launch(kernel, _shape(P, F), scratch, 2, config, "grouped_product", arrays)
 
 
@@ -278,16 +273,13 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
     each block of x times its matrix; gates float32 [P].
     """
     xs, w_gates, w_ups = zip(*triples, strict=True)
-    P, F, n = xs[0].shape[0], w_gates[0].shape[2], len(xs)
+    P, F = xs[0].shape[0], w_gates[0].shape[2]
     half, across = config.columns // 2, F // (config.columns // 2)
     depths = [x.shape[1] // DEPTH for x in xs]
     per_row = plgpu.Layout.WGMMA.reduce(1)
-    outs = 3 if save else 1
 
-    def kernel(*refs):
-        x_refs, gate_refs, up_refs = refs[:n], refs[n : 2 * n], refs[2 * n : 3 * n]
-        gates_ref, group_ref, active_ref, *refs = refs[3 * n :]
-        out_refs, (x_smem, gate_smem, up_smem, out_smem, ready, free) = refs[:outs], refs[outs:]
+    def kernel(x_refs, gate_refs, up_refs, gates_ref, group_ref, active_ref, *refs):
+        *out_refs, x_smem, gate_smem, up_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         used = active_ref[0]
@@ -345,8 +337,8 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
     ]
-    arrays = [*xs, *w_gates, *w_ups, gates, segments.group, segments.active]
-    out_type = [_shape(P, F)] * outs
+    arrays = [xs, w_gates, w_ups, gates, segments.group, segments.active]
+    out_type = [_shape(P, F)] * (3 if save else 1)
     return _launch(kernel, out_type, scratch, 3, config, "grouped_gated_product", arrays)
 
 
@@ -358,16 +350,14 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
     come through the ring's buffers for dy and w.
     """
     dys, ws = zip(*pairs, strict=True)
-    P, F, n = dys[0].shape[0], ws[0].shape[1], len(dys)
+    P, F = dys[0].shape[0], ws[0].shape[1]
     columns, across = config.columns, F // config.columns
     depths = [dy.shape[1] // DEPTH for dy in dys]
     pieces = columns // STORE
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
-    def kernel(*refs):
-        dy_refs, w_refs = refs[:n], refs[n : 2 * n]
-        gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs = refs[2 * n :]
+    def kernel(dy_refs, w_refs, gate_ref, up_ref, gates_ref, group_ref, active_ref, *refs):
         d_gate_ref, d_up_ref, d_gates_ref, *refs = refs
         dy_smem, w_smem, sum_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
@@ -431,7 +421,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
                     at = column * columns + j * STORE
                     store(d_hidden * u * slope, d_gate_ref, row, at)
                     store(d_hidden * act, d_up_ref, row, at)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the sums of a tile before
                 sum_smem[group] = total
                 plgpu.commit_smem()
                 target = d_gates_ref.at[column, _part(row, ROWS)]
@@ -444,7 +434,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
         swizzled((config.stages * columns, DEPTH), jnp.bfloat16),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
     ]
-    arrays = [*dys, *ws, gate, up, gates, segments.group, segments.active]
+    arrays = [dys, ws, gate, up, gates, segments.group, segments.active]
     out_type = [_shape(P, F), _shape(P, F), _shape(across, P, dtype=jnp.float32)]
     return _launch(kernel, out_type, scratch, 2, config, "grouped_gated_gradient", arrays)
 
@@ -454,19 +444,14 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
     x [P, D], dys a list of [P, F]; D a multiple of 128; 0 for an expert without rows.
     """
-    D, E, n = x.shape[1], segments.starts.shape[0], len(dys)
+    D, E = x.shape[1], segments.starts.shape[0]
     columns = config.columns
     across = [dy.shape[1] // columns for dy in dys]
     down = D // BLOCK
     tiles = down * sum(across)
 
-    def kernel(x_ref, *refs):
-        dy_refs, (starts_ref, ends_ref), out_refs = (
-            refs[:n],
-            refs[n : n + 2],
-            refs[n + 2 : 2 * n + 2],
-        )
-        x_smem, dy_smem, out_smem, ready, free = refs[2 * n + 2 :]
+    def kernel(x_ref, dy_refs, starts_ref, ends_ref, *refs):
+        *out_refs, x_smem, dy_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
         place = _walk(sum(across), config.snake, jnp.int32(down))
@@ -493,6 +478,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
             def copy(p, slot, barrier):
                 rows = _part(first + p * DEPTH, DEPTH)
+                # A half for each warpgroup: a swizzled piece is 64 columns wide.
                 for h in range(WARPGROUPS):
                     part = x_ref.at[rows, _part(row * BLOCK + h * ROWS, ROWS)]
                     target = x_smem.at[_part(slot * BLOCK + h * DEPTH, DEPTH)]
@@ -519,6 +505,7 @@ def weight_gradient(x, dys, segments, *, config: Config):
                 ring.empty(step, steps_of(tile), multiply)
                 value = acc[...]
 
+                # An expert without rows took no step: the accumulator is 0, and so is its gradient.
                 def send(k, at):
                     store = Store(out_smem)
                     for j in range(0, columns, STORE):
@@ -534,12 +521,12 @@ def weight_gradient(x, dys, segments, *, config: Config):
         swizzled((config.stages * BLOCK, DEPTH), jnp.bfloat16),
         swizzled((config.stages * DEPTH, columns), jnp.bfloat16),
     ]
-    arrays = [x, *dys, segments.starts, segments.ends]
+    arrays = [x, dys, segments.starts, segments.ends]
     out_type = [_shape(E, D, dy.shape[1]) for dy in dys]
     return _launch(kernel, out_type, scratch, 3, config, "grouped_weight_gradient", arrays)
 
 
-GATHERED = 16  # rows of a stage of `gather`
+GATHERED = 16  # rows of a stage of `gather`: so many copies are under way for each barrier
 LANES = 256  # TMA moves boxes of at most so many elements a side
 
 
@@ -551,6 +538,7 @@ def gather(x, index, active):
     """
     (T, D), P = x.shape, index.shape[0]
     x = x.reshape(T, D // LANES, LANES)
+    # Of the 227 KiB of shared memory at most 192; one stage is sent while the others are filled.
     stages = max(2, min(6, 196_608 // (GATHERED * D * x.dtype.itemsize)))
     cores = num_cores()
 

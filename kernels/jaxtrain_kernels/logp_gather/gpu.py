@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzle, tanh
+from jaxtrain_kernels.mosaic import launch, num_cores, plgpu, swizzle, tanh
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 2
-ROWS = 64  # tokens of a warpgroup
+WARPGROUPS = 2  # that compute
+ROWS = 64  # tokens of a warpgroup: the rows of a wgmma
 TILE_T = WARPGROUPS * ROWS
 
 
@@ -30,6 +30,7 @@ class Config:
     tile_v: int = 256
     """Vocabulary rows of a tile."""
     block_d: int = 64
+    """Of the width, in one step: 128 bytes of bfloat16, as wide as a swizzled row can be."""
     stages: int = 4
     snake: int = 8
     """Token tiles that are walked before the next vocabulary tile: reuse in the L2 cache."""
@@ -58,6 +59,8 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
             body,
             grid=(D // bd,),
             in_specs=[
+                # The last product may still read its stage when the next one starts: `multiply`
+                # leaves one in flight, so a stage is given back one step late.
                 spec((TILE_T, bd), lambda d: (t_tile, d), delay_release=1),
                 spec((tv, bd), lambda d: (0, d), delay_release=1),
             ],
@@ -71,6 +74,7 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
     def nothing(*_, **__):
         return None
 
+    # The pipelines of all tiles use the same buffers; this one only says which it would allocate.
     buffers = pipeline(nothing, nothing).get_allocations(hidden_ref, head_ref.at[pl.ds(0, tv)])
 
     @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
@@ -111,18 +115,8 @@ def _capped(raw, softcap):
 
 
 def _run(kernel, out_type, scratch, name, arrays):
-    run = plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(num_cores(),),
-        grid_names=("core",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="group",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(*arrays)
+    grid = {"core": num_cores()}
+    return launch(kernel, name, out_type, scratch, arrays, grid=grid, warpgroups=WARPGROUPS)
 
 
 def _row_reader(rows, width):
@@ -139,6 +133,7 @@ def _storer(out_ref, out_smem, group, rows, config):
     """Stores pieces of a tile, each to shared memory and on by TMA; two are under way."""
 
     def store(piece, column, value):
+        # Of the copies under way only the latest may be unread: its buffer is the other one.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         out_smem[group, piece % 2] = value.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -169,12 +164,8 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
     T, V = hidden.shape[0], head.shape[0]
     tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, factor_ref, *refs):
-        runs = True
-        if active is not None:
-            active_ref, *refs = refs
-            runs = active_ref[0] != 0
-        out_ref, out_smem = refs
+    def kernel(hidden_ref, head_ref, factor_ref, active_ref, out_ref, out_smem):
+        runs = True if active_ref is None else active_ref[0] != 0
         group = lax.axis_index("group")
 
         def epilogue(logits, t_tile, first, start):
@@ -196,7 +187,7 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
                     owned = jnp.where(start + column >= first, 1.0, 0.0)
                     sums = sums[0] * owned, sums[1] * owned
                 total, moment = total + sums[0], moment + sums[1]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer's numbers of a tile before
             for i, value in enumerate((top, total, moment)):
                 out_smem[group, i] = value
             plgpu.commit_smem()
@@ -212,7 +203,7 @@ def statistics(hidden, head, factor, *, softcap: float | None, config: Config, a
         jax.ShapeDtypeStruct((3, pl.cdiv(V, tv), T), jnp.float32),
         [plgpu.SMEM((WARPGROUPS, 3, ROWS), jnp.float32)],
         "logp_statistics",
-        [hidden, head, factor] + ([] if active is None else [active]),
+        [hidden, head, factor, active],
     )
 
 
@@ -239,12 +230,10 @@ def exponentials(
     T, V = hidden.shape[0], head.shape[0]
     tv, width = config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, factor_ref, base_ref, *refs):
-        runs = True
-        if into is not None:
-            active_ref, *refs = refs
-            runs = active_ref[0] != 0
-        out_ref, sums_ref, out_smem = refs
+    def kernel(hidden_ref, head_ref, factor_ref, base_ref, active_ref, into_ref, *refs):
+        *made, sums_ref, out_smem = refs
+        out_ref = made[0] if into_ref is None else into_ref
+        runs = True if active_ref is None else active_ref[0] != 0
         group = lax.axis_index("group")
 
         def epilogue(logits, t_tile, first, start):
@@ -277,7 +266,7 @@ def exponentials(
         [w_TV, sums] if into is None else [sums],
         [_store_smem(config)],
         "logp_exponentials",
-        [hidden, head, factor, base] + ([] if into is None else [active, into]),
+        [hidden, head, factor, base, active, into],
     )
     return tuple(found) if into is None else found[0]
 
@@ -293,8 +282,9 @@ def d_logits(
     """
     T, tv, width = hidden.shape[0], config.tile_v, config.store
 
-    def kernel(hidden_ref, head_ref, first_ref, factor_ref, base_ref, a_ref, b_ref, *refs):
-        out_ref, out_smem = refs
+    def kernel(
+        hidden_ref, head_ref, first_ref, factor_ref, base_ref, slope_refs, out_ref, out_smem
+    ):
         group = lax.axis_index("group")
         base_row = first_ref[0]
 
@@ -303,7 +293,7 @@ def d_logits(
             rows = _rows_of(t_tile)
             of_rows = _row_reader(rows, width)
             store = _storer(out_ref, out_smem, group, rows, config)
-            scale, shift, a, b = (of_rows(r) for r in (factor_ref, base_ref, a_ref, b_ref))
+            scale, shift, a, b = (of_rows(r) for r in (factor_ref, base_ref, *slope_refs))
             for piece, column in enumerate(range(0, tv, width)):
                 z, t = _capped(logits[:, column : column + width], softcap)
                 power = z * scale - shift
@@ -318,5 +308,5 @@ def d_logits(
         jax.ShapeDtypeStruct((T, size), jnp.bfloat16),
         [_store_smem(config)],
         "logp_d_logits",
-        [hidden, head, first, factor, base, *slopes],
+        [hidden, head, first, factor, base, slopes],
     )

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzled
+from jaxtrain_kernels.mosaic import launch, num_cores, plgpu, swizzled
 
 LOG2E = math.log2(math.e)
 ROWS, WIDTH = 64, 64  # rows of a warpgroup; columns of a swizzled piece of shared memory
-LOWEST = -1e30
+LOWEST = -1e30  # below any logit, yet finite: 0 times the first shift must not be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,20 +193,12 @@ def statistics(logits, factor, *, config: Config):
                 def _(step, member=member):
                     plgpu.barrier_wait(free.at[slot_of(jnp.int32(member), step)])
 
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((3, parts, T), jnp.float32),
-        scratch_types=[
-            swizzled((groups * stages, ROWS, size), jnp.bfloat16),
-            plgpu.SMEM((groups, 3, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=groups * stages),
-            plgpu.Barrier(num_barriers=groups * stages),
-        ],
-        grid=(cores,),
-        grid_names=("core",),
-        num_threads=groups + 1,
-        thread_name="group",
-        kernel_name="logp_of_logits",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    return run(logits, factor)
+    scratch = [
+        swizzled((groups * stages, ROWS, size), jnp.bfloat16),
+        plgpu.SMEM((groups, 3, ROWS), jnp.float32),
+        plgpu.Barrier(num_barriers=groups * stages),
+        plgpu.Barrier(num_barriers=groups * stages),
+    ]
+    out_type = jax.ShapeDtypeStruct((3, parts, T), jnp.float32)
+    arrays, grid = [logits, factor], {"core": cores}
+    return launch(kernel, "logp_of_logits", out_type, scratch, arrays, grid=grid, warpgroups=groups)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, xla
 
@@ -20,11 +21,8 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    until: jax.Array,
+    context: Context,
     *,
-    since: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    key_positions: jax.Array | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -32,10 +30,10 @@ def attention(
 ) -> jax.Array:
     """Softmax attention with interval masks; returns [B, T, N, H] in q's dtype.
 
-    q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K; until and since int32 [B, S].
-    Key s is visible to query row t iff since[s] (default s) <= t < until[s], and, with `window`,
-    positions[t] - key_positions[s] < window (int32 [B, T] and [B, S]; the keys' default to the
-    queries'). Scores are q.k * scale (default H**-0.5), then softcap * tanh(score / softcap).
+    q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K. Key s is visible to query row t iff
+    context.since[s] <= t < context.until[s], and, with `window`, positions[t] - key_positions[s] <
+    window; without one positions are not looked at, and `prev` never is. Scores are q.k * scale
+    (default H**-0.5), then softcap * tanh(score / softcap).
     The softmax is in float32 (float64 for float64 inputs); a query that sees nothing returns 0.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     In depth-first packing, `until` (the end of the key's subtree) is the whole ancestor mask.
@@ -47,19 +45,10 @@ def attention(
             f"attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, T, N, H] and twice "
             "[B, S, K, H] with N a multiple of K"
         )
-    if window is None:
-        positions = key_positions = None
-    else:
-        if positions is None:
-            raise ValueError("attention: window needs positions: the depth of each query")
-        key_positions = positions if key_positions is None else key_positions
-    metadata = {
-        "until": (until, (B, S)),
-        "since": (since, (B, S)),
-        "positions": (positions, (B, T)),
-        "key_positions": (key_positions, (B, S)),
-    }
-    for name, (array, shape) in metadata.items():
+    context = _masks(context, window)
+    lengths = {"until": S, "since": S, "positions": T, "key_positions": S}
+    for name, length in lengths.items():
+        array, shape = getattr(context, name), (B, length)
         if array is not None and (array.shape != shape or array.dtype != jnp.int32):
             raise ValueError(
                 f"attention: {name} is {array.dtype}{list(array.shape)}; want int32{list(shape)}"
@@ -71,11 +60,18 @@ def attention(
         q,
         k,
         v,
-        until,
-        since=since,
-        positions=positions,
-        key_positions=key_positions,
+        context,
         window=window,
         softcap=softcap,
         scale=H**-0.5 if scale is None else scale,
     )
+
+
+def _masks(context: Context, window: int | None) -> Context:
+    """What backends get: nothing but what decides visibility, the keys' positions filled in."""
+    if window is None:
+        return Context(context.until, context.since)
+    positions, keys = context.positions, context.key_positions
+    if positions is None:
+        raise ValueError("attention: window needs positions: the depth of each query")
+    return Context(context.until, context.since, positions, positions if keys is None else keys)

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NEVER = 2**30  # `since` of a key that no query sees
+from jaxtrain_kernels.context import Context
+
+NEVER = 2**30  # `since` of a key that no query sees: more than any row has, far from overflow
 
 
 class Lists(NamedTuple):
@@ -31,14 +33,6 @@ class Lists(NamedTuple):
     """int32 [tiles, blocks of the other side]: 2 * block + (1 if it needs the mask)."""
 
 
-class Keys(NamedTuple):
-    """What the masks read; int32 [B, S], positions only with a window."""
-
-    since: jax.Array
-    until: jax.Array
-    positions: jax.Array | None = None
-
-
 class Arrangement(NamedTuple):
     """An order of each row's keys."""
 
@@ -51,18 +45,41 @@ class Arrangement(NamedTuple):
 
 
 ARRANGED = 128  # queries and keys of the blocks that `arrange` counts
-WORTH = 0.96  # of the blocks: moving keys costs time as well
+WORTH = 0.96  # share of the blocks that must be left at most: moving keys costs time as well
 
 
-def normalise(since, until) -> tuple[jax.Array, jax.Array]:
+def normalise(context: Context) -> Context:
     """Intervals as the block test wants them: causal `since`, empty ones out of everyone's way."""
+    since, until = context.since, context.until
     if since is None:
         since = jnp.broadcast_to(jnp.arange(until.shape[1], dtype=jnp.int32)[None], until.shape)
     empty = since >= until
-    return jnp.where(empty, NEVER, since), jnp.where(empty, 0, until)
+    since, until = jnp.where(empty, NEVER, since), jnp.where(empty, 0, until)
+    return context._replace(since=since, until=until)
 
 
-def meet(keys: Keys, positions, T: int, q_block: int, k_block: int, window: int | None):
+def padded(x: jax.Array, block: int, value=0) -> jax.Array:
+    """Axis 1 of [B, length, ...] filled up to whole blocks."""
+    missing = -x.shape[1] % block
+    if not missing:
+        return x
+    widths = [(0, 0, 0)] * x.ndim
+    widths[1] = (0, missing, 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
+
+
+def prepare(context: Context, q_block: int, k_block: int) -> Context:
+    """`normalise`d, of whole blocks; keys of the padding are seen by nobody."""
+    context = normalise(context)
+    sides = ((context.positions, q_block), (context.key_positions, k_block))
+    return Context(
+        padded(context.until, k_block),
+        padded(context.since, k_block, NEVER),
+        *(None if x is None else padded(x, block) for x, block in sides),
+    )
+
+
+def meet(context: Context, T: int, q_block: int, k_block: int, window: int | None):
     """(any, all) bool [B, T / q_block, S / k_block]: can some query see some key, can all see all?
 
     `any` may be true for a pair of blocks that no visible pair falls into, never the reverse.
@@ -76,33 +93,36 @@ def meet(keys: Keys, positions, T: int, q_block: int, k_block: int, window: int 
 
     first = (jnp.arange(T // q_block, dtype=jnp.int32) * q_block)[None, :, None]
     stop = first + q_block
-    some = (low(keys.since, k_block)[:, None] < stop) & (high(keys.until, k_block)[:, None] > first)
-    every = (high(keys.since, k_block)[:, None] <= first) & (
-        low(keys.until, k_block)[:, None] >= stop
-    )
+    since, until = context.since, context.until
+    some = (low(since, k_block)[:, None] < stop) & (high(until, k_block)[:, None] > first)
+    every = (high(since, k_block)[:, None] <= first) & (low(until, k_block)[:, None] >= stop)
     if window is not None:
-        nearest = low(positions, q_block)[:, :, None] - high(keys.positions, k_block)[:, None]
-        farthest = high(positions, q_block)[:, :, None] - low(keys.positions, k_block)[:, None]
+        positions, keys = context.positions, context.key_positions
+        nearest = low(positions, q_block)[:, :, None] - high(keys, k_block)[:, None]
+        farthest = high(positions, q_block)[:, :, None] - low(keys, k_block)[:, None]
         some &= nearest < window
         every &= farthest < window
     return some, every
 
 
-def arrange(keys: Keys, positions, T: int, window: int | None) -> tuple[Keys, Arrangement]:
+def arrange(context: Context, T: int, window: int | None) -> tuple[Context, Arrangement]:
     """The keys in the order that leaves fewer blocks to visit, row by row: their own, or sorted by
     `until`, the last to be seen first, which in a tree takes the branches out of the trunk."""
-    S = keys.until.shape[1]
-    own = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], keys.until.shape)
-    _, order = lax.sort((-keys.until, own), dimension=1, is_stable=True, num_keys=1)
+    until = context.until
+    own = jnp.broadcast_to(jnp.arange(until.shape[1], dtype=jnp.int32)[None], until.shape)
+    _, order = lax.sort((-until, own), dimension=1, is_stable=True, num_keys=1)
 
     def sorted_by(order):
-        return Keys(*(x if x is None else jnp.take_along_axis(x, order, 1) for x in keys))
+        names = ("since", "until", "key_positions")
+        of_keys = {n: x for n in names if (x := getattr(context, n)) is not None}
+        taken = {n: jnp.take_along_axis(x, order, 1) for n, x in of_keys.items()}
+        return context._replace(**taken)
 
-    def visits(keys):
-        some, _ = meet(keys, positions, T, ARRANGED, ARRANGED, window)
+    def visits(context):
+        some, _ = meet(context, T, ARRANGED, ARRANGED, window)
         return some.sum((1, 2)).astype(jnp.float32)
 
-    moved = visits(sorted_by(order)) < WORTH * visits(keys)
+    moved = visits(sorted_by(order)) < WORTH * visits(context)
     order = jnp.where(moved[:, None], order, own)
     rows = jnp.arange(len(own), dtype=jnp.int32)[:, None]
     back = jnp.zeros_like(order).at[rows, order].set(own, unique_indices=True)

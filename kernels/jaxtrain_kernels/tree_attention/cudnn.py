@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels import cudnn
+from jaxtrain_kernels.context import Context
 
 HEAD_DIMS = (64, 128)  # those whose numerics were checked on a GPU
 MEAN = 4096  # tokens of a document that the default number of documents allows for
@@ -45,21 +46,11 @@ class Options(NamedTuple):
     scale: float
     documents: int
 
+    def settings(self) -> dict:
+        return {"scale": self.scale, "window": self.window}
 
-def attention(
-    q,
-    k,
-    v,
-    until,
-    *,
-    since=None,
-    positions=None,
-    key_positions=None,
-    window=None,
-    softcap=None,
-    scale,
-    documents=None,
-):
+
+def attention(q, k, v, context, *, window=None, softcap=None, scale, documents=None):
     """See `jaxtrain_kernels.attention`; bfloat16, `until` alone, at most `documents` in a batch.
 
     `documents` counts those of two or more tokens; default one per `MEAN` tokens, two in a row.
@@ -78,12 +69,12 @@ def attention(
         documents = B * (T // MEAN)
     # Two documents of a row at least: one would switch jax to the unpacked call.
     documents = max(2 * B, documents + -documents % B)
-    found = find_documents(until, documents)
-    if since is not None:
+    found = find_documents(context.until, documents)
+    if context.since is not None:
         row = jnp.arange(T, dtype=jnp.int32)[None]
-        found = found._replace(ok=found.ok & (since == row).all())
+        found = found._replace(ok=found.ok & (context.since == row).all())
     if window is not None:
-        found = found._replace(ok=found.ok & consecutive(found, positions, key_positions))
+        found = found._replace(ok=found.ok & consecutive(found, context))
     return _attention(Options(window, scale, documents), q, k, v, found)
 
 
@@ -106,12 +97,13 @@ def find_documents(until: jax.Array, most: int) -> Documents:
     return Documents(starts, lengths, index, held, plain & (count[-1] <= most))
 
 
-def consecutive(documents: Documents, positions, key_positions) -> jax.Array:
+def consecutive(documents: Documents, context: Context) -> jax.Array:
     """bool: inside documents positions count up by one, and keys have those of queries."""
+    positions = context.positions
     step = positions[:, 1:] - positions[:, :-1]
     together = (documents.index[:, 1:] == documents.index[:, :-1]) & documents.held[:, 1:]
     together &= documents.held[:, :-1]
-    return ((step == 1) | ~together).all() & (positions == key_positions).all()
+    return ((step == 1) | ~together).all() & (positions == context.key_positions).all()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -121,15 +113,8 @@ def _attention(options, q, k, v, documents):
 
 def _forward(options, q, k, v, documents):
     """Output and natural log-sum-exp [B, N, T], undefined outside of documents."""
-    out, lse = cudnn.forward(
-        q,
-        k,
-        v,
-        documents.starts,
-        documents.lengths,
-        scale=options.scale,
-        window=options.window,
-    )
+    parts, settings = (documents.starts, documents.lengths), options.settings()
+    out, lse = cudnn.forward(q, k, v, *parts, **settings)
     alone = jnp.repeat(v, q.shape[2] // k.shape[2], 2)
     return choose(documents, out, alone), by_token(documents, lse)
 
@@ -143,18 +128,9 @@ def _attention_fwd(options, q, k, v, documents):
 
 def _attention_bwd(options, residuals, d_out):
     q, k, v, documents, out, lse = residuals
-    dq, dk, dv = cudnn.backward(
-        q,
-        k,
-        v,
-        documents.starts,
-        documents.lengths,
-        out,
-        by_document(documents, lse),
-        d_out,
-        scale=options.scale,
-        window=options.window,
-    )
+    parts, settings = (documents.starts, documents.lengths), options.settings()
+    lse = by_document(documents, lse)
+    dq, dk, dv = cudnn.backward(q, k, v, *parts, out, lse, d_out, **settings)
     B, T, K, H = k.shape
     alone = d_out.reshape(B, T, K, -1, H).sum(3, dtype=jnp.float32).astype(v.dtype)
     zero = jnp.zeros((), q.dtype)

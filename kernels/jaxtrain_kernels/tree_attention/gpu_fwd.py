@@ -7,16 +7,16 @@ log-sum-exp is kept in base 2.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import opaque, plgpu, swizzled, tanh
+from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
 from jaxtrain_kernels.tree_attention import gpu_tiles
-from jaxtrain_kernels.tree_attention.blocks import Keys, Lists
-from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Moved
+from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Keys, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Config:
     """Sizes of the forward kernel."""
 
     k_block: int = 128
+    """Keys per step."""
     stages: int = 2
+    """Blocks of keys, and of values, in flight."""
     q_stages: int = 2
     """Tiles whose queries are in flight."""
     programs: int = -1
@@ -32,51 +34,50 @@ class Config:
     in_registers: bool = False
     """Hold a tile's queries in registers: less traffic with shared memory."""
     compute_registers: int = 232
+    """Of each thread; 2 x 232 + 40 fill the register file, as 2 x 240 + 24 do."""
     memory_registers: int = 40
 
 
 def heuristic(head_dim: int) -> Config:
+    # At 256 two stages of 128 keys and values are 256 KiB; shared memory has 227.
     return Config(k_block=64, q_stages=1) if head_dim == 256 else Config()
 
 
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barriers."""
+
+    q: jax.Ref
+    """[buffers, ROWS, H]: queries, and at a tile's end its output."""
+    lse: jax.Ref
+    q_ready: jax.Ref
+    turn: jax.Ref
+    """Hands the tensor cores from one compute warpgroup to the other."""
+    ring: gpu_tiles.Ring
+
+
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    moved: Moved | None,
-    keys: Keys,
-    positions: jax.Array | None,
-    tiles: Lists,
-    *,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    config: Config,
+    q: jax.Array, keys: Keys, settings: Settings, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, H] in q's dtype and base-2 log-sum-exp float32 [B, N, T].
 
-    q [B, T, N, H]; k, v [B, S, K, H]; T and S multiples of the blocks. A query that sees nothing
-    gets 0 and +inf. `tiles` lists key blocks of `config.k_block` for query tiles of `TILE`; `keys`
-    and `tiles` are in the blocks' order.
+    q [B, T, N, H]; T and S multiples of the blocks. A query that sees nothing gets 0 and +inf.
+    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`.
     """
     B, T, N, H = q.shape
-    K = k.shape[2]
+    window = settings.window
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
     programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
     shape = gpu_tiles.Shape(bk, config.stages, config.stages)
-    logit_scale = (scale if softcap is None else softcap) * LOG2E
+    logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
-    def kernel(q_ref, *refs):
-        position_ref, keys, order_ref, counts_ref, refs = gpu_tiles.key_refs(refs, window, moved)
-        out_ref, lse_ref, q_smem, lse_smem, q_ready, turn, *refs = refs
-        ring = gpu_tiles.Ring(*refs)
-
+    def kernel(q_ref, keys: Keys, out_ref, lse_ref, smem: Scratch):
+        ring = smem.ring
         group = lax.axis_index("group")
         schedule = gpu_tiles.Schedule(
-            lax.axis_index("program"), programs, B, num_tiles, N, order_ref, counts_ref, keys.codes
+            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists
         )
 
         def buffer_of(turn):
@@ -85,11 +86,14 @@ def forward(
         def load_queries(turn, place):
             mine = buffer_of(turn) + group
             source = q_ref.at[place.row, pl.ds(place.first + group * ROWS, ROWS), place.head]
-            plgpu.copy_gmem_to_smem(source, q_smem.at[mine], q_ready.at[mine])
+            plgpu.copy_gmem_to_smem(source, smem.q.at[mine], smem.q_ready.at[mine])
 
+        # `turn` completes when both have arrived. A warpgroup arrives twice in a step, when its
+        # scores are queued and when its weights are ready, and always meets the other at the other
+        # of the two: group 1 arrives once before it starts, and group 0 once after its end.
         def take_turns():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(smem.turn)
+            plgpu.barrier_wait(smem.turn)
 
         @pl.when(group < WARPGROUPS)
         def compute():
@@ -105,41 +109,43 @@ def forward(
                 position = None
                 if window is not None:
                     position = plgpu.load(
-                        position_ref.at[row, rows], layout=per_row, optimized=False
+                        keys.query_positions.at[row, rows], layout=per_row, optimized=False
                     )
-                plgpu.barrier_wait(q_ready.at[mine])
-                held = plgpu.load(q_smem.at[mine], layout=wgmma) if config.in_registers else None
+                plgpu.barrier_wait(smem.q_ready.at[mine])
+                held = plgpu.load(smem.q.at[mine], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
 
                 @pl.when(count > 0)
-                def _():
+                def _():  # every step waits for the next one's keys behind its last product
                     plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before)])
 
                 def step(i, carry):
                     acc, top, total, code = carry
                     slot = shape.k_slot(before + i)
-                    next_code = keys.codes[now.tile, lax.min(i + 1, count - 1)]
+                    next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
-                        queries = q_smem.at[opaque(mine) if H == 256 else mine]
+                        # Registers are short at 256: operands' addresses must not be computed ahead
+                        # of the loop, where they would spill.
+                        queries = smem.q.at[opaque(mine) if H == 256 else mine]
                         left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
-                        take_turns()
+                        take_turns()  # queued: now the other one may multiply
                         return ref[...]
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
-                    if softcap is not None:
-                        score = tanh(score * (scale / softcap))
+                    score = settings.capped(score)
 
                     def masked():
                         seen = gpu_tiles.seen_in(ring, slot, first, position, bk, window)
                         return jnp.where(seen, score, -jnp.inf)
 
                     score = lax.cond((code & 1) == 1, masked, lambda: score)
-                    plgpu.barrier_arrive(ring.k_free.at[slot])
+                    plgpu.barrier_arrive(ring.k_free.at[slot])  # scores and mask are in registers
                     new_top = jnp.maximum(top, score.max(axis=1) * logit_scale)
+                    # Rows that have seen nothing yet: exp2(-inf - 0) is 0, -inf - -inf were NaN.
                     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
                     decay = jnp.exp2(top - base)
                     across = lax.broadcast_in_dim(base, (ROWS, bk), [0])
@@ -149,9 +155,9 @@ def forward(
                     low = weight.astype(q.dtype)
 
                     def wait_for_values():
-                        plgpu.barrier_arrive(turn)
+                        plgpu.barrier_arrive(smem.turn)
                         plgpu.barrier_wait(ring.v_ready.at[slot])
-                        plgpu.barrier_wait(turn)
+                        plgpu.barrier_wait(smem.turn)
 
                     if H <= 128:
                         total += weight.sum(axis=1)
@@ -180,50 +186,40 @@ def forward(
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
                 inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
                 acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
-                q_smem[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
-                lse_smem[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
+                smem.q[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
+                smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_smem.at[mine], out_ref.at[row, rows, head])
-                plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse_ref.at[row, head, rows])
-                if q_stages == 1:
+                plgpu.copy_smem_to_gmem(smem.q.at[mine], out_ref.at[row, rows, head])
+                plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+                if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
 
             schedule.go_through(work)
-            pl.when(group == 0)(take_turns)
+            pl.when(group == 0)(take_turns)  # group 1 is one turn behind, see above
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == WARPGROUPS)
         def memory():
-            plgpu.set_max_registers(config.memory_registers, action="decrease")
-
-            def work(now):
-                kv_head = lax.div(now.place.head, jnp.int32(N // K))
-                gpu_tiles.feed(now, keys, ring, shape, kv_head)
-
-            gpu_tiles.drain(schedule.go_through(work), ring, shape)
+            gpu_tiles.serve(schedule, keys, ring, shape, config.memory_registers)
 
     buffers = q_stages * WARPGROUPS
-    scratch = [
-        swizzled((buffers, ROWS, H), q.dtype),
-        plgpu.SMEM((buffers, ROWS), jnp.float32),
-        plgpu.Barrier(num_barriers=buffers),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
-        *shape.scratch(H, q.dtype, window is not None),
-    ]
-    run = plgpu.kernel(
-        kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((B, T, N, H), q.dtype),
-            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
-        ],
-        scratch_types=scratch,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="group",
-        kernel_name="tree_attention_fwd",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+    scratch = Scratch(
+        q=swizzled((buffers, ROWS, H), q.dtype),
+        lse=plgpu.SMEM((buffers, ROWS), jnp.float32),
+        q_ready=plgpu.Barrier(num_barriers=buffers),
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ring=shape.ring(H, q.dtype, window is not None),
     )
-    arrays = gpu_tiles.key_arrays(k, v, keys, positions, tiles, moved)
-    return tuple(run(q, *arrays))
+    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return tuple(
+        launch(
+            kernel,
+            "tree_attention_fwd",
+            [jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
+            [scratch],
+            [q, keys],
+            grid={"program": programs},
+            warpgroups=WARPGROUPS,
+        )
+    )

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.mosaic import plgpu
 
-SHARED = 96 * 1024  # bytes of a thread block: two fit a multiprocessor
-MOST = 16  # keys of a warpgroup
+SHARED = 96 * 1024  # bytes of a thread block: two fit the 227 KiB of a multiprocessor
+MOST = 16  # keys of a warpgroup: copies under way for each of its barriers
 
 
 def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
@@ -25,11 +25,8 @@ def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> lis
     keys = next((n for n in (16, 8, 4, 2) if n <= min(each, MOST) and S % n == 0), 1)
     parts = S // keys
 
-    def kernel(*refs):
-        order_ref, *refs = refs
-        if moved is not None:
-            moved_ref, *refs = refs
-        sources, targets, (smem, ready) = refs[: len(arrays)], refs[len(arrays) : -2], refs[-2:]
+    def kernel(order_ref, moved_ref, sources, *refs):
+        *targets, smem, ready = refs
         program, group = lax.axis_index("program"), lax.axis_index("group")
         row, part = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
         places = pl.ds(part * keys, keys)
@@ -62,4 +59,4 @@ def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> lis
         thread_name="group",
         kernel_name="tree_attention_gather",
     )
-    return run(order, *([] if moved is None else [moved]), *arrays)
+    return run(order, moved, arrays)

@@ -13,13 +13,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzled
+from jaxtrain_kernels.context import Context
+from jaxtrain_kernels.mosaic import num_cores, plgpu, swizzled, tanh
 from jaxtrain_kernels.tree_attention import blocks
 
 LOG2E = math.log2(math.e)
-WARPGROUPS = 2
-ROWS = 64  # queries of a warpgroup
+WARPGROUPS = 2  # that compute, and share nearly all of the multiprocessor's 65,536 registers
+ROWS = 64  # queries (or keys) of a warpgroup: the rows of a wgmma
 TILE = WARPGROUPS * ROWS
+
+
+class Settings(NamedTuple):
+    """The options of `attention`, which are compiled in."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    @property
+    def logit_scale(self) -> float:
+        """What turns `capped` scores into logits of base 2, in which the hardware has exp."""
+        return (self.scale if self.softcap is None else self.softcap) * LOG2E
+
+    def capped(self, score):
+        """Raw scores q.k; with a softcap tanh(q.k scale / softcap), of slope 1 - its square."""
+        return score if self.softcap is None else tanh(score * (self.scale / self.softcap))
+
+    def slope(self, weight, score):
+        """`weight` times the derivative of capped scores, up to a constant factor."""
+        return weight if self.softcap is None else weight * (1.0 - score * score)
 
 
 def num_programs(programs: int, tiles: int) -> int:
@@ -62,9 +84,7 @@ class Schedule(NamedTuple):
     tiles: int
     """Of a row."""
     heads: int
-    order: jax.Array
-    counts: jax.Array
-    codes: jax.Array
+    lists: blocks.Lists
 
     def rounds(self):
         whole, rest = divmod(self.rows * self.tiles * self.heads, self.programs)
@@ -76,7 +96,7 @@ class Schedule(NamedTuple):
 
         def body(turn, carry):
             before, tile, count, code, next_tile = carry
-            following = self.counts[next_tile], self.codes[next_tile, 0]
+            following = self.lists.counts[next_tile], self.lists.codes[next_tile, 0]
             after = self._tile(turn + 2)
             place, next_place = self._place(turn, tile), self._place(turn + 1, next_tile)
             more = turn + 1 < self.rounds()
@@ -84,7 +104,7 @@ class Schedule(NamedTuple):
             return before + count, next_tile, *following, after
 
         first = self._tile(jnp.int32(0))
-        start = (jnp.int32(0), first, self.counts[first], self.codes[first, 0])
+        start = (jnp.int32(0), first, self.lists.counts[first], self.lists.codes[first, 0])
         return lax.fori_loop(0, self.rounds(), body, (*start, self._tile(jnp.int32(1))))[0]
 
     def first_place(self):
@@ -100,7 +120,7 @@ class Schedule(NamedTuple):
         return lax.min(turn * self.programs + self._lane(turn), jnp.int32(last))
 
     def _tile(self, turn):
-        return self.order[lax.div(self._item(turn), jnp.int32(self.heads))]
+        return self.lists.order[lax.div(self._item(turn), jnp.int32(self.heads))]
 
     def _lane(self, turn):
         back = jnp.int32(self.programs - 1) - self.program
@@ -116,56 +136,68 @@ class Moved(NamedTuple):
     rows: jax.Array
 
 
-def copy_block(moved, original, other, place, target, ready):
-    """TMA of `place` from the array that is in the blocks' order; `moved` None: the original."""
+class Queries(NamedTuple):
+    """What the backward reads of each query: arrays, and inside of a kernel references to them."""
+
+    q: jax.Array
+    d_out: jax.Array
+    """[B, T, N, H] like q."""
+    lse: jax.Array
+    """float32 [B, N, T], base 2; +inf where a query sees nothing, so that its weights are 0."""
+    delta: jax.Array
+    """float32 [B, N, T]: rowsum(dO O)."""
+
+
+class Keys(NamedTuple):
+    """Keys in the blocks' order: arrays, and inside of a kernel references to them."""
+
+    k: jax.Array
+    v: jax.Array
+    since: jax.Array
+    until: jax.Array
+    lists: blocks.Lists
+    """Which blocks each tile of the kernel visits."""
+    query_positions: jax.Array | None
+    """int32 [B, T]; this and the keys' own with a window alone."""
+    positions: jax.Array | None
+    moved: Moved | None
+    """None: `k` and `v` are in that order in every row."""
+
+
+def describe_keys(k, v, context: Context, lists: blocks.Lists, moved: Moved | None) -> Keys:
+    """A kernel's keys; `context` in the blocks' order, as `blocks.prepare` returns it."""
+    positions = context.positions, context.key_positions
+    return Keys(k, v, context.since, context.until, lists, *positions, moved)
+
+
+def is_moved(keys: Keys, row):
+    """Whether a row of the batch is read from `keys.moved`; None if none is."""
+    return None if keys.moved is None else keys.moved.rows[row]
+
+
+def copy_block(moved, keys: Keys, name: str, place, target, ready):
+    """TMA of `place` from the array ("k" or "v") that is in the blocks' order; `moved` as
+    `is_moved` has it."""
+    original = getattr(keys, name)
     if moved is None:
         plgpu.copy_gmem_to_smem(original.at[place], target, ready)
         return
 
     @pl.when(moved > 0)
     def _():
-        plgpu.copy_gmem_to_smem(other.at[place], target, ready)
+        plgpu.copy_gmem_to_smem(getattr(keys.moved, name).at[place], target, ready)
 
     @pl.when(moved == 0)
     def _():
         plgpu.copy_gmem_to_smem(original.at[place], target, ready)
 
 
-class Keys(NamedTuple):
-    """References to keys in device memory, what is known of each, and their lists."""
-
-    k: jax.Ref
-    v: jax.Ref
-    since: jax.Ref
-    until: jax.Ref
-    codes: jax.Ref
-    positions: jax.Ref | None = None
-    k_moved: jax.Ref | None = None
-    v_moved: jax.Ref | None = None
-    moved: jax.Ref | None = None
-
-
-def key_arrays(k, v, keys: blocks.Keys, positions, tiles: blocks.Lists, moved: Moved | None):
-    """Everything about the keys that a kernel takes, in the order that `key_refs` wants."""
-    window_arrays = [] if keys.positions is None else [positions, keys.positions]
-    moved_arrays = [] if moved is None else list(moved)
-    return [k, v, keys.since, keys.until, *tiles, *window_arrays, *moved_arrays]
-
-
-def key_refs(refs, window: int | None, moved: Moved | None):
-    """(positions of the queries, `Keys`, order, counts, the refs that are left)."""
-    k, v, since, until, order, counts, codes, *refs = refs
-    position = key_position = None
-    if window is not None:
-        position, key_position, *refs = refs
-    copies = [None] * 3
-    if moved is not None:
-        copies, refs = refs[:3], refs[3:]
-    return position, Keys(k, v, since, until, codes, key_position, *copies), order, counts, refs
-
-
 class Ring(NamedTuple):
-    """Buffers of key blocks; K and V have their own numbers of stages."""
+    """Buffers of key blocks; K and V have their own numbers of stages.
+
+    A `ready` barrier completes when all copies into its buffer have landed, a `free` one when both
+    compute warpgroups have done with it. What masks need comes with K and goes with it.
+    """
 
     k: jax.Ref
     v: jax.Ref
@@ -191,21 +223,33 @@ class Shape(NamedTuple):
     def v_slot(self, step):
         return lax.rem(step, jnp.int32(self.v_stages))
 
-    def scratch(self, head_dim: int, dtype, window: bool) -> list:
-        """What `Ring` refers to, in its order."""
+    def ring(self, head_dim: int, dtype, window: bool) -> Ring:
+        """The scratch memory of a `Ring`."""
         per_key = plgpu.SMEM((self.k_stages, self.block), jnp.int32)
         free = {"num_arrivals": WARPGROUPS}
-        return [
-            swizzled((self.k_stages, self.block, head_dim), dtype),
-            swizzled((self.v_stages, self.block, head_dim), dtype),
-            per_key,
-            per_key,
-            plgpu.Barrier(num_barriers=self.k_stages, num_arrivals=4 if window else 3),
-            plgpu.Barrier(num_barriers=self.k_stages, **free),
-            plgpu.Barrier(num_barriers=self.v_stages),
-            plgpu.Barrier(num_barriers=self.v_stages, **free),
-            *([per_key] if window else []),
-        ]
+        return Ring(
+            k=swizzled((self.k_stages, self.block, head_dim), dtype),
+            v=swizzled((self.v_stages, self.block, head_dim), dtype),
+            since=per_key,
+            until=per_key,
+            # One arrival for each copy: K, since, until and, with a window, positions.
+            k_ready=plgpu.Barrier(num_barriers=self.k_stages, num_arrivals=4 if window else 3),
+            k_free=plgpu.Barrier(num_barriers=self.k_stages, **free),
+            v_ready=plgpu.Barrier(num_barriers=self.v_stages),
+            v_free=plgpu.Barrier(num_barriers=self.v_stages, **free),
+            positions=per_key if window else None,
+        )
+
+
+def serve(schedule: Schedule, keys: Keys, ring: Ring, shape: Shape, registers: int) -> None:
+    """All that the memory warpgroup does, with so many registers a thread."""
+    plgpu.set_max_registers(registers, action="decrease")
+    together = schedule.heads // keys.k.shape[2]
+
+    def work(now):
+        feed(now, keys, ring, shape, lax.div(now.place.head, jnp.int32(together)))
+
+    drain(schedule.go_through(work), ring, shape)
 
 
 def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
@@ -214,20 +258,22 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
     Queries are no part of it: it must wait for nothing but free buffers of the ring, else it could
     keep from one compute warpgroup what the other waits for that one to do.
     """
-    moved = None if keys.moved is None else keys.moved[now.place.row]
+    moved = is_moved(keys, now.place.row)
 
     def step(i, code):
-        next_code = keys.codes[now.tile, lax.min(i + 1, now.count - 1)]
+        next_code = next_code_of(keys, now, i)
         k_slot, v_slot = shape.k_slot(now.before + i), shape.v_slot(now.before + i)
         block = lax.shift_right_logical(code, 1)
         part = pl.ds(pl.multiple_of(block * shape.block, shape.block), shape.block)
 
+        # Steps are counted over all tiles of the thread block: slots and barrier phases go on from
+        # one tile to the next, and the first round of the ring finds it empty.
         @pl.when(now.before + i >= shape.k_stages)
         def _():
             plgpu.barrier_wait(ring.k_free.at[k_slot])
 
         ready, place = ring.k_ready.at[k_slot], (now.place.row, part, kv_head)
-        copy_block(moved, keys.k, keys.k_moved, place, ring.k.at[k_slot], ready)
+        copy_block(moved, keys, "k", place, ring.k.at[k_slot], ready)
         for source, target in (
             (keys.since, ring.since),
             (keys.until, ring.until),
@@ -241,10 +287,16 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
             plgpu.barrier_wait(ring.v_free.at[v_slot])
 
         ready = ring.v_ready.at[v_slot]
-        copy_block(moved, keys.v, keys.v_moved, place, ring.v.at[v_slot], ready)
+        copy_block(moved, keys, "v", place, ring.v.at[v_slot], ready)
         return next_code
 
     lax.fori_loop(0, now.count, step, now.code)
+
+
+def next_code_of(keys: Keys, now: Turn, i):
+    """Of the step behind i, read a step early to hide the load; the last step gets its own again,
+    for there may be nothing behind it."""
+    return keys.lists.codes[now.tile, lax.min(i + 1, now.count - 1)]
 
 
 def drain(steps, ring: Ring, shape: Shape) -> None:
@@ -272,6 +324,7 @@ def seen_in(ring: Ring, slot, first, position, block: int, window: int | None):
     if window is not None:
         own = lax.broadcast_in_dim(position, (ROWS, block), [0])
         seen &= own - column(ring.positions) < window
-    # TMA overwrites what was just read into registers: order the two.
+    # TMA overwrites what was just read into registers: order the two. It is another path to memory
+    # (the async proxy), which the arrival at a barrier alone does not order behind these reads.
     plgpu.commit_smem()
     return seen

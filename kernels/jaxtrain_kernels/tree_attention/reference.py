@@ -6,23 +6,19 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def visible(rows, until, *, since=None, positions=None, key_positions=None, window=None):
-    """bool [B, T, S]: does query row rows[t] see key s? `rows` int32 [T], the rest as `attention`.
-
-    `positions` are those of `rows` ([B, T]).
-    """
-    S = until.shape[1]
+def visible(rows, context, window):
+    """bool [B, T, S]: does query row rows[t] see key s? `rows` int32 [T], whose positions
+    `context` has; the rest as `attention`."""
+    since, until = context.since, context.until
     row = rows[None, :, None]
-    first = jnp.arange(S, dtype=jnp.int32)[None] if since is None else since
+    first = jnp.arange(until.shape[1], dtype=jnp.int32)[None] if since is None else since
     mask = (first[:, None, :] <= row) & (row < until[:, None, :])
     if window is not None:
-        mask &= positions[:, :, None] - key_positions[:, None, :] < window
+        mask &= context.positions[:, :, None] - context.key_positions[:, None, :] < window
     return mask
 
 
-def attention(
-    q, k, v, until, *, since=None, positions=None, key_positions=None, window=None, softcap, scale
-):
+def attention(q, k, v, context, *, window=None, softcap=None, scale):
     """See `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny inputs."""
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -32,14 +28,7 @@ def attention(
     score_BKGTS *= scale
     if softcap is not None:
         score_BKGTS = softcap * jnp.tanh(score_BKGTS / softcap)
-    mask_BTS = visible(
-        jnp.arange(T, dtype=jnp.int32),
-        until,
-        since=since,
-        positions=positions,
-        key_positions=key_positions,
-        window=window,
-    )
+    mask_BTS = visible(jnp.arange(T, dtype=jnp.int32), context, window)
     mask_B11TS = mask_BTS[:, None, None]
     # A finite stand-in for -inf: a row that sees nothing must have gradients of 0, not NaN.
     score_BKGTS = jnp.where(mask_B11TS, score_BKGTS, jnp.finfo(compute).min)

@@ -25,19 +25,7 @@ class Options(NamedTuple):
     k_block: int
 
 
-def attention(
-    q,
-    k,
-    v,
-    until,
-    *,
-    since=None,
-    positions=None,
-    key_positions=None,
-    window=None,
-    softcap=None,
-    scale,
-):
+def attention(q, k, v, context, *, window=None, softcap=None, scale):
     """See `jaxtrain_kernels.attention`; bfloat16, head dims up to 256, one TPU per call."""
     kind = device_kind()
     if "TPU" not in kind:
@@ -53,7 +41,7 @@ def attention(
     entries = B * -(-T // options.q_block) * -(-S // options.k_block)
     if entries > MAX_ENTRIES:
         raise NotImplementedError(f"{entries} pairs of blocks, more than {MAX_ENTRIES}")
-    return run(options, q, k, v, until, since, positions, key_positions)
+    return run(options, q, k, v, context)
 
 
 def choose_block(length: int) -> int:
@@ -61,20 +49,12 @@ def choose_block(length: int) -> int:
     return 512 if length >= 2048 else 256 if length >= 512 else 128
 
 
-def run(options, q, k, v, until, since=None, positions=None, key_positions=None):
+def run(options, q, k, v, context):
     """`attention` behind its checks: head-major arrays of whole blocks and lanes."""
     B, T, N, H = q.shape
-    S = k.shape[1]
-    since, until = blocks.normalise(since, until)
-    keys = blocks.Keys(
-        _padded(since, S, options.k_block, blocks.NEVER),
-        _padded(until, S, options.k_block, 0),
-        None if options.window is None else _padded(key_positions, S, options.k_block),
-    )
-    positions = None if options.window is None else _padded(positions, T, options.q_block)
 
     def head_major(x, block):
-        x = _padded(x, x.shape[1], block)
+        x = blocks.padded(x, block)
         x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0),) * 3 + ((0, -H % LANES, 0),))
         return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
 
@@ -83,17 +63,9 @@ def run(options, q, k, v, until, since=None, positions=None, key_positions=None)
         head_major(q, options.q_block),
         head_major(k, options.k_block),
         head_major(v, options.k_block),
-        keys,
-        positions,
+        blocks.prepare(context, options.q_block, options.k_block),
     )
     return out.reshape(N, B, -1, out.shape[-1]).transpose(1, 2, 0, 3)[:, :T, :, :H]
-
-
-def _padded(x, length, block, value=0):
-    """Axis 1 of `length` made a multiple of `block`."""
-    widths = [(0, 0, 0)] * x.ndim
-    widths[1] = (0, -length % block, 0)
-    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
 
 def list_pairs(some: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
@@ -118,15 +90,14 @@ def list_pairs(some: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, keys, positions):
-    return _forward(options, q, k, v, keys, positions)[0]
+def _attention(options, q, k, v, context):
+    return _forward(options, q, k, v, context)[0]
 
 
-def _meeting(options, keys, positions, length):
+def _meeting(options, context, length):
     """Which blocks meet, and what the kernels read of the masks, rows end to end."""
-    B = keys.since.shape[0]
-    T = length // B
-    some, every = blocks.meet(keys, positions, T, options.q_block, options.k_block, options.window)
+    T = length // context.until.shape[0]
+    some, every = blocks.meet(context, T, options.q_block, options.k_block, options.window)
     settings = tpu_kernels.Settings(
         options.q_block,
         options.k_block,
@@ -135,32 +106,31 @@ def _meeting(options, keys, positions, length):
         options.softcap,
         options.window,
     )
-    flat = [x.reshape(1, -1) for x in (keys.since, keys.until)]
-    flat += [None if x is None else x.reshape(1, -1) for x in (positions, keys.positions)]
+    flat = jax.tree.map(lambda x: x.reshape(1, -1), context)
     return some, every, flat, settings
 
 
-def _forward(options, q, k, v, keys, positions):
-    some, every, flat, settings = _meeting(options, keys, positions, q.shape[1])
-    return tpu_kernels.forward(q, k, v, *flat, list_pairs(some, every), settings)
+def _forward(options, q, k, v, context):
+    some, every, flat, settings = _meeting(options, context, q.shape[1])
+    return tpu_kernels.forward(q, k, v, flat, list_pairs(some, every), settings)
 
 
-def _attention_fwd(options, q, k, v, keys, positions):
-    out, lse = _forward(options, q, k, v, keys, positions)
+def _attention_fwd(options, q, k, v, context):
+    out, lse = _forward(options, q, k, v, context)
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, keys, positions, out, lse)
+    return out, (q, k, v, context, out, lse)
 
 
 def _attention_bwd(options, residuals, d_out):
-    q, k, v, keys, positions, out, lse = residuals
+    q, k, v, context, out, lse = residuals
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    some, every, flat, settings = _meeting(options, keys, positions, q.shape[1])
-    arrays = (q, k, v, d_out, lse, delta[:, None], *flat)
+    some, every, flat, settings = _meeting(options, context, q.shape[1])
+    arrays = (q, k, v, d_out, lse, delta[:, None], flat)
     dq = tpu_kernels.dq(*arrays, list_pairs(some, every), settings)
     pairs = list_pairs(some.swapaxes(1, 2), every.swapaxes(1, 2))
     dk, dv = tpu_kernels.dkv(*arrays, pairs, settings)
-    return dq, dk, dv, None, None
+    return dq, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

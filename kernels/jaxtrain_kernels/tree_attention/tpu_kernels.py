@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxtrain_kernels.context import Context
+
 LANES = 128
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no query sees; finite: no NaN
 FIRST, LAST, MEETS, MASKED = 1, 2, 4, 8
@@ -49,10 +51,10 @@ class Settings(NamedTuple):
     window: int | None
 
 
-def forward(q, k, v, since, until, positions, key_positions, pairs: Pairs, settings: Settings):
+def forward(q, k, v, context: Context, pairs: Pairs, settings: Settings):
     """Output as q and log-sum-exp float32 [N, 1, B * T]: +inf where a query sees nothing.
 
-    `pairs` lists key blocks for query tiles; both positions are None without a window.
+    `context` has its rows end to end, too; `pairs` lists key blocks for query tiles.
     """
     N, _, H = q.shape
     bq, bk = settings.q_block, settings.k_block
@@ -106,7 +108,6 @@ def forward(q, k, v, since, until, positions, key_positions, pairs: Pairs, setti
             lse_ref[...] = lse.T[:1]
 
     group = N // k.shape[0]
-    metadata = [since, until, *([positions, key_positions] if windowed else [])]
     return _call(
         kernel,
         "tree_attention_fwd",
@@ -116,7 +117,7 @@ def forward(q, k, v, since, until, positions, key_positions, pairs: Pairs, setti
             (q, _by_tile(bq, H)),
             (k, _by_block(bk, H, group)),
             (v, _by_block(bk, H, group)),
-            *zip(metadata, [_key_row(bk), _key_row(bk), _tile_row(bq), _key_row(bk)], strict=False),
+            *_masks(context, _key_row(bk), _tile_row(bq)),
         ],
         [
             (jax.ShapeDtypeStruct(q.shape, q.dtype), _by_tile(bq, H)),
@@ -131,7 +132,7 @@ def forward(q, k, v, since, until, positions, key_positions, pairs: Pairs, setti
     )
 
 
-def dq(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pairs, settings):
+def dq(q, k, v, d_out, lse, delta, context, pairs, settings):
     """dQ as q; lse and delta = rowsum(dO O) float32 [N, 1, B * T], the rest as the forward."""
     N, _, H = q.shape
     bq, bk = settings.q_block, settings.k_block
@@ -174,7 +175,6 @@ def dq(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pairs
             dq_ref[...] = acc_ref[...].astype(dq_ref.dtype)
 
     group = N // k.shape[0]
-    metadata = [since, until, *([positions, key_positions] if windowed else [])]
     (found,) = _call(
         kernel,
         "tree_attention_dq",
@@ -187,7 +187,7 @@ def dq(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pairs
             (d_out, _by_tile(bq, H)),
             (lse, _by_tile_row(bq)),
             (delta, _by_tile_row(bq)),
-            *zip(metadata, [_key_row(bk), _key_row(bk), _tile_row(bq), _key_row(bk)], strict=False),
+            *_masks(context, _key_row(bk), _tile_row(bq)),
         ],
         [(jax.ShapeDtypeStruct(q.shape, q.dtype), _by_tile(bq, H))],
         [
@@ -200,7 +200,7 @@ def dq(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pairs
     return found
 
 
-def dkv(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pairs, settings):
+def dkv(q, k, v, d_out, lse, delta, context, pairs, settings):
     """dK and dV as k; `pairs` lists query blocks for key tiles, the rest as `dq`.
 
     Scores are transposed (rows are keys), so both results are plain products; the query heads of a
@@ -254,8 +254,6 @@ def dkv(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pair
             dk_ref[...] = dk_acc_ref[...].astype(dk_ref.dtype)
             dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
 
-    metadata = [since, until, *([positions, key_positions] if windowed else [])]
-    rows = [_tile_row(bk), _tile_row(bk), _key_row(bq), _tile_row(bk)]
     by_query = pl.BlockSpec((None, bq, H), lambda h, e, g, t, c: (h * group + g, _block(c, e), 0))
     by_query_row = pl.BlockSpec(
         (None, 1, bq), lambda h, e, g, t, c: (h * group + g, 0, _block(c, e))
@@ -272,7 +270,7 @@ def dkv(q, k, v, d_out, lse, delta, since, until, positions, key_positions, pair
             (d_out, by_query),
             (lse, by_query_row),
             (delta, by_query_row),
-            *zip(metadata, rows, strict=False),
+            *_masks(context, _tile_row(bk), _key_row(bq)),
         ],
         [(jax.ShapeDtypeStruct(k.shape, k.dtype), _by_tile(bk, H))] * 2,
         [
@@ -345,6 +343,13 @@ def _by_block(size, H, group):
 
 def _key_row(size):
     return pl.BlockSpec((1, size), lambda h, e, *a: (0, _block(a[-1], e)))
+
+
+def _masks(context, of_keys, of_queries):
+    """What decides visibility, with its specs; positions are there with a window alone."""
+    inputs = [(context.since, of_keys), (context.until, of_keys)]
+    inputs += [(context.positions, of_queries), (context.key_positions, of_keys)]
+    return [(array, spec) for array, spec in inputs if array is not None]
 
 
 def _call(kernel, name, grid, pairs, inputs, outputs, scratch):

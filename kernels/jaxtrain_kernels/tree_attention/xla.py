@@ -41,29 +41,7 @@ class Options(NamedTuple):
     block: int
 
 
-class Mask(NamedTuple):
-    """The arrays that decide visibility; as `attention`."""
-
-    until: jax.Array
-    since: jax.Array | None
-    positions: jax.Array | None
-    key_positions: jax.Array | None
-
-
-def attention(
-    q,
-    k,
-    v,
-    until,
-    *,
-    since=None,
-    positions=None,
-    key_positions=None,
-    window=None,
-    softcap=None,
-    scale,
-    block=None,
-):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, block=None):
     """See `jaxtrain_kernels.attention`; `block` overrides the number of queries of a block."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -76,7 +54,7 @@ def attention(
         q_BKGTH,
         k.transpose(0, 2, 1, 3),
         v.transpose(0, 2, 1, 3),
-        Mask(until, since, positions, key_positions),
+        context,
     )
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -107,15 +85,15 @@ def plan(T: int, S: int, block: int, causal: bool) -> list[Stripe]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, mask):
-    return _forward(options, q, k, v, mask)[0]
+def _attention(options, q, k, v, context):
+    return _forward(options, q, k, v, context)[0]
 
 
-def _forward(options, q, k, v, mask):
+def _forward(options, q, k, v, context):
     """Output in q's dtype and the log-sum-exp [B, K, G, T]: +inf where a query sees nothing."""
 
     def one_block(q_BKGIH, rows, positions, stripe):
-        key, value, part = _keys(stripe, k, v, mask)
+        key, value, part = _keys(stripe, k, v, context)
         score, seen = _scores(options, q_BKGIH, key, rows, positions, part)
         score = jnp.where(seen, score, -jnp.inf)
         top = score.max(-1)
@@ -130,9 +108,9 @@ def _forward(options, q, k, v, mask):
         return out.astype(q.dtype), lse
 
     outs, lses = [], []
-    for stripe in plan(q.shape[3], k.shape[2], options.block, mask.since is None):
+    for stripe in plan(q.shape[3], k.shape[2], options.block, context.since is None):
         run = functools.partial(one_block, stripe=stripe)
-        inputs = (_blocks(q, 3, stripe), _rows(stripe), _positions(mask, stripe))
+        inputs = (_blocks(q, 3, stripe), _rows(stripe), _positions(context, stripe))
         if stripe.blocks == 1:
             out, lse = run(*jax.tree.map(lambda x: x[0], inputs))
         else:
@@ -143,11 +121,11 @@ def _forward(options, q, k, v, mask):
     return jnp.concatenate(outs, 3), jnp.concatenate(lses, 3)
 
 
-def _attention_fwd(options, q, k, v, mask):
-    out, lse = _forward(options, q, k, v, mask)
+def _attention_fwd(options, q, k, v, context):
+    out, lse = _forward(options, q, k, v, context)
     # A remat policy that saves this name spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, mask, lse)
+    return out, (q, k, v, context, lse)
 
 
 def _attention_bwd(options, residuals, d_out):
@@ -155,13 +133,13 @@ def _attention_bwd(options, residuals, d_out):
 
     A block sees whole rows, so the row sum needs no saved output (and rounds less than with one).
     """
-    q, k, v, mask, lse = residuals
+    q, k, v, context, lse = residuals
     compute = lse.dtype
 
     def one_block(carry, inputs, stripe):
         dk, dv = carry
         q_BKGIH, do, lse, rows, positions = inputs
-        key, value, part = _keys(stripe, k, v, mask)
+        key, value, part = _keys(stripe, k, v, context)
         score, seen = _scores(options, q_BKGIH, key, rows, positions, part)
         weight = jnp.where(seen, jnp.exp(score - lse[..., None]), 0.0)
         d_weight = _dot(do, value, ((4,), (3,)))
@@ -176,11 +154,11 @@ def _attention_bwd(options, residuals, d_out):
 
     dk, dv = jnp.zeros(k.shape, compute), jnp.zeros(v.shape, compute)
     dqs = []
-    for stripe in plan(q.shape[3], k.shape[2], options.block, mask.since is None):
+    for stripe in plan(q.shape[3], k.shape[2], options.block, context.since is None):
         run = functools.partial(one_block, stripe=stripe)
         carry = (dk[:, :, : stripe.keys], dv[:, :, : stripe.keys])
         arrays = (_blocks(x, 3, stripe) for x in (q, d_out, lse))
-        inputs = (*arrays, _rows(stripe), _positions(mask, stripe))
+        inputs = (*arrays, _rows(stripe), _positions(context, stripe))
         if stripe.blocks == 1:
             carry, dq = run(carry, jax.tree.map(lambda x: x[0], inputs))
         else:
@@ -195,19 +173,12 @@ def _attention_bwd(options, residuals, d_out):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _scores(options, q_BKGIH, k_BKSH, rows, positions, mask):
+def _scores(options, q_BKGIH, k_BKSH, rows, positions, context):
     """Capped scores [B, K, G, I, S] in the compute dtype and their mask [B, 1, 1, I, S]."""
     score = _dot(q_BKGIH, k_BKSH, ((4,), (3,))) * options.scale
     if options.softcap is not None:
         score = options.softcap * jnp.tanh(score / options.softcap)
-    seen = visible(
-        rows,
-        mask.until,
-        since=mask.since,
-        positions=positions,
-        key_positions=mask.key_positions,
-        window=options.window,
-    )
+    seen = visible(rows, context._replace(positions=positions), options.window)
     return score, seen[:, None, None]
 
 
@@ -219,13 +190,13 @@ def _dot(left, right, contract):
     )
 
 
-def _keys(stripe, k, v, mask):
-    """The stripe's prefix of keys: k, v and the mask's key arrays."""
+def _keys(stripe, k, v, context):
+    """The stripe's prefix of keys: k, v and the context's key arrays."""
     n = stripe.keys
-    part = mask._replace(
-        until=mask.until[:, :n],
-        since=None if mask.since is None else mask.since[:, :n],
-        key_positions=None if mask.key_positions is None else mask.key_positions[:, :n],
+    part = context._replace(
+        until=context.until[:, :n],
+        since=None if context.since is None else context.since[:, :n],
+        key_positions=None if context.key_positions is None else context.key_positions[:, :n],
     )
     return k[:, :, :n], v[:, :, :n], part
 
@@ -235,8 +206,8 @@ def _rows(stripe):
     return jnp.arange(stripe.first, last, dtype=jnp.int32).reshape(stripe.blocks, stripe.size)
 
 
-def _positions(mask, stripe):
-    return None if mask.positions is None else _blocks(mask.positions, 1, stripe)
+def _positions(context, stripe):
+    return None if context.positions is None else _blocks(context.positions, 1, stripe)
 
 
 def _blocks(x, axis, stripe):

@@ -43,15 +43,7 @@ class Backend(NamedTuple):
 
 
 def weighted_logp(
-    hidden,
-    head,
-    targets,
-    weights,
-    *,
-    temperature=None,
-    softcap=None,
-    freeze_head=False,
-    axis=None,
+    hidden, head, targets, weights, *, temperature=None, softcap=None, freeze_head=False, axis=None
 ):
     """See `jaxtrain_kernels.weighted_logp`."""
     if hidden.shape[0] * head.shape[0] > gather.MAX_LOGITS:

@@ -1,0 +1,408 @@
+"""dK and dV of tree attention for Hopper, Pallas Mosaic GPU; dQ is made in gpu_dq.py.
+
+Deterministic: no two thread blocks add to the same number. Given the base-2 log-sum-exp and
+delta = rowsum(dO O), P = 2^(S - lse) and dS = P (dO V' - delta); dV is the sum of P' dO and dK that
+of dS' Q over the queries.
+
+A thread block owns 2 x 64 keys of one key head and loops over the query blocks in the tile's list,
+for every query head of that key head. Scores are held transposed (rows are keys), so each thread's
+intervals are loop invariants and grouped heads add up in registers. At head dim 256 both
+accumulators of 64 keys do not fit the registers of one warpgroup: there the two warpgroups share 64
+keys, each accumulates half of the columns, and both compute the scores.
+
+One step of a compute warpgroup; wgmma runs behind the instructions, in the order of its queue:
+
+    S' = K Q'          waits for Q; then dK of the step before is done, too, and its Q is given back
+    P' = 2^(S' - lse)  while nothing multiplies
+    dP' = V dO'        waits for dO
+    dV += P' dO        still runs while
+    dS' = P' (dP' - delta)
+    dK += dS' Q        still runs in the next step: its Q is given back one step late
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
+from jaxtrain_kernels.tree_attention import gpu_tiles
+from jaxtrain_kernels.tree_attention.gpu_tiles import (
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Keys,
+    Queries,
+    Settings,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the kernel."""
+
+    q_block: int = 64
+    """Queries per step."""
+    q_stages: int = 2
+    """Steps whose queries are in flight; more than one, for a slot is released one step late."""
+    compute_registers: int = 240
+    memory_registers: int = 24  # 2 x 240 + 24 fill the register file: with 40 the launch hangs
+
+
+def heuristic(head_dim: int) -> Config:
+    return Config()
+
+
+def key_tile(head_dim: int) -> int:
+    """Keys of a thread block."""
+    return ROWS if head_dim == 256 else TILE
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barriers; slots of queries are a ring."""
+
+    k: jax.Ref
+    """[key_tile, H]: keys, and in the end dK; v the same."""
+    v: jax.Ref
+    q: jax.Ref
+    """[q_stages * q_block, H], and d_out the same."""
+    d_out: jax.Ref
+    lse: jax.Ref
+    """[q_stages, q_block], and delta and positions the same."""
+    delta: jax.Ref
+    positions: jax.Ref | None
+    kv_ready: jax.Ref
+    """One for each half of the keys."""
+    q_ready: jax.Ref
+    """Q has come, and with it lse, delta and positions."""
+    d_out_ready: jax.Ref
+    q_free: jax.Ref
+    d_out_free: jax.Ref
+    """dO is not read any more, nor are lse, delta and positions."""
+    finished: jax.Ref
+    """Both compute warpgroups have come here."""
+
+
+def make_scratch(head_dim: int, dtype, window: int | None, config: Config) -> Scratch:
+    stages, block = config.q_stages, config.q_block
+    per_query = plgpu.SMEM((stages, block), jnp.float32)
+    free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+    keys = swizzled((key_tile(head_dim), head_dim), dtype)
+    queries = swizzled((stages * block, head_dim), dtype)
+    return Scratch(
+        k=keys,
+        v=keys,
+        q=queries,
+        d_out=queries,
+        lse=per_query,
+        delta=per_query,
+        positions=None if window is None else plgpu.SMEM((stages, block), jnp.int32),
+        kv_ready=plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),  # K and V
+        # One arrival for each copy: Q, lse, delta and, with a window, positions.
+        q_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=3 if window is None else 4),
+        d_out_ready=plgpu.Barrier(num_barriers=stages),
+        q_free=free,
+        d_out_free=free,
+        finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+class Own(NamedTuple):
+    """The 64 keys of a compute warpgroup."""
+
+    rows: pl.Slice
+    """Where they are in the row of the batch."""
+    first: jax.Array | int
+    """The first of them in the thread block's buffers."""
+    held: pl.Slice
+    columns: pl.Slice | slice
+    """Of dK and dV, that the warpgroup adds up."""
+    since: jax.Array
+    """[64] in registers, as until and positions."""
+    until: jax.Array
+    positions: jax.Array | None
+
+
+class Step(NamedTuple):
+    """A block of queries of one head, which a compute warpgroup multiplies with its keys."""
+
+    i: jax.Array
+    code: jax.Array
+    slot: jax.Array
+    part: pl.Slice
+    """The slot's queries in the buffers."""
+    first: jax.Array
+    """Index of the first of them in the row."""
+    k: jax.Ref
+    v: jax.Ref
+
+
+class Tile(NamedTuple):
+    """A thread block's keys, and its way through the queries: all blocks of the tile's list for the
+    first query head of the key head, then for the next."""
+
+    queries: Queries
+    keys: Keys
+    smem: Scratch
+    settings: Settings
+    config: Config
+    heads: int
+    """Query heads of a key head."""
+    tile: jax.Array
+    row: jax.Array
+    index: jax.Array
+    """Of the tile in its row."""
+    kv_head: jax.Array
+    count: jax.Array
+    """Blocks in its list."""
+    steps: jax.Array
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.config.q_stages))
+
+    def part(self, step):
+        return pl.ds(self.slot(step) * self.config.q_block, self.config.q_block)
+
+    def code(self, step):
+        """Of a step; for those past either end, that of the last or first."""
+        step = lax.max(lax.min(step, self.steps - 1), 0)
+        return self.keys.lists.codes[self.tile, lax.rem(step, lax.max(self.count, 1))]
+
+    def head(self, step):
+        return self.kv_head * self.heads + lax.div(lax.max(step, 0), lax.max(self.count, 1))
+
+    def load_keys(self, group, shared: bool) -> Own:
+        """A compute warpgroup fetches its own keys, or the first of them what both share."""
+        smem, keys = self.smem, self.keys
+        if shared:
+            rows, held, ready = pl.ds(self.index * ROWS, ROWS), pl.ds(0, ROWS), smem.kv_ready.at[0]
+        else:
+            rows = pl.ds(self.index * TILE + group * ROWS, ROWS)
+            held, ready = pl.ds(group * ROWS, ROWS), smem.kv_ready.at[group]
+
+        @pl.when(group == 0 if shared else True)
+        def _():
+            moved, place = gpu_tiles.is_moved(keys, self.row), (self.row, rows, self.kv_head)
+            gpu_tiles.copy_block(moved, keys, "k", place, smem.k.at[held], ready)
+            gpu_tiles.copy_block(moved, keys, "v", place, smem.v.at[held], ready)
+
+        def of_rows(ref):
+            layout = plgpu.Layout.WGMMA.reduce(1)  # that of rows of scores: no exchange is needed
+            return plgpu.load(ref.at[self.row, rows], layout=layout, optimized=False)
+
+        first = 0 if shared else group * ROWS
+        width = keys.k.shape[-1] // WARPGROUPS
+        columns = pl.ds(group * width, width) if shared else slice(None)
+        since, until = of_rows(keys.since), of_rows(keys.until)
+        positions = None if self.settings.window is None else of_rows(keys.positions)
+        plgpu.barrier_wait(ready)
+        return Own(rows, first, held, columns, since, until, positions)
+
+    def enter(self, i, code, own: Own) -> Step:
+        """Wait for a step's queries."""
+        slot, part = self.slot(i), self.part(i)
+        first = lax.shift_right_logical(code, 1) * self.config.q_block
+        plgpu.barrier_wait(self.smem.q_ready.at[slot])
+        # Opaque, or the addresses of wgmma's operands are computed ahead of the loop and spill.
+        here = pl.ds(pl.multiple_of(opaque(jnp.int32(own.first)), ROWS), ROWS)
+        return Step(i, code, slot, part, first, self.smem.k.at[here], self.smem.v.at[here])
+
+    def weights(self, score, step: Step, own: Own):
+        """Of raw scores: P in low precision, and dS / (dP - delta)."""
+        settings, smem, shape = self.settings, self.smem, (ROWS, self.config.q_block)
+        wgmma = plgpu.Layout.WGMMA
+
+        def column(x):
+            return lax.broadcast_in_dim(x, shape, [1])
+
+        def across(x):
+            return lax.broadcast_in_dim(x, shape, [0])
+
+        @pl.when(step.i > 0)
+        def _():  # dK of the step before, which ran behind, has read its queries
+            plgpu.barrier_arrive(smem.q_free.at[self.slot(step.i - 1)])
+
+        lse = plgpu.load(smem.lse.at[step.slot], layout=wgmma.reduce(0))
+        score = settings.capped(score)
+        weight = jnp.exp2(score * settings.logit_scale - column(lse))
+
+        def masked():
+            q_index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=wgmma)
+            q_index += step.first
+            seen = (q_index >= across(own.since)) & (q_index < across(own.until))
+            if settings.window is not None:
+                position = plgpu.load(smem.positions.at[step.slot], layout=wgmma.reduce(0))
+                seen &= column(position) - across(own.positions) < settings.window
+            return jnp.where(seen, weight, 0.0)
+
+        weight = lax.cond((step.code & 1) == 1, masked, lambda: weight)
+        low = weight.astype(self.queries.q.dtype)
+        return low, settings.slope(weight, score)
+
+    def d_weights(self, low, dv, step: Step, own: Own):
+        """dP' = V dO', and behind it, still running on return, dV += P' dO."""
+        smem = self.smem
+
+        def multiply(ref):
+            plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
+            plgpu.wgmma(ref, step.v, smem.d_out.at[step.part].transpose((1, 0)))
+            plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
+            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.config.q_block), jnp.float32))
+
+    def d_scores(self, slope, d_weight, step: Step):
+        """dS', without the factor `scale`, in low precision."""
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        delta = plgpu.load(self.smem.delta.at[step.slot], layout=layout)
+        delta = lax.broadcast_in_dim(delta, (ROWS, self.config.q_block), [1])
+        return (slope * (d_weight - delta)).astype(self.queries.q.dtype)
+
+    def leave(self, ds, dk, step: Step, own: Own):
+        """Queue dK += dS' Q and give dO back; Q is given back in the next step's `weights`."""
+        plgpu.wgmma(dk, ds, self.smem.q.at[step.part, own.columns])
+        plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem.d_out_free.at[step.slot])
+
+    def meet(self):
+        """Wait for the other compute warpgroup."""
+        plgpu.barrier_arrive(self.smem.finished)
+        plgpu.barrier_wait(self.smem.finished)
+
+    def hold_result(self, dk, dv, own: Own):
+        """Keys and values are used up: their buffers take the result."""
+        dtype = self.queries.q.dtype
+        self.smem.k[own.held, own.columns] = (dk * self.settings.scale).astype(dtype)
+        self.smem.v[own.held, own.columns] = dv.astype(dtype)
+        plgpu.commit_smem()
+
+    def send_result(self, dk_ref, dv_ref, own: Own):
+        place = (self.row, own.rows, self.kv_head)
+        plgpu.copy_smem_to_gmem(self.smem.k.at[own.held], dk_ref.at[place])
+        plgpu.copy_smem_to_gmem(self.smem.v.at[own.held], dv_ref.at[place])
+
+    def serve(self):
+        """All that the memory warpgroup does: each step's queries into a slot that is free."""
+        plgpu.set_max_registers(self.config.memory_registers, action="decrease")
+        smem, queries, stages = self.smem, self.queries, self.config.q_stages
+        block, row = self.config.q_block, self.row
+
+        def step(i, code):
+            next_code = self.code(i + 1)
+            slot, part = self.slot(i), self.part(i)
+            head = self.head(i)
+            first = pl.multiple_of(lax.shift_right_logical(code, 1) * block, block)
+            rows = pl.ds(first, block)
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(smem.q_free.at[slot])
+
+            ready = smem.q_ready.at[slot]
+            plgpu.copy_gmem_to_smem(queries.q.at[row, rows, head], smem.q.at[part], ready)
+
+            @pl.when(i >= stages)  # also for lse and delta: they are read until dO is given back
+            def _():
+                plgpu.barrier_wait(smem.d_out_free.at[slot])
+
+            for source, target in ((queries.lse, smem.lse), (queries.delta, smem.delta)):
+                plgpu.copy_gmem_to_smem(source.at[row, head, rows], target.at[slot], ready)
+            if smem.positions is not None:
+                source = self.keys.query_positions.at[row, rows]
+                plgpu.copy_gmem_to_smem(source, smem.positions.at[slot], ready)
+            source, ready = queries.d_out.at[row, rows, head], smem.d_out_ready.at[slot]
+            plgpu.copy_gmem_to_smem(source, smem.d_out.at[part], ready)
+            return next_code
+
+        lax.fori_loop(0, self.steps, step, self.code(0))
+
+        @pl.loop(lax.max(self.steps - stages, 0), self.steps)
+        def _(i):  # leave no barrier phase unobserved
+            plgpu.barrier_wait(smem.q_free.at[self.slot(i)])
+            plgpu.barrier_wait(smem.d_out_free.at[self.slot(i)])
+
+
+def begin(queries: Queries, keys: Keys, smem: Scratch, settings: Settings, config: Config) -> Tile:
+    """The tile of this thread block: those of one key tile follow each other, a key head each."""
+    S, K, H = keys.k.shape[1:]
+    heads, num_tiles = queries.q.shape[2] // K, S // key_tile(H)
+    program = lax.axis_index("program")
+    kv_head = lax.rem(program, jnp.int32(K))
+    tile = keys.lists.order[lax.div(program, jnp.int32(K))]
+    row, index = lax.div(tile, jnp.int32(num_tiles)), lax.rem(tile, jnp.int32(num_tiles))
+    count = keys.lists.counts[tile]
+    place = (tile, row, index, kv_head, count, count * heads)
+    return Tile(queries, keys, smem, settings, config, heads, *place)
+
+
+def dkv(
+    queries: Queries, keys: Keys, settings: Settings, config: Config
+) -> tuple[jax.Array, jax.Array]:
+    """dK and dV [B, S, K, H] in the blocks' order; `keys.lists` has query blocks of
+    `config.q_block` for key tiles of `key_tile(H)`."""
+    assert config.q_stages > 1, "a slot is released one step late"
+    B, S, K, H = keys.k.shape
+    dtype, bq = queries.q.dtype, config.q_block
+    shared = key_tile(H) == ROWS
+    width = H // WARPGROUPS if shared else H  # columns of dK and dV that a warpgroup owns
+
+    def kernel(queries: Queries, keys: Keys, dk_ref, dv_ref, smem: Scratch):
+        group = lax.axis_index("group")
+        tile = begin(queries, keys, smem, settings, config)
+
+        @pl.when(group < WARPGROUPS)
+        def compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            own = tile.load_keys(group, shared)
+
+            def accumulate(dk, dv):
+                def step(i, code):
+                    next_code = tile.code(i + 1)
+                    now = tile.enter(i, code, own)
+
+                    def scores(ref):
+                        plgpu.wgmma(ref, now.k, smem.q.at[now.part].transpose((1, 0)))
+                        return ref[...]  # waits for everything queued: dK of the step before, too
+
+                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
+                    low, slope = tile.weights(score, now, own)
+                    ds = tile.d_scores(slope, tile.d_weights(low, dv, now, own), now)
+                    tile.leave(ds, dk, now, own)
+                    return next_code
+
+                lax.fori_loop(0, tile.steps, step, tile.code(0))
+                result = dk[...], dv[...]
+
+                @pl.when(tile.steps > 0)
+                def _():
+                    plgpu.barrier_arrive(smem.q_free.at[tile.slot(tile.steps - 1)])
+
+                return result
+
+            acc = plgpu.ACC((ROWS, width), jnp.float32)
+            dk, dv = pl.run_scoped(accumulate, acc, acc)
+            if shared:  # the other half of the columns comes from keys that this one overwrites
+                tile.meet()
+            tile.hold_result(dk, dv, own)
+            if shared:  # one of them sends both halves
+                tile.meet()
+            pl.when(group == 0 if shared else True)(lambda: tile.send_result(dk_ref, dv_ref, own))
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.when(group == WARPGROUPS)(tile.serve)
+
+    return tuple(
+        launch(
+            kernel,
+            "tree_attention_dkv",
+            [jax.ShapeDtypeStruct(keys.k.shape, keys.k.dtype)] * 2,
+            [make_scratch(H, dtype, settings.window, config)],
+            [queries, keys],
+            grid={"program": B * S // key_tile(H) * K},
+            warpgroups=WARPGROUPS,
+        )
+    )
