@@ -9,7 +9,6 @@ import pytest
 from jaxtrain.config import validate_config
 from jaxtrain.core.assemble import assemble, check_trees
 from jaxtrain.errors import UserError
-from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.qwen3 import Config as Qwen3
 
 
@@ -65,6 +64,6 @@ def test_sft_does_not_care():
 def test_the_check_is_part_of_assembly(monkeypatch):
     config = tree_config()
     assemble(config)
-    monkeypatch.setattr(ARCHITECTURES["Qwen3ForCausalLM"].Config, "mixes_by_attention_only", False)
+    monkeypatch.setattr(Qwen3, "mixes_by_attention_only", False)
     with pytest.raises(UserError, match="mix tokens other than by attention"):
         assemble(config)
