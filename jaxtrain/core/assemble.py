@@ -68,7 +68,7 @@ def assemble_beside(model: ModelConfig, parts: Parts, key: str) -> Parts:
     """Another model on the mesh of the trained one, without adapter, such as a teacher; UserError
     where it reads other tokens. key: the section that names it."""
     folder, raw = find_architecture(model)
-    architecture = build.config_from_hf(raw)
+    architecture = build.config_from_hf(raw, model.family)
     if architecture.vocab_size < len(parts.tokenizer):
         raise UserError(
             f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"

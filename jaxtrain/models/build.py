@@ -41,7 +41,9 @@ def family(config: DecoderConfig) -> ModuleType:
 def find_family(architecture: str) -> ModuleType:
     """The module of an architecture, built in or an entry point's; UserError names all of them."""
     key, advice = "config.json: architectures", "set model.family to the module that holds it"
-    return plugins.find("models", architecture, ARCHITECTURES, key=key, instead=advice)
+    return plugins.find(
+        "models", architecture, ARCHITECTURES, key=key, modules=True, instead=advice
+    )
 
 
 def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderConfig:
