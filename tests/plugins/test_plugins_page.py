@@ -15,6 +15,7 @@ from jaxtrain.data.columns import COLUMNS
 from jaxtrain.data.formats import make_tokeniser, probe
 from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
@@ -106,7 +107,8 @@ def test_a_format(name_of, tokenizer, tmp_path):
     data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
     assert len(probe(dataset, tokenizer, data).samples) == 8
     if "/" in dataset.format:  # the case that no pickle by reference survives
-        source = open_source(data, tokenizer, seed=0, rows_per_microstep=1, microsteps=1)
+        recipe = Sequences(data, tokenizer)
+        source = open_source(data, recipe, seed=0, rows_per_microstep=1, microsteps=1)
         try:
             assert next(source)[0].tokens.shape == (1, 1, 64)
         finally:
