@@ -67,6 +67,8 @@ class Sinks:
         folder, log = Path(folder), config.log
         self.console = Console(log.console, folder / "log.txt") if primary else None
         self._sinks: list[Any] = []
+        self._waiting: list[Any] = [*extra]
+        """Sinks that hear of nothing before they were started, not even of the end."""
         self._dropping = threading.Lock()
         self._summary: str | None = None
         self._reason = "finished"
@@ -76,18 +78,21 @@ class Sinks:
                 self._sinks.append(TensorBoard(folder / "tensorboard"))
             if log.wandb_project:
                 self._sinks.append(WandB(log.wandb_project, log.wandb_name, folder, config))
-            self._sinks += [open_sink(name, folder, config) for name in log.sinks]
-        self._sinks += extra
+            self._waiting += [open_sink(name, folder, config) for name in log.sinks]
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
         """Open every sink; an error here is the user's to see."""
         for sink in self._sinks:
+            sink.start(total_steps, start_step)
+        for sink in self._waiting:
             try:
                 getattr(sink, "start", _nothing)(total_steps, start_step)
             except UserError:
                 raise
-            except Exception as error:
+            except Exception as error:  # the border: whatever foreign code may raise
                 raise UserError(f"{_name(sink)} cannot start: {plugins.describe(error)}") from error
+            self._sinks.append(sink)
+        self._waiting = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Hand one line of numbers to every sink."""

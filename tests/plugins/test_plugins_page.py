@@ -179,7 +179,7 @@ def test_what_is_no_such_family_is_refused(my_package, family, raw, message):
         build.config_from_hf({**CWM, **raw}, family)
 
 
-def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch):
+def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MIRROR", str(tmp_path / "copies"))
     names = [
         name_of(key, "sinks", cls)
@@ -196,6 +196,9 @@ def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch):
         checkpoints.close()
         sinks.summarise("all is saved", reason="SIGTERM")
     assert (run / "loss.csv").read_text() == "1,2.5\n"
+    with Sinks(make_config(log={"console": "plain", "sinks": names}), run):
+        pass  # nothing was started, so nothing ends
+    assert "warning" not in capsys.readouterr().out
     assert (copies / "1/manifest.json").is_file()
     assert (copies / "ended.txt").read_text() == "SIGTERM"
 
