@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from jaxtrain import plugins
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run.console import Console
+from jaxtrain.run.samples import append_samples
 
 
 class Sink(Protocol):
@@ -39,7 +40,7 @@ class Sink(Protocol):
         """The numbers of an evaluation, which write() gets as well."""
 
     def sampled(self, lines: list[dict[str, Any]]) -> None:
-        """Answers of the model, as they stand in samples.jsonl."""
+        """Answers of the model, as they stand in samples.jsonl: see samples.py."""
 
     def saved(self, step: int, folder: Path) -> None:
         """The checkpoint in `folder` is complete. Comes from the thread that wrote it, while
@@ -64,7 +65,8 @@ class Sinks:
         primary: bool = True,
         extra: Iterable[Sink] = (),
     ):
-        folder, log = Path(folder), config.log
+        self.folder = folder = Path(folder)
+        log = config.log
         self.console = Console(log.console, folder / "log.txt") if primary else None
         self._sinks: list[Any] = []
         self._waiting: list[Any] = [*extra]
@@ -103,9 +105,10 @@ class Sinks:
         self._each("write", step, values)
         self._each("evaluated", step, values)
 
-    def sampled(self, lines: list[dict[str, Any]]) -> None:
-        """Tell of lines that went into samples.jsonl."""
-        self._each("sampled", lines)
+    def sampled(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append answers to samples.jsonl, and tell of them."""
+        if lines := append_samples(self.folder, step, samples):
+            self._each("sampled", lines)
 
     def saved(self, step: int, folder: Path) -> None:
         """Tell of a complete checkpoint, from any thread."""

@@ -222,9 +222,10 @@ def test_an_observer_hears_everything_once_and_is_dropped_when_it_fails(tmp_path
     with Sinks(make_config(), tmp_path, extra=[observer]) as sinks:
         sinks.start(10)
         sinks.evaluated(1, {"eval/loss": 3.0})
-        sinks.sampled([{"step": 1}])
-        sinks.sampled([{"step": 2}])
-    assert observer.heard == [(1, {"eval/loss": 3.0}), [{"step": 1}]]
+        sinks.sampled(1, [{"reward": 0.5}])
+        sinks.sampled(2, [{"reward": 0.7}])
+    assert observer.heard == [(1, {"eval/loss": 3.0}), [{"step": 1, "reward": 0.5}]]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
     assert capsys.readouterr().out.count("Observer failed and is switched off") == 1
     assert '"eval/loss": 3.0' in (tmp_path / "metrics.jsonl").read_text()
 
