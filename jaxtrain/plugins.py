@@ -31,26 +31,30 @@ def find(
     builtin: Mapping[str, Any],
     *,
     key: str,
+    modules: bool = False,
     instead: str | None = None,
 ) -> Any:
     """What `name` stands for among the built-ins, the entry points of a group, and import paths.
 
     builtin: a value may be "package.module:name" or "package.module", and is then imported here.
-    key: the config key that messages name. instead: of a group whose entry points are modules, and
-    which has no import paths, what to do about a name that nothing has.
+    key: the config key that messages name. modules: a whole module, "package.module" or "file.py",
+    is as good as something in it. instead: of a group without import paths, what to do about a
+    name that nothing has.
     """
-    entry = check(group, name, builtin, key=key, instead=instead)
+    entry = check(group, name, builtin, key=key, modules=modules, instead=instead)
     if name in builtin:
         value = builtin[name]
         return EntryPoint(name, value, group).load() if isinstance(value, str) else value
-    place, attribute = split_path(name) if entry is None else (entry.module, entry.attr or "")
+    place, attribute = split_path(name, modules)
+    if entry is not None:
+        place, attribute = entry.module, entry.attr or ""
     found = load_module(place, key=f"{key} {name!r}")
     for part in filter(None, attribute.split(".")):
         if not hasattr(found, part):
             raise UserError(f"{key} {name!r}: {place} has no {part!r}{_near(part, dir(found))}")
         found = getattr(found, part)
-    if not (callable(found) if instead is None else isinstance(found, ModuleType)):
-        wanted = "a module" if instead else "a class or function"
+    if not callable(found) and not (modules and isinstance(found, ModuleType)):
+        wanted = "a module or a class" if modules else "a class or function"
         raise UserError(f"{key} {name!r} is a {type(found).__name__}; it must be {wanted}")
     return found
 
@@ -61,6 +65,7 @@ def check(
     builtin: Collection[str],
     *,
     key: str = "",
+    modules: bool = False,
     instead: str | None = None,
 ) -> EntryPoint | None:
     """Refuse a name that stands for nothing, or for two things; its entry point where it has one.
@@ -80,7 +85,7 @@ def check(
             f"{prefix}{name!r} is brought by {owners}, all by entry point jaxtrain.{group};"
             " uninstall all but one, or give package.module:name"
         )
-    if name in builtin or found or (instead is None and all(split_path(name))):
+    if name in builtin or found or (instead is None and split_path(name, modules)[0]):
         return found[0] if found else None
     choices = [*builtin, *(entry.name for entry in known)]
     advice = instead or 'give "package.module:name" or "file.py:name"'
@@ -128,11 +133,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({places[-1]})"
 
 
-def split_path(name: str) -> tuple[str, str]:
+def split_path(name: str, modules: bool) -> tuple[str, str]:
     """("package.module", "name") of an import path, whose last separator may be a dot, as TRL
-    writes it; an empty part where it is none."""
+    writes it; ("package.module", "") where that may be a module; two empty texts for no path."""
+    if modules and ":" not in name:
+        return (name, "") if "." in name else ("", "")
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    return ("", "") if name.endswith(".py") else (place, attribute)
+    return (place, attribute) if attribute and not name.endswith(".py") else ("", "")
 
 
 @functools.cache

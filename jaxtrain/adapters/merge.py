@@ -59,13 +59,14 @@ def merge_adapter(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantize: str = "none",
+    family: str | None = None,
 ) -> int:
     """Write to `output` the model of `base` with the PEFT folder `adapter` merged in.
 
     Tensors keep their dtypes but where `dtype` is given. quantize: the adapter was trained beside
-    weights in that storage; what was stored so is put through it first. Returns the number of
-    tensors that the adapter changed; raises one UserError for all that cannot be merged, before
-    writing.
+    weights in that storage; what was stored so is put through it first. family: as model.family.
+    Returns the number of tensors that the adapter changed; raises one UserError for all that cannot
+    be merged, before writing.
     """
     base, output = Path(base), Path(output)
     files, peft = Folder(base), open_peft(adapter)
@@ -75,7 +76,7 @@ def merge_adapter(
         for name, stored in files.tensors.items()
     }
 
-    linears = find_linears(read_config(base)).values() if quantize != "none" else ()
+    linears = find_linears(read_config(base, family)).values() if quantize != "none" else ()
     quantised = {f"{module}.weight" for modules in linears for module in modules}
 
     def pieces() -> Iterator[Piece]:

@@ -43,7 +43,7 @@ NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
 
 def adapter_entries(config: DecoderConfig, adapter: Adapter) -> list[Entry]:
     """Every trained parameter and the tensors of a PEFT folder that it is made of."""
-    base = {entry.param: entry.op for entry in family(config.architecture).names(config)}
+    base = {entry.param: entry.op for entry in family(config).names(config)}
     entries = []
     for path, slot in adapter.slots.items():
         for name in SUFFIX if slot.dora else ("a", "b"):

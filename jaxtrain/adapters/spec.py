@@ -57,7 +57,7 @@ class Adapter:
 
 def find_linears(config: DecoderConfig) -> Linears:
     """All Linears of an architecture."""
-    entries = {entry.param: entry for entry in build.family(config.architecture).names(config)}
+    entries = {entry.param: entry for entry in build.family(config).names(config)}
     found = {}
     for path, node in list(nnx.iter_graph(build.abstract(config))):
         if isinstance(node, Linear):

@@ -1,12 +1,12 @@
 """Section data: what is read, how it becomes tokens, how tokens become rows."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Section, known_in
 
-FORMAT = Literal["auto", "chat", "prompt_completion", "alpaca", "input_output", "completion"]
+FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
 
 
 class DatasetConfig(Section):
@@ -22,8 +22,10 @@ class DatasetConfig(Section):
     """Split, with optional slice: "train", "train[:90%]", "train[100:200]"."""
     streaming: bool = False
     """Read while training instead of downloading and shuffling as a whole."""
-    format: FORMAT = "auto"
-    """How to read a row; auto tells from the columns."""
+    format: Annotated[str, AfterValidator(known_in("formats", FORMATS))] = "auto"
+    """How to read a row: chat, prompt_completion, alpaca, input_output or completion; auto tells
+    from the columns. Or an own function: an entry point's name, "package.module:function" or
+    "file.py:function" (docs/extending.md)."""
     fields: dict[str, str] = {}
     """Renamed columns, wanted = found: {messages = "conversations"} or {prompt = "question",
     completion = "answer"}; message keys with a dot: {"messages.content" = "value"}."""

@@ -1,6 +1,6 @@
 """The documentation of every key, made from the sections themselves."""
 
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -77,6 +77,8 @@ def describe_type(annotation: Any) -> str:
     if not args:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)
+    if origin is Annotated:
+        return describe_type(args[0])
     if str(origin) == "typing.Literal":
         return " | ".join(f'"{value}"' for value in args)
     if origin in (list, tuple):

@@ -92,10 +92,8 @@ def validate_config(table: dict[str, Any], origin: str) -> Config:
     """Build the Config; `origin` names where the table came from in errors."""
     task = table.get("task")
     if isinstance(task, dict) and find_tag(task) == OUTSIDE:
-        try:
-            method = plugins.find("tasks", str(task["kind"]), TASKS, key="task.kind")
-        except UserError as error:
-            raise UserError(f"{origin}:\n  {error}") from None
+        key = f"{origin}:\n  task.kind"
+        method = plugins.find("tasks", str(task["kind"]), TASKS, key=key, modules=True)
         table = {**table, "task": validate(method.Section, task, origin, "task.")}
     return validate(Config, table, origin)
 

@@ -18,6 +18,9 @@ class ModelConfig(Section):
     """pretrained: load the weights at path; random: only its config.json is used."""
     architecture: dict[str, Any] | None = None
     """Instead of path: the keys of a config.json, for a model with random weights."""
+    family: str | None = None
+    """Module with the architecture's code, where config.json's is neither built in nor an entry
+    point's: "package.module" or "file.py" (docs/extending.md)."""
     tokenizer: str | None = None
     """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
     chat_template: str | None = None

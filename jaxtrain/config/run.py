@@ -1,10 +1,10 @@
 """Sections about the run itself: run, checkpoint, log, parallel."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Section, known_in
 
 
 class RunConfig(Section):
@@ -130,6 +130,9 @@ class LogConfig(Section):
     """Also report to this Weights & Biases project."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases."""
+    sinks: list[Annotated[str, AfterValidator(known_in("sinks", ()))]] = []
+    """Further classes that get the run's numbers and events: an entry point's name,
+    "package.module:Class" or "file.py:Class" each (docs/extending.md)."""
     plot: bool = True
     """Draw <output_dir>/curves.png when training ends."""
     watchdog_seconds: float = Field(300.0, gt=0)

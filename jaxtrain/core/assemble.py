@@ -51,7 +51,7 @@ def assemble(config: Config, reserved: int = 0) -> Parts:
     reserved: devices, the last ones, that are left out of the mesh.
     """
     folder, raw = find_architecture(config.model)
-    architecture = build.config_from_hf(raw)
+    architecture = build.config_from_hf(raw, config.model.family)
     tokenizer = find_tokenizer(config.model)
     check_fit(config, architecture, tokenizer)
     return Parts(
@@ -68,7 +68,7 @@ def assemble_beside(model: ModelConfig, parts: Parts, key: str) -> Parts:
     """Another model on the mesh of the trained one, without adapter, such as a teacher; UserError
     where it reads other tokens. key: the section that names it."""
     folder, raw = find_architecture(model)
-    architecture = build.config_from_hf(raw)
+    architecture = build.config_from_hf(raw, model.family)
     if architecture.vocab_size < len(parts.tokenizer):
         raise UserError(
             f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"
@@ -177,7 +177,7 @@ def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
     quantize = "none" if parts.adapter is None else parts.adapter.quantize
     if parts.folder is not None:
-        found = build.read_params(parts.folder, mesh=parts.mesh, **parts.options)
+        found = build.read_params(parts.folder, parts.mesh, parts.architecture, **parts.options)
     elif quantize == "none":
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
         return split_model(model)[0]

@@ -13,10 +13,9 @@
 The loop, the session, evaluation, the dry run and preprocess know these names and no method.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
@@ -44,6 +43,8 @@ class Round(NamedTuple):
     """Number of this part of the round, where a round comes in parts."""
     last: bool = True
     """Whether the round ends with this part."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
 
 
 class Live(Protocol):
@@ -51,8 +52,6 @@ class Live(Protocol):
 
     step: int
     """Optimizer steps done."""
-    folder: Path
-    """The run's."""
 
     def held(self) -> Held:
         """The models with their current weights."""

@@ -9,6 +9,16 @@
 | completion        | text                                   | eos; split at sequence_len      |
 
 A row becomes Samples, or a Dropped that says why and is counted.
+
+Any other format is a function from outside (an entry point in group jaxtrain.formats,
+"package.module:function" or "file.py:function") of (row, tokenizer, dataset), the last being the
+entry of data.datasets. Of a row, a dict whose `fields` are renamed, it returns
+
+- a row of one of the formats above, which then goes the way of that format, or
+- a list of (token ids, weights), one pair a sample: a weight a token, 0 where it is context. Rules
+  for length, first tokens and samples without weight are applied afterwards, as for all formats.
+
+It raises ValueError with the reason for a row to leave out; any other error ends the run.
 """
 
 import itertools
@@ -17,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.columns import COLUMNS, accepted_columns, detect_format
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sources import open_rows
@@ -49,7 +59,7 @@ class Probe:
     path: str
     """The dataset's path."""
     format: str
-    """Format of its rows: chat, prompt_completion, alpaca, input_output or completion."""
+    """Format of its rows."""
     columns: tuple[str, ...]
     """Columns found."""
     num_rows: int | None
@@ -121,6 +131,8 @@ def _format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
                 f"{dataset.path}: fields names the column {found!r} (for {wanted}), but the "
                 f"columns found are {', '.join(columns)}"
             )
+    if dataset.format not in FORMATS:
+        return dataset.format  # one from outside, which knows its columns itself
     name = detect_format(columns, top)
     if dataset.format != "auto":
         names = set(columns) | set(top)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.data import DatasetConfig
+from jaxtrain import plugins
+from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data import template
 from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
 from jaxtrain.data.messages import ACCEPTED, KEYS, Malformed, read_messages, read_tools
@@ -23,17 +24,27 @@ Weighted = tuple[list[int], list[float]]
 
 
 class Tokeniser:
-    """(row, origin) -> samples and drops; see formats.make_tokeniser. Picklable."""
+    """(row, origin) -> samples and drops; see formats.make_tokeniser.
+
+    A pickle holds the format's name alone, so that it may come from a file.
+    """
 
     def __init__(
         self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str
     ) -> None:
+        self.outside = None
+        if dataset.format not in FORMATS:
+            key = f"{dataset.path}: format"
+            self.outside = plugins.find("formats", dataset.format, dict.fromkeys(FORMATS), key=key)
         _check_names(dataset)
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.sequence_len = sequence_len
         self.too_long = too_long
         self.renderer = template.Renderer(tokenizer) if tokenizer.chat_template else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokeniser, (self.dataset, self.tokenizer, self.sequence_len, self.too_long)
 
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
         """Samples of a row, or why it has none."""
@@ -61,6 +72,11 @@ class Tokeniser:
 
     def _read(self, row: dict[str, Any], origin: str) -> Result:
         name = self.dataset.format
+        if self.outside is not None:
+            found = self._ask(self.outside, row)
+            if isinstance(found, list):
+                return self._finish(found, origin)
+            row, name = found, "auto"
         if name == "auto":
             name = detect_format(row)
             if name is None:
@@ -88,6 +104,26 @@ class Tokeniser:
         user = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
         return self._chat(self._with_system(row, messages), None, origin)
+
+    def _ask(self, read: Any, row: dict[str, Any]) -> dict[str, Any] | list[Weighted]:
+        """What a format from outside makes of a row, checked: see formats.py."""
+        try:
+            found = read(row, self.tokenizer, self.dataset)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise Malformed(str(error)) from None
+        except Exception as error:  # the border: whatever foreign code may raise
+            raise UserError(f"format {self.dataset.format!r}: {plugins.describe(error)}") from error
+        if isinstance(found, dict):
+            return found
+        pairs = isinstance(found, list) and all(isinstance(p, tuple | list) for p in found)
+        if not pairs or any(len(p) != 2 or len(p[0]) != len(p[1]) for p in found):
+            raise UserError(
+                f"format {self.dataset.format!r} returned {found!r:.80}; it must return a row of a"
+                " built-in format (a dict) or a list of (token ids, weights), equally many of both"
+            )
+        return found
 
     def _messages(self, value: Any, role: str) -> list[dict[str, Any]]:
         if isinstance(value, str):
@@ -211,7 +247,7 @@ def _check_names(dataset: DatasetConfig) -> None:
     columns = {name for needed in COLUMNS.values() for names in needed for name in names}
     allowed = sorted(columns | OPTIONAL) + [f"messages.{key}" for key in KEYS]
     for wanted in dataset.fields:
-        if wanted not in allowed:
+        if wanted not in allowed and dataset.format in FORMATS:
             near = difflib.get_close_matches(wanted, allowed, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
             raise UserError(

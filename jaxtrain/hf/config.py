@@ -90,6 +90,11 @@ def write_fields(config: Any) -> dict[str, Any]:
 def _config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds: only here
 
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"transformers knows no model_type {model_type!r}; register its config class where the"
+            " family is written: transformers.AutoConfig.register(model_type, ConfigClass)"
+        )
     return CONFIG_MAPPING[model_type]
 
 

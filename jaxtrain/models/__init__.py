@@ -1,18 +1,16 @@
 """Model families, by the architecture name of config.json.
 
 A module here has `Config` (from_hf, to_hf), `Block`, `Model` (hidden, head, init_cache, decode) and
-`names(config)`; `build.py` makes, loads and saves models of any of them.
+`names(config)`; `build.py` makes, loads and saves models of any of them. Modules of other packages
+do the same: by entry point in group jaxtrain.models, named as the architecture, or by model.family.
 """
 
-from types import ModuleType
-
-from jaxtrain.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-
-ARCHITECTURES: dict[str, ModuleType] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "MixtralForCausalLM": mixtral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
+ARCHITECTURES = {
+    "LlamaForCausalLM": "jaxtrain.models.llama",
+    "MistralForCausalLM": "jaxtrain.models.mistral",
+    "MixtralForCausalLM": "jaxtrain.models.mixtral",
+    "Qwen2ForCausalLM": "jaxtrain.models.qwen2",
+    "Qwen3ForCausalLM": "jaxtrain.models.qwen3",
+    "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
 }
+"""The built-in ones, imported when a config.json names them."""

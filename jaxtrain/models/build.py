@@ -8,6 +8,7 @@ import collections
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
@@ -31,34 +33,65 @@ TIED_COPY = "lm_head.weight"
 """Some folders store a tied head a second time."""
 
 
-def family(architecture: str) -> ModuleType:
-    """The module of an architecture; UserError names those that exist."""
-    if architecture not in ARCHITECTURES:
+def family(config: DecoderConfig) -> ModuleType:
+    """The module that a config's class is written in, with the Model and names() for it."""
+    return sys.modules[type(config).__module__]
+
+
+def find_family(architecture: str) -> ModuleType:
+    """The module of an architecture, built in or an entry point's; UserError names all of them."""
+    key, advice = "config.json: architectures", "set model.family to the module that holds it"
+    return plugins.find(
+        "models", architecture, ARCHITECTURES, key=key, modules=True, instead=advice
+    )
+
+
+def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderConfig:
+    """Config of the family that a config.json names, by `architectures` or else `model_type`.
+
+    place: "package.module" or "file.py" that holds the family, as in model.family.
+    """
+    named, model_type = raw.get("architectures"), raw.get("model_type")
+    if place is not None:
+        module = plugins.load_module(place, key=f"model.family {place!r}")
+    elif named:
+        module = find_family(named[0])
+    else:
+        known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
+        fitting = (m for m in map(find_family, known) if m.Config.model_type == model_type)
+        module = next(fitting, None)
+        if module is None:
+            raise UserError(
+                f"config.json: no architectures, and model_type={model_type!r} is that of none of"
+                f" {', '.join(known)}; name one of them, or set model.family"
+            )
+    return check_family(module, named[0] if named else None).from_hf(raw)
+
+
+def check_family(module: ModuleType, architecture: str | None) -> type[DecoderConfig]:
+    """The Config of a module that is to hold this architecture; UserError where it does not."""
+    missing = [name for name in ("Config", "Model", "names") if not hasattr(module, name)]
+    if missing:
         raise UserError(
-            f"config.json: architecture {architecture!r} is not supported; supported: "
-            f"{sorted(ARCHITECTURES)}"
+            f"{module.__name__} is no model family: it has no {' and no '.join(missing)}; see"
+            " docs/extending.md"
         )
-    return ARCHITECTURES[architecture]
-
-
-def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Config of the family that a config.json names, by `architectures` or else `model_type`."""
-    named = raw.get("architectures") or [
-        name
-        for name, module in ARCHITECTURES.items()
-        if module.Config.model_type == raw.get("model_type")
-    ]
-    if not named:
-        kinds = sorted(module.Config.model_type for module in ARCHITECTURES.values())
+    own = module.Config.architecture
+    if architecture not in (None, own):
         raise UserError(
-            f"config.json: neither architectures ({sorted(ARCHITECTURES)}) nor a known model_type "
-            f"({kinds}); found model_type={raw.get('model_type')!r}"
+            f"config.json: architectures names {architecture!r}, but {module.__name__} holds"
+            f" {own!r}; change model.family, or Config.architecture there"
         )
-    return family(named[0]).Config.from_hf(raw)
+    if module.Config.__module__ != module.__name__:
+        raise UserError(
+            f"{module.__name__}: its Config is written in {module.Config.__module__}, whose Model"
+            " and names() would be used; write a subclass of it beside Model"
+        )
+    return module.Config
 
 
-def read_config(folder: str | os.PathLike) -> DecoderConfig:
-    """Config of a Hugging Face folder; UserError where there is none."""
+def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderConfig:
+    """Config of a Hugging Face folder; UserError where there is none. place: as above."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
@@ -66,12 +99,12 @@ def read_config(folder: str | os.PathLike) -> DecoderConfig:
         raw = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
-    return config_from_hf(raw)
+    return config_from_hf(raw, place)
 
 
 def abstract(config: DecoderConfig, **options: Any) -> Decoder:
     """The model with shapes for parameters; allocates nothing. `options` are those of Options."""
-    module = family(config.architecture)
+    module = family(config)
     return nnx.eval_shape(lambda: module.Model(config, Options(**options), nnx.Rngs(0)))
 
 
@@ -80,7 +113,7 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
 
     The numbers depend on the seed alone, not on the mesh.
     """
-    module = family(config.architecture)
+    module = family(config)
     graphdef, state = nnx.split(abstract(config, **options))
 
     def draw(key: jax.Array) -> nnx.State:
@@ -95,7 +128,7 @@ def draw_params(
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
     quantises each before the next is there."""
-    module = family(config.architecture)
+    module = family(config)
     _, state = nnx.split(abstract(config, **options))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     for path, _ in nnx.to_flat_state(state):
@@ -125,18 +158,22 @@ def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) ->
 
 
 def read_params(
-    folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any
+    folder: str | os.PathLike,
+    mesh: Mesh | None = None,
+    config: DecoderConfig | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of the parameters of a Hugging Face folder, read one after the other.
 
-    Raises UserError as `load` does, before the first is read.
+    config: the folder's, where it is known already. Raises UserError as `load` does, before the
+    first is read.
     """
-    config = read_config(folder)
+    config = config or read_config(folder)
     files = Folder(folder)
     _, state = nnx.split(abstract(config, **options))
     flat = dict(nnx.to_flat_state(state))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
-    entries = {entry.param: entry for entry in family(config.architecture).names(config)}
+    entries = {entry.param: entry for entry in family(config).names(config)}
     paths = {path: entries[".".join(map(str, path))] for path in flat}
     assert len(paths) == len(entries), "names() and Model differ"
     _check(files, {paths[path]: leaf.get_value().shape for path, leaf in flat.items()}, config)
@@ -166,7 +203,7 @@ def save(
     nothing was. Every process takes part; the first one writes.
     """
     stored = dict(model.stored)
-    entries, flat = family(config.architecture).names(config), nnx.to_flat_state(nnx.state(model))
+    entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
     if config.tie_word_embeddings and TIED_COPY in stored:
         entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]

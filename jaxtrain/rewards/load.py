@@ -11,72 +11,28 @@ those that it names. Coroutine functions are awaited.
 """
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from jaxtrain import plugins
 from jaxtrain.errors import UserError
-from jaxtrain.rewards import math_answer, python_tests, texts
 
-BUILTIN: dict[str, Callable[..., Any]] = {
-    "math": math_answer.math,
-    "exact_match": texts.exact_match,
-    "format": texts.format,
-    "regex": texts.regex,
-    "length": texts.length,
-    "json_schema": texts.json_schema,
-    "python_tests": python_tests.python_tests,
+BUILTIN = {
+    "math": "jaxtrain.rewards.math_answer:math",
+    "exact_match": "jaxtrain.rewards.texts:exact_match",
+    "format": "jaxtrain.rewards.texts:format",
+    "regex": "jaxtrain.rewards.texts:regex",
+    "length": "jaxtrain.rewards.texts:length",
+    "json_schema": "jaxtrain.rewards.texts:json_schema",
+    "python_tests": "jaxtrain.rewards.python_tests:python_tests",
 }
 
 
 def find_function(name: str) -> Callable[..., Any]:
     """The function that `rewards.N.function` names; UserError where there is none."""
-    if name in BUILTIN:
-        return BUILTIN[name]
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:  # TRL's form, package.module.function
-        module_name, _, attribute = name.rpartition(".")
-    if not module_name or not attribute:
-        raise UserError(
-            f"rewards: there is no built-in reward {name!r}; choose one of"
-            f" {', '.join(sorted(BUILTIN))}, or give package.module:function or file.py:function"
-        )
-    module = import_file(Path(module_name)) if module_name.endswith(".py") else None
-    if module is None:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"rewards: {name!r} cannot be imported ({error}); the folder that holds it must be"
-                " the working directory or on PYTHONPATH"
-            ) from None
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UserError(f"rewards: {module_name} has no function {attribute!r}")
-    return function
-
-
-def import_file(path: Path) -> Any:
-    """The module that a Python file is, imported once per process."""
-    if not path.is_file():
-        raise UserError(f"rewards: the file {path} does not exist")
-    name = f"jaxtrain_reward_{path.resolve().stem}_{abs(hash(str(path.resolve())))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # any file that ends in .py has one
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return plugins.find("rewards", name, BUILTIN, key="rewards.function")
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[float | None]:

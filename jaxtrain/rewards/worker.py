@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 
+from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.load import call_function, find_function
 
@@ -33,8 +33,7 @@ def answer(name: str, arguments: dict | None) -> tuple[str, object]:
     except UserError as error:
         return "user", str(error)
     except Exception as error:  # anything that a user's function may raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return "error", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return "error", plugins.describe(error)
 
 
 def follow(parent: int) -> None:
@@ -45,6 +44,5 @@ def follow(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.getcwd())
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     serve(Connection(int(sys.argv[1])))

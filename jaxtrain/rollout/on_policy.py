@@ -11,10 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from jaxtrain.core.task import Live, Round
-from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedRounds
 from jaxtrain.rollout.types import Engine, Publisher
-from jaxtrain.run.samples import append_samples
 
 
 class OnPolicy:
@@ -72,11 +70,9 @@ class OnPolicy:
         metrics["rollout/score_seconds"] = self.scored
         if "part" in metrics:
             metrics["part/seconds"] = drawn - start
-        if is_main_process():
-            append_samples(live.folder, live.step, source.samples)
         if found.last:
             self.unwritten = {}
-            return found._replace(metrics=metrics)
+            return found._replace(metrics=metrics, samples=source.samples)
         self.unwritten = metrics
         own = {name: value for name, value in metrics.items() if name.startswith("part")}
         return found._replace(metrics={**own, **found.metrics})

@@ -5,9 +5,8 @@ rows, env, rewards, seed ─> eval_sets.answer_set ─> {"eval/gsm8k/pass@4": 0.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Config, EvalSetConfig
@@ -27,7 +26,6 @@ from jaxtrain.rollout.eval_sets import (
 )
 from jaxtrain.rollout.open import seed_sampling
 from jaxtrain.rollout.types import Engine, Env, Sampling
-from jaxtrain.run.samples import append_samples
 
 
 class ProblemSets:
@@ -50,8 +48,10 @@ class ProblemSets:
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.say = show, say
 
-    def run(self, engine: Engine, step: int, folder: Path) -> dict[str, float]:
-        """Let the engine answer all sets; appends every answer to the folder's samples.
+    def run(
+        self, engine: Engine, step: int, sampled: Callable[[int, Iterable], Any]
+    ) -> dict[str, float]:
+        """Let the engine answer all sets; `sampled` gets every answer's line.
 
         Blocks, in an event loop of its own. Raises UserError for rows that the environment cannot
         play and answers that nothing judges, and RunStopped where no engine is left.
@@ -61,7 +61,7 @@ class ProblemSets:
             answered = asyncio.run(self.answer(index, one, rows, engine))
             numbers = summarise(answered, one.k, one.threshold)
             found |= {f"eval/{one.label}/{name}": value for name, value in numbers.items()}
-            append_samples(folder, step, list_answers(one.label, answered))
+            sampled(step, list_answers(one.label, answered))
             if self.show:
                 lines = show_extremes(answered, self.show)
                 self.say("\n".join([f"{one.label}, {len(rows)} problems at step {step}", *lines]))

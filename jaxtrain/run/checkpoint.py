@@ -62,12 +62,14 @@ class Checkpoints:
         best_mode: Literal["min", "max"] = "min",
         background: bool = True,
         say: Callable[[str], None] = print,
+        saved: Callable[[int, Path], None] = lambda step, folder: None,
     ):
+        """saved: called on process 0, by the seal thread, with each checkpoint that is complete."""
         self.folder = Path(folder).absolute()
         self.keep, self.keep_every = keep, keep_every
         self.best_metric = best_metric
         self.best_mode: Literal["min", "max"] = best_mode
-        self.background, self.say = background, say
+        self.background, self.say, self.saved = background, say, saved
         self._orbax: Any = None  # an ocp.CheckpointManager, once something is saved or restored
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="seal-checkpoint")
         self._sealing: Future | None = None
@@ -196,6 +198,7 @@ class Checkpoints:
                 write_manifest(self._folder(step), record)
                 self._marker(step).unlink(missing_ok=True)
                 self._delete_old()
+                self.saved(step, self._folder(step))
 
     def _delete_old(self) -> None:
         metrics = {step: read_metrics(self._folder(step)) for step in self.steps()}

@@ -13,12 +13,13 @@ from typing import Any
 SAMPLES = "samples.jsonl"
 
 
-def append_samples(folder: Path, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-    """Append answers drawn at `step` to the samples of a run's folder."""
-    lines = [
-        json.dumps({"step": step, **sample}, ensure_ascii=False, default=str) + "\n"
-        for sample in samples
-    ]
+def append_samples(
+    folder: Path, step: int, samples: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Append answers drawn at `step` to the samples of a run's folder; returns the lines."""
+    lines = [{"step": step, **sample} for sample in samples]
     if lines:
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+    return lines

@@ -1,4 +1,5 @@
-"""Where numbers go: metrics.jsonl always; the console, TensorBoard and Weights & Biases by config.
+"""Where numbers and events go: metrics.jsonl always; the console, TensorBoard, Weights & Biases and
+classes from outside (log.sinks) by config.
 
 A sink that cannot start stops the run before anything is trained (UserError). A sink that fails
 later is dropped with one warning; training goes on. Values are host floats: who calls write() has
@@ -9,20 +10,25 @@ import importlib
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain import plugins
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run.console import Console
+from jaxtrain.run.samples import append_samples
 
 
 class Sink(Protocol):
-    """One destination."""
+    """One destination of numbers, or an observer of events: it has those of these methods that it
+    needs. One from outside is made with (the run's folder, the config as a dict), on process 0."""
 
     name: str
+    """What messages call it. One from outside needs none."""
 
     def start(self, total_steps: int, start_step: int) -> None:
         """Training goes from `start_step` (steps already done) to `total_steps`."""
@@ -30,8 +36,22 @@ class Sink(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None:
         """The numbers of one step, or of an evaluation after it ("eval/loss")."""
 
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """The numbers of an evaluation, which write() gets as well."""
+
+    def sampled(self, lines: list[dict[str, Any]]) -> None:
+        """Answers of the model, as they stand in samples.jsonl: see samples.py."""
+
+    def saved(self, step: int, folder: Path) -> None:
+        """The checkpoint in `folder` is complete. Comes from the thread that wrote it, while
+        training goes on; the next checkpoint waits for this call."""
+
+    def ended(self, reason: str) -> None:
+        """Training ended: "finished", the name of the signal that stopped it, or the error. A call
+        of close follows."""
+
     def close(self, summary: str | None) -> None:
-        """Training ended; `summary` is for people."""
+        """Let go of files and connections; `summary` is for people."""
 
 
 class Sinks:
@@ -45,26 +65,54 @@ class Sinks:
         primary: bool = True,
         extra: Iterable[Sink] = (),
     ):
-        folder, log = Path(folder), config.log
+        self.folder = folder = Path(folder)
+        log = config.log
         self.console = Console(log.console, folder / "log.txt") if primary else None
-        self._sinks: list[Sink] = []
+        self._sinks: list[Any] = []
+        self._waiting: list[Any] = [*extra]
+        """Sinks that hear of nothing before they were started, not even of the end."""
+        self._dropping = threading.Lock()
         self._summary: str | None = None
+        self._reason = "finished"
         if primary:
             self._sinks += [JsonLines(folder / "metrics.jsonl"), self.console]
             if log.tensorboard:
                 self._sinks.append(TensorBoard(folder / "tensorboard"))
             if log.wandb_project:
                 self._sinks.append(WandB(log.wandb_project, log.wandb_name, folder, config))
-        self._sinks += extra
+            self._waiting += [open_sink(name, folder, config) for name in log.sinks]
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
         """Open every sink; an error here is the user's to see."""
         for sink in self._sinks:
             sink.start(total_steps, start_step)
+        for sink in self._waiting:
+            try:
+                getattr(sink, "start", _nothing)(total_steps, start_step)
+            except UserError:
+                raise
+            except Exception as error:  # the border: whatever foreign code may raise
+                raise UserError(f"{_name(sink)} cannot start: {plugins.describe(error)}") from error
+            self._sinks.append(sink)
+        self._waiting = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Hand one line of numbers to every sink."""
         self._each("write", step, values)
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """Hand the numbers of an evaluation to every sink."""
+        self._each("write", step, values)
+        self._each("evaluated", step, values)
+
+    def sampled(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append answers to samples.jsonl, and tell of them."""
+        if lines := append_samples(self.folder, step, samples):
+            self._each("sampled", lines)
+
+    def saved(self, step: int, folder: Path) -> None:
+        """Tell of a complete checkpoint, from any thread."""
+        self._each("saved", step, folder)
 
     def say(self, text: object) -> None:
         """A message for people: console and log.txt."""
@@ -74,12 +122,13 @@ class Sinks:
             except Exception as error:
                 self._drop(self.console, error)
 
-    def summarise(self, text: str) -> None:
-        """What the console shows at the very end."""
-        self._summary = text
+    def summarise(self, text: str, reason: str = "finished") -> None:
+        """What the console shows at the very end, and why training ended."""
+        self._summary, self._reason = text, reason
 
     def close(self) -> None:
         """Flush and close; safe to call twice."""
+        self._each("ended", self._reason)
         self._each("close", self._summary)
         self._sinks = []
 
@@ -91,28 +140,49 @@ class Sinks:
     ) -> None:
         if error is not None:
             self._summary = None  # it promised what the error has just undone
+            self._reason = f"{type(error).__name__}: {error}"
             if self.console is not None:
-                self.console.record(f"{type(error).__name__}: {error}")
+                self.console.record(self._reason)
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:
         for sink in list(self._sinks):
             try:
-                getattr(sink, method)(*args)
+                getattr(sink, method, _nothing)(*args)
             except Exception as error:  # the border: a broken sink must not cost the run
                 self._drop(sink, error)
 
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks = [other for other in self._sinks if other is not sink]
-        warning = (
-            f"warning: {sink.name} failed and is switched off: {type(error).__name__}: {error}"
-        )
+    def _drop(self, sink: Any, error: Exception) -> None:
+        with self._dropping:
+            self._sinks = [other for other in self._sinks if other is not sink]
+        warning = f"warning: {_name(sink)} failed and is switched off: {plugins.describe(error)}"
         if sink is self.console:
             self.console = None
         try:
             print(warning, flush=True) if self.console is None else self.console.say(warning)
         except OSError:
             self.console = None  # nobody is listening any more: a closed pipe, a full disk
+
+
+def open_sink(name: str, folder: Path, config: Config) -> Any:
+    """The sink that an entry of log.sinks names; UserError where it cannot be found or made."""
+    made = plugins.find("sinks", name, {}, key="log.sinks")
+    try:
+        return made(folder, config.model_dump(mode="json"))
+    except UserError:
+        raise
+    except Exception as error:  # the border: whatever foreign code may raise
+        raise UserError(
+            f"log.sinks {name!r} cannot be made with (folder, config): {plugins.describe(error)}"
+        ) from error
+
+
+def _name(sink: Any) -> str:
+    return getattr(sink, "name", type(sink).__name__)
+
+
+def _nothing(*args: Any) -> None:
+    """Stands for a method that a sink does not have."""
 
 
 class JsonLines:

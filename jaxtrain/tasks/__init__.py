@@ -13,7 +13,7 @@ METHODS = {
 
 def find_method(config: Config) -> Method:
     """The method that task.kind names: one of these, or one from outside."""
-    return plugins.find("tasks", config.task.kind, METHODS, key="task.kind")
+    return plugins.find("tasks", config.task.kind, METHODS, key="task.kind", modules=True)
 
 
 def make_task(config: Config) -> Task:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,18 +34,18 @@ class Evaluation:
         task: Task,
         roles: Roles,
         say: Callable[[str], None],
-        folder: Path,
+        sampled: Callable[[int, Iterable], Any],
         sets: ProblemSets | None = None,
         engine: Engine | None = None,
         *,
         served: bool = False,
         run_eval: Callable | None = None,
     ):
-        """folder: for samples.jsonl. sets: on process 0. engine: on process 0, if `served`: it
+        """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0, if `served`: it
         holds the current weights whenever an evaluation comes; else process 0 answers the sets
         itself. run_eval: of step.make_eval, where there is one already."""
         self.config, self.task, self.parts, self.say = config, task, roles.parts, say
-        self.folder, self.sets, self.served = folder, sets, served
+        self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
@@ -101,7 +100,7 @@ class Evaluation:
             model = rebuild(params)
             engine = LocalEngine(self.open_sampler(model))
             engine.use(model, step)
-        found = self.sets.run(engine, step, self.folder)
+        found = self.sets.run(engine, step, self.sampled)
         if self.sampler is not None and self.weights.copies:
             self.sampler.use(None)
         return found

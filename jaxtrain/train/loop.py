@@ -75,7 +75,7 @@ def train(config: Config, command: list[str]) -> int:
             task,
             session.roles,
             sinks.say,
-            folder.path,
+            sinks.sampled,
             sets,
             session.rounds.engine,
             served=session.rounds.serves,
@@ -92,7 +92,8 @@ def train(config: Config, command: list[str]) -> int:
             done = "saved" if session.step > session.start else "nothing new to save after"
             sinks.summarise(
                 f"{signals.name}: {done} step {session.step} of {session.rounds.total_steps} in"
-                f" {folder.path}; the same command goes on from there"
+                f" {folder.path}; the same command goes on from there",
+                reason=signals.name,
             )
             return 0
         with watchdog.phase("exporting the model"):
@@ -103,7 +104,7 @@ def train(config: Config, command: list[str]) -> int:
 def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
     """The run's checkpoints by section `checkpoint`."""
     options = config.checkpoint.model_dump(exclude={"every"})
-    return Checkpoints(folder / "checkpoints", **options, say=sinks.say)
+    return Checkpoints(folder / "checkpoints", **options, say=sinks.say, saved=sinks.saved)
 
 
 class Loop:
@@ -162,6 +163,7 @@ class Loop:
                 break
             if rounds.pauses:
                 self.reader.restart()
+            self.sinks.sampled(session.step, round_.samples)
             found = round_.metrics
             for batch in round_.batches[: rounds.total_steps - session.step]:
                 self.train(batch, found, profile)
@@ -249,7 +251,7 @@ class Loop:
         self.reader.restart()
         if found:
             self.latest = {**self.latest, **found}
-            self.sinks.write(self.session.step, found)
+            self.sinks.evaluated(self.session.step, found)
 
     def save(self) -> None:
         """Checkpoint the current state together with the data's cursor."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.problem_sets import open_problem_sets
-from jaxtrain.run.samples import SAMPLES
+from jaxtrain.run.samples import SAMPLES, append_samples
 from jaxtrain.run.sinks import JsonLines
 from jaxtrain.tasks import make_task
 from jaxtrain.train.evaluate import Evaluation
@@ -36,7 +37,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         trained, frozen, copies = roles.open(config.run.seed)
         held = Held(roles, {**frozen, **copies, **trained}, 0)
     datasets, sets = config.data.eval_datasets, config.eval.sets
-    evaluation = Evaluation(config, task, held.roles, say, Path())
+    evaluation = Evaluation(config, task, held.roles, say, partial(append_samples, Path()))
     with jax.set_mesh(task.mesh):
         for dataset in datasets:
             means = evaluation.held_out(held, dataset)
@@ -84,7 +85,14 @@ def generate_into(
             stack.callback(publisher.close)
             publisher.publish(0, held.params(), held.roles.rebuild(held.roles.trained))
         evaluation = Evaluation(
-            config, task, held.roles, say, folder, sets, engine, served=kind.serves
+            config,
+            task,
+            held.roles,
+            say,
+            partial(append_samples, folder),
+            sets,
+            engine,
+            served=kind.serves,
         )
         found = evaluation.generate(held)
         if is_main_process():

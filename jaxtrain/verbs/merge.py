@@ -46,15 +46,24 @@ def merge_command(
         )
     with tempfile.TemporaryDirectory() as temporary:
         write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
-        quantize = parts.adapter.quantize
-        merge(base, Path(temporary), output, dtype, quantize)
+        quantize, family = parts.adapter.quantize, trained.config.model.family
+        merge(base, Path(temporary), output, dtype, quantize, family)
 
 
-def merge(base: str, adapter: Path, output: Path, dtype: str | None, quantize: str) -> None:
+def merge(
+    base: str,
+    adapter: Path,
+    output: Path,
+    dtype: str | None,
+    quantize: str,
+    family: str | None = None,
+) -> None:
     """Merge, put config.json's dtype right, and tell."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
-        changed = merge_adapter(folder, adapter, unfinished, dtype, quantize=quantize)
+        changed = merge_adapter(
+            folder, adapter, unfinished, dtype, quantize=quantize, family=family
+        )
         config = unfinished / "config.json"
         if dtype and config.is_file():
             raw = {**json.loads(config.read_text()), "torch_dtype": str(np.dtype(dtype))}

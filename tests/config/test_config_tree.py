@@ -38,7 +38,7 @@ def test_a_tree_task_is_read():
         ({"kind": "sft", "dataset": {"path": "builtin:caterpillar"}}, 'task.kind to "tree"'),
         ({"mod": "tree"}, "task.mod: unknown key 'mod'; did you mean 'mode'"),
         ({"mode": "trees"}, "task.mode: .*'per_branch'"),
-        ({"kind": "forest"}, "built in: sft, tree"),
+        ({"kind": "forest"}, "no 'forest'; built in: sft, tree"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_line(settings, message):

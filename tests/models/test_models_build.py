@@ -31,7 +31,7 @@ def write_checkpoint(folder, name, seed=0, copy_head=False):
     shapes = {
         ".".join(map(str, p)): v.get_value().shape for p, v in nnx.to_flat_state(nnx.state(state))
     }
-    for entry in build.family(config.architecture).names(config):
+    for entry in build.family(config).names(config):
         for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
             dtype = np.float32 if "norm" in tensor else ml_dtypes.bfloat16
             tensors[tensor] = (0.2 * rng.standard_normal(shape)).astype(dtype)

@@ -79,7 +79,7 @@ def test_parity_with_transformers(name, tmp_path):
     flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(grads)}
     ours = {
         piece.name: piece.array
-        for entry in family(config.architecture).names(config)
+        for entry in family(config).names(config)
         for piece in entry.op.write(flat[entry.param], np.asarray)
     }
     wanted = stored_grads(theirs)

@@ -188,7 +188,7 @@ def list_tensors() -> dict[str, list[int]]:
     """Name and shape of what the server's model is made of."""
     architecture = build.config_from_hf(tomllib.loads(CONFIG)["model"]["architecture"])
     shapes, _ = split_model(build.abstract(architecture))
-    entries = build.family(architecture.architecture).names(architecture)
+    entries = build.family(architecture).names(architecture)
     found = {}
     for entry in entries:
         found |= entry.op.shapes(shapes[entry.param].shape)

@@ -126,7 +126,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0].numpy()
-    ours = open_trained(str(trained), [])
+    held = open_trained(str(trained), []).held
     n = len(ids)
     batch = Batch(
         tokens=np.array([ids], np.int32),
@@ -135,8 +135,9 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
         until=np.full((1, n), n, np.int32),
         weights={},
     )
-    with jax.set_mesh(ours.parts.mesh):
-        logits = ours.model.logits(ours.model.hidden(jax.tree.map(jax.numpy.asarray, batch)))
+    model = held.model()
+    with jax.set_mesh(held.roles.parts.mesh):
+        logits = model.logits(model.hidden(jax.tree.map(jax.numpy.asarray, batch)))
     # fp32 on both sides, sums in another order.
     np.testing.assert_allclose(np.asarray(logits)[0], expected, atol=1e-4)
 

@@ -60,8 +60,8 @@ def run(config, folder, *words) -> list[dict]:
 def read_params(folder, step):
     from jaxtrain.train.trained import open_trained
 
-    trained = open_trained(str(folder), [], step)
-    return {path: np.asarray(value) for path, value in trained.params.items()}
+    held = open_trained(str(folder), [], step).held
+    return {path: np.asarray(value) for path, value in held.params().items()}
 
 
 def test_the_reward_of_a_toy_task_rises(config, tmp_path):

@@ -77,12 +77,12 @@ def test_a_failing_sink_is_dropped_with_one_warning(tmp_path, capsys, when, call
             sinks.write(step, {"loss": 1.0})
     assert len(broken.calls) == calls
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
-    warning = "broken failed and is switched off: RuntimeError: no network"
+    warning = "broken failed and is switched off: RuntimeError: no network ("
     assert capsys.readouterr().out.count(warning) == 1
 
 
 def test_a_sink_that_cannot_start_stops_the_run(tmp_path):
-    with pytest.raises(RuntimeError, match="no network"):
+    with pytest.raises(UserError, match="broken cannot start: RuntimeError: no network"):
         Sinks(make_config(), tmp_path, extra=[Broken("start")]).start(10)
     (tmp_path / "b/metrics.jsonl").mkdir(parents=True)
     with pytest.raises(UserError, match="metrics.jsonl cannot be written: Is a directory"):

@@ -8,7 +8,6 @@ import pytest
 
 from jaxtrain.config import validate_config
 from jaxtrain.errors import UserError
-from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.qwen3 import Config as Qwen3
 from jaxtrain.tasks import make_task
 from jaxtrain.tasks.tree import check_trees
@@ -59,6 +58,6 @@ def test_every_task_that_packs_trees_checks(monkeypatch, task):
     path = "builtin:caterpillar" if task["kind"] == "tree" else "builtin:calculator"
     config = tree_config(path=path, **task)
     make_task(config)
-    monkeypatch.setattr(ARCHITECTURES["Qwen3ForCausalLM"].Config, "mixes_by_attention_only", False)
+    monkeypatch.setattr(Qwen3, "mixes_by_attention_only", False)
     with pytest.raises(UserError, match="mix tokens other than by attention"):
         make_task(config)

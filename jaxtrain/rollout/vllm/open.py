@@ -78,7 +78,7 @@ def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Params]:
         return lambda params: {path: to_host(params[path]) for path in paths}
     if is_main_process():
         return lambda params: params
-    entries = family(parts.architecture.architecture).names(parts.architecture)
+    entries = family(parts.architecture).names(parts.architecture)
 
     def take_part(params: Params) -> Params:
         collections.deque(list_pieces(params, entries), maxlen=0)
@@ -107,7 +107,7 @@ def open_lora(
 
 def open_weights(servers: Servers, parts: Parts, *, delta: bool) -> WeightPublisher:
     """Publishes all weights of a run without adapters."""
-    entries = family(parts.architecture.architecture).names(parts.architecture)
+    entries = family(parts.architecture).names(parts.architecture)
     shapes = {}
     for path, like in abstract_params(parts)[0].items():
         entry = next(entry for entry in entries if entry.param == path)

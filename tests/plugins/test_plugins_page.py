@@ -1,0 +1,249 @@
+"""docs/extending.md does what it says: each kind by entry point, by module:name and by file."""
+
+import asyncio
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtrain.config import Config, EnvConfig, RewardConfig, validate_config
+from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
+from jaxtrain.core.assemble import assemble
+from jaxtrain.data.columns import COLUMNS
+from jaxtrain.data.formats import make_tokeniser, probe
+from jaxtrain.data.pipeline import open_source
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.open import open_env
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.rewards.load import call_function, find_function
+from jaxtrain.rewards.score import open_rewards
+from jaxtrain.rollout.types import Completion
+from jaxtrain.run.checkpoint import Checkpoints
+from jaxtrain.run.sinks import Sinks
+
+CWM = {
+    "architectures": ["CwmForCausalLM"],
+    "model_type": "cwm",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(params=["entry point", "module", "file"])
+def name_of(request, my_package):
+    """The three ways to write one thing: (entry point, module, attribute) -> name."""
+    return lambda entry, module, attribute: {
+        "entry point": entry,
+        "module": f"my_package.{module}:{attribute}",
+        "file": f"{my_package}/my_package/{module}.py:{attribute}",
+    }[request.param]
+
+
+def make_config(**sections) -> Config:
+    table = {
+        "run": {"max_steps": 10},
+        "model": {"architecture": CWM, "tokenizer": "builtin"},
+        "data": {"datasets": [{"path": "x"}], "sequence_len": 64},
+        "log": {"console": "plain"},
+    }
+    return validate_config({**table, **sections}, "test")
+
+
+def test_a_reward(name_of):
+    function = find_function(name_of("brevity", "rewards", "brevity"))
+    arguments = {"completions": ["x" * 10, "x" * 40], "limit": 20, "answer": ["a", "b"]}
+    assert call_function(function, arguments) == [1.0, 0.5]
+
+
+def test_a_reward_is_found_in_its_worker_process(my_package):
+    open_rewards([RewardConfig(function="brevity")], workers=1).close()
+
+
+def test_an_environment(name_of, tokenizer):
+    class Engine:
+        async def generate(self, prompt, sampling, stop_ids, index):
+            tokens = tokenizer("It is 12.")["input_ids"]
+            return Completion(tokens, [-1.0] * len(tokens), "stop")
+
+    env = open_env(EnvConfig(kind=name_of("quiz", "worlds", "Quiz")), tokenizer)
+    for answer, reward in [("12", 1.0), ("13", 0.0)]:
+        row = {"prompt": "What is 3 x 4?", "answer": answer}
+        assert asyncio.run(env.run(row, Engine(), None, 0)).rewards == {"right": reward}
+
+
+def test_a_format(name_of, tokenizer, tmp_path):
+    rows = [{"script": "A: one\nB: two"}, {"script": "A: Hello?\nB: Hi.\nA: So?\nB: Yes."}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    dataset = DatasetConfig(
+        path=str(tmp_path / "x.jsonl"), format=name_of("dialogue", "formats", "dialogue")
+    )
+    tokenise = make_tokeniser(dataset, tokenizer, 64, "drop")
+    [sample] = tokenise(rows[1], "row 1")
+    shown = [tokenizer.decode(sample.tokens[sample.weights > 0])]
+    assert shown == ["Hi.<|im_end|>Yes.<|im_end|>"]
+    assert tokenise({"script": "A: alone"}, "row 2") == [
+        Dropped("malformed row: a script of one line", "row 2")
+    ]
+    with pytest.raises(UserError, match=r"row 3: format .*KeyError: 'script' \(.*formats.py:3\)"):
+        tokenise({"text": "no script"}, "row 3")
+    data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
+    assert len(probe(dataset, tokenizer, data).samples) == 8
+    if "/" in dataset.format:  # the case that no pickle by reference survives
+        recipe = Sequences(data, tokenizer)
+        source = open_source(data, recipe, seed=0, rows_per_microstep=1, microsteps=1)
+        try:
+            assert next(source)[0].tokens.shape == (1, 1, 64)
+        finally:
+            source.close()
+
+
+def test_a_format_may_give_tokens_and_weights(tokenizer, tmp_path):
+    path = tmp_path / "raw.py"
+    path.write_text(
+        "def raw(row, tokenizer, dataset):\n    return [(row['ids'], row['weights'])]\n"
+    )
+    dataset = DatasetConfig(path="x", format=f"{path}:raw", fields={"ids": "tokens"})
+    tokenise = make_tokeniser(dataset, tokenizer, 3, "truncate")
+    [sample] = tokenise({"tokens": [5, 6, 7, 8], "weights": [1, 0, 2, 1]}, "row 1")
+    assert isinstance(sample, Sample) and sample.tokens.tolist() == [5, 6, 7]
+    assert sample.weights.tolist() == [0, 0, 2]
+    with pytest.raises(UserError, match="it must return"):
+        tokenise({"tokens": [5, 6], "weights": [1]}, "row 1")
+
+
+def test_the_config_knows_the_built_in_formats():
+    assert set(FORMATS) == {"auto", *COLUMNS}
+
+
+@pytest.mark.parametrize("family", [None, "my_package.cwm", "{}/my_package/cwm.py"])
+def test_a_model_family(my_package, family, tmp_path):
+    section = {"path": str(tmp_path), "init": "random", "tokenizer": "builtin"}
+    if family is not None:
+        section["family"] = family.format(my_package)
+    (tmp_path / "config.json").write_text(json.dumps(CWM))
+    config = assemble(make_config(model=section)).architecture
+    assert config.architecture == "CwmForCausalLM" and config.windows() == (None, 5)
+    assert config == build.read_config(tmp_path, section.get("family"))
+    parameters = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
+    names = [entry.param for entry in build.family(config).names(config)]
+    assert sorted(names) == sorted(".".join(map(str, path)) for path in parameters)
+
+
+def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**CWM)
+    theirs = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+    theirs.float().eval().save_pretrained(tmp_path)
+    tokens = np.arange(20)[None] * 7 % 512
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens)).logits.numpy()
+
+    @nnx.jit
+    def logits(model):
+        return model.logits(model.decode(jnp.asarray(tokens), model.init_cache(1, 32))[0])
+
+    np.testing.assert_allclose(logits(build.load(tmp_path)), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "raw", "message"),
+    [
+        (None, {"architectures": ["CwmForCausalML"]}, "did you mean 'CwmForCausalLM'"),
+        ("jaxtrain.models.llama", {}, "names 'CwmForCausalLM', but jaxtrain.models.llama holds"),
+        ("jaxtrain.models.naming", {}, "has no Config and no Model and no names"),
+        ("my_package.nothing", {}, "there is no module my_package.nothing"),
+    ],
+)
+def test_what_is_no_such_family_is_refused(my_package, family, raw, message):
+    with pytest.raises(UserError, match=message):
+        build.config_from_hf({**CWM, **raw}, family)
+
+
+def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MIRROR", str(tmp_path / "copies"))
+    names = [
+        name_of(key, "sinks", cls)
+        for key, cls in [("loss_table", "LossTable"), ("mirror", "Mirror")]
+    ]
+    run, copies = tmp_path / "run", tmp_path / "copies/run"
+    run.mkdir()
+    with Sinks(make_config(log={"console": "off", "sinks": names}), run) as sinks:
+        sinks.start(10)
+        sinks.write(1, {"loss": 2.5})
+        sinks.evaluated(1, {"eval/loss": 3.0})
+        checkpoints = Checkpoints(run / "checkpoints", saved=sinks.saved)
+        checkpoints.save(1, {"a": jnp.ones(2)}, {})
+        checkpoints.close()
+        sinks.summarise("all is saved", reason="SIGTERM")
+    assert (run / "loss.csv").read_text() == "1,2.5\n"
+    with Sinks(make_config(log={"console": "plain", "sinks": names}), run):
+        pass  # nothing was started, so nothing ends
+    assert "warning" not in capsys.readouterr().out
+    assert (copies / "1/manifest.json").is_file()
+    assert (copies / "ended.txt").read_text() == "SIGTERM"
+
+
+def test_an_observer_hears_everything_once_and_is_dropped_when_it_fails(tmp_path, capsys):
+    class Observer:
+        def __init__(self):
+            self.heard = []
+
+        def evaluated(self, step, values):
+            self.heard.append((step, values))
+
+        def sampled(self, lines):
+            self.heard.append(lines)
+            raise RuntimeError("no disk")
+
+        def ended(self, reason):
+            raise AssertionError("switched off by now")
+
+    observer = Observer()
+    with Sinks(make_config(), tmp_path, extra=[observer]) as sinks:
+        sinks.start(10)
+        sinks.evaluated(1, {"eval/loss": 3.0})
+        sinks.sampled(1, [{"reward": 0.5}])
+        sinks.sampled(2, [{"reward": 0.7}])
+    assert observer.heard == [(1, {"eval/loss": 3.0}), [{"step": 1, "reward": 0.5}]]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+    assert capsys.readouterr().out.count("Observer failed and is switched off") == 1
+    assert '"eval/loss": 3.0' in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    pass", r"cannot be made with \(folder, config\): TypeError"),
+        ("    def __init__(self, *given):\n        1 / 0", r"ZeroDivisionError.*own.py:3\)"),
+        (
+            "    def __init__(self, *given):\n        pass\n"
+            "    def start(self, *steps):\n        raise OSError('no quota')",
+            "Own cannot start: OSError: no quota",
+        ),
+    ],
+)
+def test_a_sink_that_cannot_start_stops_the_run(tmp_path, body, message):
+    (tmp_path / "own.py").write_text(f"class Own:\n{body}\n")
+    config = make_config(log={"sinks": [f"{tmp_path}/own.py:Own"], "console": "off"})
+    with pytest.raises(UserError, match=message):
+        Sinks(config, tmp_path).start(10)
