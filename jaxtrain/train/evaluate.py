@@ -41,9 +41,9 @@ class Evaluation:
         served: bool = False,
         run_eval: Callable | None = None,
     ):
-        """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0, if `served`: it
-        holds the current weights whenever an evaluation comes; else process 0 answers the sets
-        itself. run_eval: of step.make_eval, where there is one already."""
+        """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0,
+        if `served`: it holds the current weights whenever an evaluation comes; else process 0
+        answers the sets itself. run_eval: of step.make_eval, where there is one already."""
         self.config, self.task, self.parts, self.say = config, task, roles.parts, say
         self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
