@@ -1,4 +1,4 @@
-"""A whole method from outside: trained, resumed, evaluated, shown and exported, by its name alone."""
+"""A whole method from outside: trained, resumed, evaluated, shown and exported by its name."""
 
 import json
 import shutil
