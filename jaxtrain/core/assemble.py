@@ -23,6 +23,7 @@ from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
+from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.mesh import make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
 
@@ -227,16 +228,15 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
 
 
 def check_trees(config: Config, architecture: Any) -> None:
-    """Refuse trees with shared prefixes for a model that mixes tokens other than by attention.
+    """Refuse trees with shared prefixes for a model whose layers do not follow them.
 
-    `until` hides one branch from another in attention; a recurrent or convolution layer would run
-    from one branch into the next. Held-out data of a tree task are whole trees in every mode.
+    Held-out data of a tree task are whole trees in every mode.
     """
     task = config.task
-    if architecture.mixes_by_attention_only or not isinstance(task, TreeTask):
+    if not isinstance(task, TreeTask):
         return
     if task.mode == "tree":
-        found = 'task.mode "tree"'
+        found = 'task.mode "tree" packs branches that share a prefix'
         fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
     elif config.data.eval_datasets:
         found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
@@ -244,8 +244,4 @@ def check_trees(config: Config, architecture: Any) -> None:
     else:
         return
     key = "model.path" if config.model.path else "model.architecture"
-    raise UserError(
-        f"{found} packs branches that share a prefix, but {key} is {architecture.architecture},"
-        f" which has layers that mix tokens other than by attention; {fix}, or choose another"
-        f" {key}"
-    )
+    require_trees(architecture, found, fix, key)

@@ -135,7 +135,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
         weights={},
     )
     with jax.set_mesh(ours.parts.mesh):
-        logits = ours.model.logits(ours.model.hidden(jax.tree.map(jax.numpy.asarray, batch)))
+        logits = ours.model.logits(ours.model.hidden(jax.tree.map(jax.numpy.asarray, batch)).hidden)
     # fp32 on both sides, sums in another order.
     np.testing.assert_allclose(np.asarray(logits)[0], expected, atol=1e-4)
 

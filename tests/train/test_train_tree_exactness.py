@@ -102,14 +102,14 @@ def functions(name: str, impl: str, gradients: bool = True):
     def packed(params, batch: Batch):
         model = rebuild(params)
         sums, _ = nll_loss(model, batch, impl)
-        return sums["nll"], model.logits(model.hidden(batch))
+        return sums["nll"], model.logits(model.hidden(batch).hidden)
 
     def alone(params, tokens_RL, weights_RL):
         model = rebuild(params)
         rows, length = tokens_RL.shape
         index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens_RL.shape)
         batch = Batch(tokens_RL, index, index - 1, jnp.full_like(index, length), {})
-        logits_RLV = model.logits(model.hidden(batch))
+        logits_RLV = model.logits(model.hidden(batch).hidden)
         logp_RLV = jax.nn.log_softmax(logits_RLV[:, :-1])
         chosen_RL = jnp.take_along_axis(logp_RLV, tokens_RL[:, 1:, None], -1)[..., 0]
         return -jnp.sum(weights_RL[:, 1:] * chosen_RL), logits_RLV
