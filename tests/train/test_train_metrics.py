@@ -1,5 +1,8 @@
 """Averages, work counts and MFU against brute force."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,10 @@ from jaxtrain.core.metrics import (
     model_flops,
     peak_flops,
 )
+from jaxtrain.models import build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_models import RAW
 
 
 def test_pairs_add_and_average_by_name():
