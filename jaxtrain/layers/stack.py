@@ -248,12 +248,11 @@ def find_segments(specs: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
             while specs[start : start + period] == specs[start + period * repeats :][:period]:
                 repeats += 1
                 options.append(Segment(start, period, repeats))
-        ends = [best[option.layers.stop] for option in options]
-        whole = [
-            (option.period + cost, (option, *others))
-            for option, (cost, others) in zip(options, ends, strict=True)
-        ]
-        best[start] = min(whole, key=lambda one: (one[0], len(one[1])))
+        found = []
+        for option in options:
+            cost, others = best[option.layers.stop]
+            found.append((option.period + cost, (option, *others)))
+        best[start] = min(found, key=lambda one: (one[0], len(one[1]), -len(one[1][0].layers)))
     return best[0][1]
 
 
