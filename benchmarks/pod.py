@@ -107,10 +107,12 @@ class Program:
         self.parts = Parts(None, self.architecture, self.mesh, None, options, adapter)
         self.batch = one_document(case.rows * row_shards(self.mesh), case.tokens, raw["vocab_size"])
         with jax.set_mesh(self.mesh):
-            self.shapes, rebuild = abstract_params(self.parts)
+            self.shapes, self.rebuild = abstract_params(self.parts)
             trained, frozen = split_trained(self.shapes, adapter)
             self.optimizer = build_optimizer(OPTIM, build_schedule(OPTIM, 1000), trained)
-            step = make_step(rebuild, nll_loss, {"nll": 1.0}, self.optimizer, OPTIM.max_grad_norm)
+            step = make_step(
+                self.rebuild, nll_loss, {"nll": 1.0}, self.optimizer, OPTIM.max_grad_norm
+            )
             placed = feed(self.batch, self.mesh)
             places = {path: shape.sharding for path, shape in self.shapes.items()}
             fill = jax.jit(lambda: fill_params(self.shapes), out_shardings=places)
@@ -155,10 +157,11 @@ class Program:
         } | self.rates(step_s)
 
     def rates(self, seconds: float) -> dict:
-        trained, frozen = split_trained(self.shapes, self.parts.adapter)
-        tokens, pairs = count_work(self.batch, self.architecture.windows())
-        width = self.architecture.num_attention_heads * self.architecture.head_size
-        flops = model_flops(count_matmul_params(trained, frozen), width, tokens, pairs)
+        _, frozen = split_trained(self.shapes, self.parts.adapter)
+        tokens, spans = count_work(self.batch)
+        model = self.rebuild(self.shapes)
+        mixing = model.stack.mixing_flops(spans)
+        flops = model_flops(count_matmul_params(model, frozen), tokens, mixing)
         peak = peak_flops(jax.devices()[0].device_kind, "bfloat16", None)
         devices = self.case.devices
         mfu = flops / seconds / devices / peak if peak else None

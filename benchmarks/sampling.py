@@ -54,7 +54,7 @@ def measure(model, rows: int, groups: int, prompt: int, new: int, trace: Path | 
     chunks = sorted(seconds[1 : new // CHUNK])
     weights = sum(x.nbytes for x in jax.tree.leaves(model))
     cache = jax.eval_shape(lambda: model.init_cache(1, 1))
-    slot = sum(x.size * x.dtype.itemsize for x in (cache.k, cache.v))
+    slot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.states))
     bound = (weights + rows * (prompt + new / 2) * slot) / BYTES_PER_SECOND
     mean = sum(chunks) / len(chunks)
     return {

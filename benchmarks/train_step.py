@@ -47,7 +47,6 @@ from jaxtrain.core.step import init_state, make_step
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
-from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.train.step_metrics import count_matmul_params
@@ -124,13 +123,13 @@ class Program:
             adapter=make_adapter(adapter, self.architecture),
         )
         with jax.set_mesh(self.mesh):
-            _, rebuild = abstract_params(self.parts)
+            _, self.rebuild = abstract_params(self.parts)
             trained, self.frozen = split_trained(open_params(self.parts, 0), self.parts.adapter)
             optimizer = build_optimizer(optim, build_schedule(optim, 1000), trained)
             self.state = init_state(trained, optimizer)
             head = "auto" if setting.impl in ATTENTION_ONLY else setting.impl
             loss = functools.partial(nll_loss, impl=head)
-            step = make_step(rebuild, loss, {"nll": 1.0}, optimizer, optim.max_grad_norm)
+            step = make_step(self.rebuild, loss, {"nll": 1.0}, optimizer, optim.max_grad_norm)
             self.placed = feed(self.batch, self.mesh)
             start = time.perf_counter()
             lowered = step.lower(self.state, self.placed, self.frozen)
@@ -173,8 +172,8 @@ class Program:
 
     def rates(self, seconds: float) -> dict:
         """Tokens a second and MFU of a step that takes `seconds`."""
-        counted = count_matmul_params(self.state.params, self.frozen)
-        return count_rates(self.architecture, self.batch, seconds, self.mesh.size, counted)
+        model = self.rebuild({**self.frozen, **self.state.params})
+        return count_rates(model, self.batch, seconds, self.mesh.size, self.frozen)
 
     def trace(self, folder: Path, steps: int = 3) -> None:
         """A profile of some steps, and the compiled program, in `folder`."""
@@ -188,16 +187,11 @@ class Program:
             jax.block_until_ready((output, self.state))
 
 
-def count_rates(
-    architecture, batch, seconds: float, devices: int = 1, matmul_params: float | None = None
-) -> dict:
+def count_rates(model, batch, seconds: float, devices: int = 1, frozen=()) -> dict:
     """Tokens a second and MFU; see the head of this file. By default all weights are trained."""
-    if matmul_params is None:
-        shapes, _ = split_model(build.abstract(architecture))
-        matmul_params = count_matmul_params(shapes, {})
-    tokens, pairs = count_work(batch, architecture.windows())
-    width = architecture.num_attention_heads * architecture.head_size
-    flops = model_flops(matmul_params, width, tokens, pairs)
+    tokens, spans = count_work(batch)
+    matmul_params, mixing = count_matmul_params(model, frozen), model.stack.mixing_flops(spans)
+    flops = model_flops(matmul_params, tokens, mixing)
     rate = flops / seconds / devices
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16", None)
     return {
@@ -289,7 +283,7 @@ def measure_peer(setting: Setting, peer: str) -> dict:
         row |= step.measure()
     except RuntimeError as reason:
         return row | {"failed": " ".join(str(reason).split())[:300]}
-    return row | count_rates(architecture, batch, row["step_s"])
+    return row | count_rates(build.abstract(architecture), batch, row["step_s"])
 
 
 def start_report(command: str) -> dict:

@@ -77,7 +77,7 @@ def merge_adapter(
     }
 
     linears = find_linears(read_config(base, family)).values() if quantize != "none" else ()
-    quantised = {f"{module}.weight" for modules in linears for module in modules}
+    quantised = {f"{module}.weight" for linear in linears for module in linear.modules}
 
     def pieces() -> Iterator[Piece]:
         for name, stored in files.tensors.items():

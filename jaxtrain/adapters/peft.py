@@ -157,7 +157,7 @@ def _namesakes(linears: Linears, path: str) -> list[str]:
 
 
 def _tail(linears: Linears, path: str, parts: int) -> str:
-    return ".".join(linears[path][0].split(".")[-parts:])
+    return ".".join(linears[path].modules[0].split(".")[-parts:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +239,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     """What an existing adapter trains of a model; UserError where it does not fit."""
     peft, linears = open_peft(folder), find_linears(config)
     modules, slots = peft.modules(), {}
-    for path, names in linears.items():
-        found = [modules.pop(name, None) for name in names]
+    for path, linear in linears.items():
+        found = [modules.pop(name, None) for name in linear.modules]
         if not any(found):
             continue
         if len(set(found)) > 1:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from flax import nnx
 
@@ -13,10 +14,20 @@ from jaxtrain.layers.linear import Linear
 from jaxtrain.models import build
 from jaxtrain.models.decoder import DecoderConfig
 
-PRESETS = {"attention": "*.attention.*", "mlp": "*.mlp.*", "all-linear": "*"}
+ALL = "all-linear"
 
-Linears = Mapping[str, tuple[str, ...]]
-"""Path of each Linear ("stack.block.attention.q") and the Hugging Face modules it is made of."""
+
+class Matrix(NamedTuple):
+    """A Linear that may get an adapter."""
+
+    preset: str | None
+    """What the layer that it belongs to calls its group: attention, mlp, ..."""
+    modules: tuple[str, ...]
+    """The Hugging Face modules that it is made of."""
+
+
+Linears = Mapping[str, Matrix]
+"""By path ("stack.block.attention.q")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +69,16 @@ class Adapter:
 def find_linears(config: DecoderConfig) -> Linears:
     """All Linears of an architecture."""
     entries = {entry.param: entry for entry in build.family(config).names(config)}
+    nodes = dict(nnx.iter_graph(build.abstract(config)))
     found = {}
-    for path, node in list(nnx.iter_graph(build.abstract(config))):
+    for path, node in nodes.items():
         if isinstance(node, Linear):
             name = ".".join(map(str, path))
             tensors = entries[f"{name}.kernel"].op.shapes(node.kernel.get_value().shape)
-            found[name] = tuple(tensor.removesuffix(".weight") for tensor in tensors)
+            around = (nodes[path[:end]] for end in reversed(range(len(path))))
+            presets = (layer.preset for layer in around if hasattr(layer, "preset"))
+            modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
+            found[name] = Matrix(next(presets, None), modules)
     return dict(sorted(found.items()))
 
 
@@ -96,20 +111,20 @@ def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, 
     for pattern in patterns:
         matched = [path for path in linears if _matches(path, linears[path], key, pattern)]
         if not matched:
-            known = ", ".join(f"{path} ({_leaf(names[0])})" for path, names in linears.items())
+            known = ", ".join(f"{path} ({_leaf(of.modules[0])})" for path, of in linears.items())
+            presets = sorted({of.preset for of in linears.values() if of.preset})
             raise UserError(
-                f"adapter.{key} {pattern!r} names no Linear; presets: {', '.join(PRESETS)}; Linears"
-                f" of this model: {known}"
+                f"adapter.{key} {pattern!r} names no Linear; presets:"
+                f" {', '.join([*presets, ALL])}; Linears of this model: {known}"
             )
         hits.update(dict.fromkeys(matched, True))
     return hits
 
 
-def _matches(path: str, modules: Sequence[str], key: str, pattern: str) -> bool:
-    wanted = PRESETS.get(pattern, pattern)
-    if _fits(path, wanted):
+def _matches(path: str, linear: Matrix, key: str, pattern: str) -> bool:
+    if pattern in (ALL, linear.preset) or _fits(path, pattern):
         return True
-    hits = [_fits(module, wanted) for module in modules]
+    hits = [_fits(module, pattern) for module in linear.modules]
     if any(hits) and not all(hits):
         raise UserError(
             f"adapter.{key} {pattern!r} names {sum(hits)} of the {len(hits)} layers of {path};"

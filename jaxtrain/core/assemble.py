@@ -254,19 +254,3 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
             f"data.sequence_len {config.data.sequence_len} is longer than the model's"
             f" max_position_embeddings {limit}; lower the first"
         )
-
-
-def require_trees(architecture: Any, found: str, fix: str) -> None:
-    """Refuse packed branches that share a prefix for a model that mixes tokens other than along
-    their own branch; found: the key that asks for them, fix: what to do instead.
-
-    `until` hides one branch from another in attention; a recurrent or convolution layer that runs
-    along the row would pass from one branch into the next.
-    """
-    if architecture.mixes_by_attention_only:
-        return
-    raise UserError(
-        f"{found} packs branches that share a prefix, but the model is"
-        f" {architecture.architecture}, which has layers that mix tokens other than by attention;"
-        f" {fix}, or choose another model"
-    )

@@ -76,29 +76,20 @@ class Throughput:
         return rates
 
 
-def model_flops(matmul_params: int, heads_width: int, tokens: float, layer_pairs: float) -> float:
+def model_flops(matmul_params: float, tokens: float, mixing: float) -> float:
     """FLOPs that one training step needs, recomputation not counted.
 
     6 per weight that multiplies a token (the output head counts, the embedding table does not) and
-    12 per visible (query, key) pair of each layer and attention feature: `heads_width` is query
-    heads x head dim, `layer_pairs` the pairs that the mask shows, summed over layers (a tree's
-    shared tokens once; a causal row of T tokens has T(T+1)/2). PaLM's MFU (arXiv 2204.02311) with
+    3 times what mixing tokens takes in a forward pass, which layers know: attention 4 per visible
+    (query, key) pair, head and dim, a tree's shared tokens once. PaLM's MFU (arXiv 2204.02311) with
     the mask accounted for.
     """
-    return 6.0 * matmul_params * tokens + 12.0 * heads_width * layer_pairs
+    return 6.0 * matmul_params * tokens + 3.0 * mixing
 
 
-def count_work(batch: Batch, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """(tokens that are not padding, visible pairs summed over layers) of a host Batch.
-
-    windows: each layer's sliding window, None where it sees everything.
-    """
+def count_work(batch: Batch) -> tuple[int, np.ndarray]:
+    """(tokens of a host Batch that are not padding; for each of them how many tokens see it)."""
     until = np.asarray(batch.until)
-    index = np.arange(until.shape[-1])
-    real = (np.asarray(batch.prev) >= 0) | (until > index + 1)
-    spans = np.where(real, until - index, 0)
-    pairs = sum(
-        int((spans if window is None else np.minimum(spans, window)).sum()) * windows.count(window)
-        for window in set(windows)
-    )
-    return int(real.sum()), pairs
+    spans = until - np.arange(until.shape[-1])
+    real = (np.asarray(batch.prev) >= 0) | (spans > 1)
+    return int(real.sum()), spans[real]

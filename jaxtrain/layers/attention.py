@@ -1,4 +1,4 @@
-"""Attention: grouped-query self-attention over packed forests, with an optional KV cache.
+"""Attention: grouped-query self-attention over packed forests; its state is a KV cache.
 
 Who sees whom is data, not code: a `Context` built from the Batch in training, from the cache in
 decoding. The kernel sees local arrays only: sharded_attention.py.
@@ -8,21 +8,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtrain_kernels import Context
 
+from jaxtrain.layers.kv_cache import KV, is_ring, ring_context, whole_context, write
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import Angles, rotate
-from jaxtrain.layers.sharded_attention import LayerCache, attend, attend_cached
+from jaxtrain.layers.rope import rotate
+from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
 
-class Attention(nnx.Module):
+class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
 
     With `qk_norm_eps`, RMSNorm over H on queries and keys before the rotation (Qwen3).
     """
+
+    follows_trees = True
+    state_axes = ("rows", None, "kv_heads", None)
+    preset = "attention"
 
     def __init__(
         self,
@@ -52,53 +58,64 @@ class Attention(nnx.Module):
         norm = functools.partial(RMSNorm, head_dim, eps=qk_norm_eps, param_dtype=param_dtype)
         self.q_norm = norm() if qk_norm_eps is not None else None
         self.k_norm = norm() if qk_norm_eps is not None else None
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.softcap = softcap
         self.impl = impl
 
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV:
+        """See Mixer; no more slots than the window has."""
+        slots = slots if spec.window is None else min(slots, spec.window)
+        shape = (rows, slots, self.num_kv_heads, self.head_dim)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """See Mixer: QK and PV, 2 FLOPs each for every visible pair, head and dim."""
+        pairs = spans if spec.window is None else np.minimum(spans, spec.window)
+        return 4.0 * self.num_heads * self.head_dim * int(pairs.sum())
+
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        context: Context,
-        *,
-        window: int | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None
+    ) -> tuple[jax.Array, KV | None]:
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        q_BTNH, k_BSKH, v_BSKH = (
+        q_BTNH, k_BTKH, v_BTKH = (
             self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
         )
         if self.q_norm is not None:
-            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
-        q_BTNH, k_BSKH = rotate(q_BTNH, angles), rotate(k_BSKH, angles)
-        see = {"window": window, "softcap": self.softcap}
-        if cache is not None:
-            cache = _write(cache, k_BSKH, v_BSKH)
-        if cache is not None and q_BTNH.shape[1] == 1:
-            out_BTNH = attend_cached(q_BTNH, cache, **see)
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if inputs.angles is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, inputs.angles), rotate(k_BTKH, inputs.angles)
+        if state is None:
+            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
         else:
-            if cache is not None:
-                k_BSKH, v_BSKH = cache.k[cache.layer], cache.v[cache.layer]
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, context, impl=self.impl, **see)
+            out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
         y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
-        return constrain(y_BTD, "rows", "sequence", "features"), cache
+        return constrain(y_BTD, "rows", "sequence", "features"), state
 
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
         return constrain(x_BTNH, "rows", "length", "act_heads", None)
 
-
-def _write(cache: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-    """The T new tokens of each row at its `start`; slots beyond S are left out."""
-    B, T = k_BTKH.shape[:2]
-    rows_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    slots_BT = cache.start[:, None] + jnp.arange(T, dtype=jnp.int32)
-
-    def put(all_LBSKH, new_BTKH):
-        new_BTKH = new_BTKH.astype(all_LBSKH.dtype)
-        return all_LBSKH.at[cache.layer, rows_B1, slots_BT].set(
-            new_BTKH, mode="drop", unique_indices=True
+    def _decode(self, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, state: KV):
+        """The new tokens against the cache and each other: (output, the cache with them)."""
+        window, decoding, S = inputs.spec.window, inputs.decoding, state.k.shape[1]
+        ring = is_ring(state, window)
+        written = write(state, k_BTKH, v_BTKH, decoding, ring)
+        see = {"softcap": self.softcap}
+        if q_BTNH.shape[1] == 1:
+            # All that a ring holds is within the window, and softmax does not ask for an order.
+            until_B = jnp.where(decoding.end > decoding.start, jnp.minimum(decoding.end, S), 0)
+            since_B = jnp.maximum(until_B - (window or S), 0)
+            return attend_cached(q_BTNH, *written, until_B, since_B, **see), written
+        see |= {"window": window, "impl": self.impl}
+        positions_BT = inputs.context.positions
+        if not ring:
+            context = whole_context(S, positions_BT, decoding)
+            return attend(q_BTNH, *written, context, **see), written
+        # The last of the new tokens may take the slots that the first still look at.
+        k_BSKH, v_BSKH = (
+            jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+            for old, new in zip(state, (k_BTKH, v_BTKH), strict=True)
         )
-
-    return cache._replace(k=put(cache.k, k_BTKH), v=put(cache.v, v_BTKH))
+        context = ring_context(S, positions_BT, decoding)
+        return attend(q_BTNH, k_BSKH, v_BSKH, context, **see), written

@@ -2,13 +2,12 @@
 
 import jax
 from flax import nnx
-from jaxtrain_kernels import Context
 
-from jaxtrain.layers.attention import Attention, LayerCache
+from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.mixer import LayerInputs, Mixer, State
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import Angles
 
 
 class PreNormBlock(nnx.Module):
@@ -22,22 +21,19 @@ class PreNormBlock(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
+    @property
+    def mixer(self) -> Mixer:
+        """What the stack asks about the block's state."""
+        return self.attention
+
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        context: Context,
-        *,
-        window: int | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None, dict[str, jax.Array]]:
-        h_BTD, cache = self.attention(
-            self.attention_norm(x_BTD), angles, context, window=window, cache=cache
-        )
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
+    ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
+        h_BTD, state = self.attention(self.attention_norm(x_BTD), inputs, state)
         x_BTD = x_BTD + h_BTD
         h_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, MoE):
-            h_BTD, noted = self.mlp(h_BTD, context.real())
+            h_BTD, noted = self.mlp(h_BTD, inputs.context.real())
         else:
             h_BTD, noted = self.mlp(h_BTD), {}
-        return x_BTD + h_BTD, cache, noted
+        return x_BTD + h_BTD, state, noted

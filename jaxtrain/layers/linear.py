@@ -20,6 +20,9 @@ class Linear(nnx.Module):
     fewer bits; `adapter` is None, or a module (x, y, kernel) -> corrected y.
     """
 
+    token_share = 1.0
+    """Share of the weights that a token is multiplied with."""
+
     def __init__(
         self,
         num_in: int,
@@ -100,7 +103,8 @@ _whole.defvjp(_whole_fwd, _whole_bwd)
 
 
 class ExpertLinear(Linear):
-    """A matrix for each of E experts, kernel [E, in, out]; `axes` are those of one matrix.
+    """A matrix for each of E experts, kernel [E, in, out]; `axes` are those of one matrix, and a
+    token goes to `top` of them.
 
     The grouped matmul multiplies by it, so the module only hands its weights out.
     """
@@ -108,6 +112,7 @@ class ExpertLinear(Linear):
     def __init__(
         self,
         num_experts: int,
+        top: int,
         num_in: int,
         num_out: int,
         *,
@@ -116,6 +121,7 @@ class ExpertLinear(Linear):
     ):
         lead, axes = (num_experts,), ("experts", *axes)
         super().__init__(num_in, num_out, axes=axes, lead=lead, **options)
+        self.token_share = top / num_experts
 
     def weights(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """(kernel, None or the factors a [E, in, R] and b [E, R, out] of what is added to it); the

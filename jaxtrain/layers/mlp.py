@@ -22,6 +22,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class GatedMLP(nnx.Module):
     """[..., D] -> [..., D] through F; `activation` is a key of ACTIVATIONS."""
 
+    preset = "mlp"
+
     def __init__(
         self,
         num_features: int,

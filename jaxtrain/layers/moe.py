@@ -28,10 +28,12 @@ AXES = {
 
 
 class Experts(nnx.Module):
-    """E gated MLPs: down_e(act(gate_e(x)) * up_e(x))."""
+    """E gated MLPs: down_e(act(gate_e(x)) * up_e(x)), of which a token goes through `top`."""
 
-    def __init__(self, num_features: int, num_hidden: int, num_experts: int, **common):
-        linear = functools.partial(ExpertLinear, num_experts, **common)
+    preset = "mlp"
+
+    def __init__(self, num_features: int, num_hidden: int, num_experts: int, top: int, **common):
+        linear = functools.partial(ExpertLinear, num_experts, top, **common)
         self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
@@ -61,7 +63,7 @@ class MoE(nnx.Module):
     ):
         common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
         self.router = router
-        self.experts = Experts(num_features, num_hidden, num_experts, **common)
+        self.experts = Experts(num_features, num_hidden, num_experts, router.top, **common)
         shared = num_shared is not None
         self.shared = (
             GatedMLP(num_features, num_shared, activation=activation, **common) if shared else None

@@ -31,6 +31,9 @@ class Router(nnx.Module):
     only moves the choice, so it has no gradient.
     """
 
+    token_share = 1.0
+    """As of a Linear."""
+
     def __init__(
         self,
         num_features: int,

@@ -13,7 +13,6 @@ the devices, one for even and one for odd chunks, and back again after the kerne
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,48 +73,32 @@ def attend(
     )(q_BTNH, k_BSKH, v_BSKH, context.until, since, context.positions, context.key_positions)
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of all layers, and where this layer's T new ones go."""
-
-    k: jax.Array
-    """[L, B, S, K, H], and v the same."""
-    v: jax.Array
-    layer: jax.Array | int
-    """Which layer."""
-    start: jax.Array
-    """int32 [B]: first slot of S to write in each row."""
-    end: jax.Array
-    """int32 [B]: slots that count afterwards; `start` in rows whose tokens do not count."""
-
-
 def attend_cached(
-    q_B1NH: jax.Array, cache: LayerCache, *, window: int | None = None, **options
+    q_B1NH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    until_B: jax.Array,
+    since_B: jax.Array,
+    **options,
 ) -> jax.Array:
-    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, whose own key
-    is in the cache. Returns [B, 1, N, H], placed as q; 0 in rows whose token does not count."""
-    until_B = jnp.where(cache.end > cache.start, cache.end, 0)
-    since_B = jnp.zeros_like(until_B) if window is None else jnp.maximum(until_B - window, 0)
+    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, which sees the
+    slots from `since` to `until`. Returns [B, 1, N, H], placed as q; 0 where it sees none."""
     op = functools.partial(decode_attention, **options)
-    layer = jnp.asarray(cache.layer, jnp.int32)
 
-    def local(q_B1NH, k_LBSKH, v_LBSKH, layer, until_B, since_B):
-        return op(q_B1NH[:, 0], k_LBSKH, v_LBSKH, layer, until_B, since_B)[:, None]
+    def local(q_B1NH, k_BSKH, v_BSKH, until_B, since_B):
+        return op(q_B1NH[:, 0], k_BSKH[None], v_BSKH[None], 0, until_B, since_B)[:, None]
 
-    inputs = (q_B1NH, cache.k, cache.v, layer, until_B, since_B)
+    inputs = (q_B1NH, k_BSKH, v_BSKH, until_B, since_B)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(*inputs)
     names = ("rows", None, "act_heads", None)
-    q_spec = partition_spec(names, q_B1NH.shape, mesh)
-    k_spec = partition_spec((None, *names), cache.k.shape, mesh)
-    if q_spec[2] != k_spec[3]:  # heads that do not divide: every device takes all of them
-        q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(None, k_spec[1])
+    q_spec, k_spec = (partition_spec(names, x.shape, mesh) for x in (q_B1NH, k_BSKH))
+    if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
+        q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(k_spec[0])
     row = PartitionSpec(q_spec[0])
     return jax.shard_map(
-        local,
-        in_specs=(q_spec, k_spec, k_spec, PartitionSpec(), row, row),
-        out_specs=q_spec,
-        check_vma=False,
+        local, in_specs=(q_spec, k_spec, k_spec, row, row), out_specs=q_spec, check_vma=False
     )(*inputs)
 
 

@@ -1,21 +1,26 @@
-"""Stack: L blocks of one shape, stored stacked on a leading axis, run scanned or unrolled.
+"""Stack: L blocks in their order, those of a kind stored stacked, run scanned or one by one.
 
-The storage is the same either way, so a checkpoint does not know how the model was run. Layers
-that differ in a static number (their window) or in kind (dense, experts) form runs; each run is one
-scan.
+The storage is the same either way, so a checkpoint does not know how the model was run. A scan
+takes the shortest period in which layers of several kinds, windows or encodings repeat:
+
+    local local global local local global local    two rounds of three layers, and one layer
+
+Decoding runs the layers one by one: each has a state of its own kind.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.attention import LayerCache
-from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, State
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
@@ -33,100 +38,138 @@ its matmuls and what attention put out; without the latter; without the former; 
 Everything else is computed again. Attention's backends name their results as the policies do."""
 
 
-class Stack(nnx.Module):
-    """Blocks (x_BTD, angles, context, window=, cache=) -> (x_BTD, cache, noted), in their order.
+class Hidden(NamedTuple):
+    """What comes out of the layers."""
 
-    `windows` has one entry per layer; `make_block(rngs)` makes one block. Where layers differ in
-    their parameters, `kinds` names the kind of each, "block" or one that `others` makes; the
-    layers of a kind are stored together under its name. `noted` is {name: array}, {} for most.
+    hidden: jax.Array
+    """[B, T, D]."""
+    captured: dict[int, jax.Array]
+    """{layer: its output [B, T, D]} of the layers that were asked for."""
+    notes: dict[str, jax.Array]
+    """{name: [layers, ...]} of what blocks noted, in the order of the layers that did."""
+
+
+class Segment(NamedTuple):
+    """Layers that run as one scan, or a single one."""
+
+    start: int
+    period: int
+    """Layers that differ from each other."""
+    repeats: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.start + self.period * self.repeats)
+
+
+class Stack(nnx.Module):
+    """Blocks (x_BTD, LayerInputs, state) -> (x_BTD, state, {name: array}), in the order of `specs`.
+
+    `make_block(kind, rngs)` makes one. A block has a `mixer`, the Mixer that its state belongs to.
     """
 
     def __init__(
         self,
-        make_block: Callable[[nnx.Rngs], nnx.Module],
-        windows: Sequence[int | None],
+        specs: Sequence[LayerSpec],
+        make_block: Callable[[str, nnx.Rngs], nnx.Module],
         *,
-        others: Mapping[str, Callable[[nnx.Rngs], nnx.Module]] | None = None,
-        kinds: Sequence[str] | None = None,
         remat: str = "none",
         scan: bool = True,
         rngs: nnx.Rngs,
     ):
         if remat not in REMAT:
             raise UserError(f"remat={remat!r} is unknown; choose one of {sorted(REMAT)}")
-        self.windows = tuple(windows)
+        self.specs = tuple(specs)
         self.remat = remat
         self.scan = scan
         self.layers = nnx.data(None)
-        self.kinds = ("block",) * len(self.windows) if kinds is None else tuple(kinds)
-        assert len(self.kinds) == len(self.windows), f"{self.kinds} for {self.windows}"
-        keys = jax.random.split(rngs.params(), len(self.windows))
-        for kind, make in {"block": make_block, **(others or {})}.items():
-            mine = [layer for layer, name in enumerate(self.kinds) if name == kind]
-            if mine:
-                setattr(self, kind, _stacked(make, keys[jnp.array(mine)]))
+        keys = jax.random.split(rngs.params(), len(self.specs))
+        for kind in dict.fromkeys(spec.kind for spec in self.specs):
+            assert not hasattr(self, kind), f"{kind!r} is no name for a kind of layers"
+            mine = [layer for layer, spec in enumerate(self.specs) if spec.kind == kind]
+            make = functools.partial(make_block, kind)
+            setattr(self, kind, _stacked(make, keys[jnp.array(mine)]))
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        angles: Angles,
         context: Context,
+        angles: Mapping[str, Angles],
         *,
-        cache: LayerCache | None = None,
+        extra: Any = None,
         capture: Sequence[int] = (),
-    ) -> tuple[jax.Array, LayerCache | None, dict[int, jax.Array], dict[str, jax.Array]]:
-        """(output [B, T, D], cache, {layer: output of that layer} for the layers of `capture`,
-        {name: [layers that note it, ...]})."""
-        if self.layers is not None:
-            assert not capture, "a stack that was taken apart captures nothing"
-            return self._run_apart(x_BTD, angles, context, cache)
-        num_layers = len(self.windows)
+        states: Sequence[State] | None = None,
+        decoding: Decoding | None = None,
+    ) -> tuple[Hidden, tuple[State, ...]]:
+        """(outputs, the states after the tokens; none without `states`, as in training).
+
+        angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
+        each block gets its layer's slice.
+        """
+        num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
-        bounds = self._bounds(capture)
-        graphdefs, runs = {}, {}
-        for kind in set(self.kinds):
-            block = getattr(self, kind)
-            graphdefs[kind], state = nnx.split(block)
-            state = _round_kernels(block, state)
-            sizes = [stop - start for start, stop in bounds if self.kinds[start] == kind]
-            runs[kind] = iter(_split(state, sizes))
-        kv = None if cache is None else (cache.k, cache.v)
-        captured, notes = {}, {}
-        for start, stop in bounds:
-            kind = self.kinds[start]
-            run = next(runs[kind])
-            step = self._step(graphdefs[kind], angles, context, self.windows[start], cache)
-            layers = jnp.arange(start, stop, dtype=jnp.int32)
-            if self.scan and stop - start > 1:
-                (x_BTD, kv), noted = jax.lax.scan(step, (x_BTD, kv), (run, layers))
-                _append(notes, noted)
+        if self.scan and self.layers is None and states is None:
+            segments = find_segments(self.specs)
+        else:
+            segments = tuple(Segment(layer, 1, 1) for layer in range(num_layers))
+        blocks = self._split_blocks(segments)
+        extras = _split(extra, [len(segment.layers) for segment in segments])
+
+        def run(x_BTD, params, extra, state, graphdef, spec):
+            x_BTD = constrain(x_BTD, "rows", "sequence", "features")
+            block = nnx.merge(graphdef, params)
+            inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, extra)
+            x_BTD, state, noted = block(x_BTD, inputs, state)
+            return x_BTD, block.mixer.place_state(state), noted
+
+        @functools.cache  # traced, differentiated and lowered once; kernels are compiled once
+        def runner(graphdef, spec, scanned):
+            run_one = functools.partial(run, graphdef=graphdef, spec=spec)
+            if self.remat != "none" and states is None:
+                # Inside a scan the loop already keeps XLA from undoing the rematerialisation.
+                policy, keep = REMAT[self.remat], not self.scan
+                run_one = jax.checkpoint(run_one, policy=policy, prevent_cse=keep)
+            return run_one if scanned else jax.jit(run_one)
+
+        captured, notes, new_states = {}, {}, []
+        for segment, own, part in zip(segments, blocks, extras, strict=True):
+            start, period, repeats = segment
+            wanted = [layer for layer in segment.layers if layer in capture]
+            if repeats == 1:
+                graphdef, params = own[self.specs[start].kind]
+                params, part = jax.tree.map(lambda leaf: leaf[0], (params, part))
+                state = None if states is None else states[start]
+                run_one = runner(graphdef, self.specs[start], scanned=False)
+                x_BTD, state, noted = run_one(x_BTD, params, part, state)
+                new_states.append(state)
+                captured |= dict.fromkeys(wanted, x_BTD)
+                found = {name: value[None] for name, value in noted.items()}
             else:
-                # Traced, differentiated and lowered once; kernels are compiled once.
-                step = jax.jit(step)
-                for layer, one in enumerate(_split(run, [1] * (stop - start)), start):
-                    one = jax.tree.map(lambda leaf: leaf[0], one)
-                    (x_BTD, kv), noted = step((x_BTD, kv), (one, layer))
-                    _append(notes, jax.tree.map(lambda leaf: leaf[None], noted))
-            if stop - 1 in capture:
-                captured[stop - 1] = x_BTD
-        if cache is not None:
-            cache = cache._replace(k=kv[0], v=kv[1])
+                period_specs = self.specs[start : start + period]
+                graphdefs = {kind: graphdef for kind, (graphdef, _) in own.items()}
+                params = {kind: state for kind, (_, state) in own.items()}
+                runners = [runner(graphdefs[s.kind], s, scanned=True) for s in period_specs]
+                x_BTD, taken, found = _scan(
+                    segment, period_specs, runners, x_BTD, params, part, wanted
+                )
+                captured |= taken
+            for name, value in found.items():
+                notes.setdefault(name, []).append(value)
         notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
-        return x_BTD, cache, captured, notes
+        return Hidden(x_BTD, captured, notes), () if states is None else tuple(new_states)
 
     def unstack(self) -> None:
-        """Store every layer by itself from now on, and run them unrolled.
+        """Store every layer by itself from now on, and run them one by one.
 
         For programs that run the layers in a loop of their own, as decoding does: there a slice of
         the stack is a copy every time. To be called inside of jit; nothing of the stack remains.
         """
-        layers: list[Any] = [None] * len(self.kinds)
-        for kind in dict.fromkeys(self.kinds):
-            block = getattr(self, kind)
-            graphdef, state = nnx.split(block)
-            mine = [layer for layer, name in enumerate(self.kinds) if name == kind]
-            for layer, piece in zip(mine, _split(state, [1] * len(mine)), strict=True):
-                layers[layer] = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], piece))
+        singles = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
+        layers = []
+        for own in self._split_blocks(singles, rounded=False):
+            ((graphdef, state),) = own.values()
+            layers.append(nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], state)))
+        for kind in {spec.kind for spec in self.specs}:
             delattr(self, kind)
         for _, variable in nnx.iter_graph(layers):
             if isinstance(variable, nnx.Variable):
@@ -135,45 +178,139 @@ class Stack(nnx.Module):
                 variable.set_value(constrain(variable.get_value(), *axes))
         self.layers = nnx.List(layers)
 
-    def _run_apart(self, x_BTD, angles, context, cache):
-        kv = None if cache is None else (cache.k, cache.v)
-        steps, notes = {}, {}
-        for layer, block in enumerate(self.layers):
-            graphdef, state = nnx.split(block)
-            key = (graphdef, self.windows[layer])
-            if key not in steps:  # traced once
-                steps[key] = jax.jit(self._step(graphdef, angles, context, key[1], cache))
-            index = jnp.asarray(layer, jnp.int32)
-            (x_BTD, kv), noted = steps[key]((x_BTD, kv), (state, index))
-            _append(notes, jax.tree.map(lambda leaf: leaf[None], noted))
-        if cache is not None:
-            cache = cache._replace(k=kv[0], v=kv[1])
-        notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
-        return x_BTD, cache, {}, notes
+    def init_states(self, rows: int, slots: int, dtype: Dtype) -> tuple[State, ...]:
+        """The states of rows that have seen nothing; see Mixer for this and the next ones."""
+        return tuple(
+            mixer.place_state(mixer.init_state(spec, rows, slots, dtype))
+            for spec, mixer in self._mixers()
+        )
 
-    def _bounds(self, capture: Sequence[int]) -> list[tuple[int, int]]:
-        """Runs [start, stop): a new one where window or kind change and after a captured layer."""
-        looks = list(zip(self.windows, self.kinds, strict=True))
-        starts = [
-            layer
-            for layer in range(len(looks))
-            if layer == 0 or looks[layer] != looks[layer - 1] or layer - 1 in capture
-        ]
-        return list(zip(starts, [*starts[1:], len(looks)], strict=True))
+    def grow_states(self, states: Sequence[State], rows: int, slots: int) -> tuple[State, ...]:
+        """`states` with room for more rows or tokens."""
+        return tuple(
+            mixer.place_state(mixer.grow_state(spec, state, rows, slots))
+            for (spec, mixer), state in zip(self._mixers(), states, strict=True)
+        )
 
-    def _step(self, graphdef, angles, context, window, cache):
-        def step(carry, layer_input):
-            (x_BTD, kv), (state, layer) = carry, layer_input
-            here = None if kv is None else cache._replace(k=kv[0], v=kv[1], layer=layer)
-            x_BTD = constrain(x_BTD, "rows", "sequence", "features")
-            block = nnx.merge(graphdef, state)
-            x_BTD, here, noted = block(x_BTD, angles, context, window=window, cache=here)
-            return (x_BTD, None if here is None else (here.k, here.v)), noted
+    def insert_states(
+        self,
+        states: Sequence[State],
+        rows_R: jax.Array,
+        filled: Sequence[State],
+        source_R: jax.Array,
+    ) -> tuple[State, ...]:
+        """`states` with rows of `filled` ones."""
+        return tuple(
+            mixer.place_state(mixer.insert_state(state, rows_R, new, source_R))
+            for (_, mixer), state, new in zip(self._mixers(), states, filled, strict=True)
+        )
 
-        if self.remat == "none":
-            return step
-        # Inside a scan the loop already keeps XLA from undoing the rematerialisation.
-        return jax.checkpoint(step, policy=REMAT[self.remat], prevent_cse=not self.scan)
+    def mixing_flops(self, spans: np.ndarray) -> float:
+        """FLOPs of a forward pass of all layers beside those of weights; see Mixer."""
+        alike = functools.cache(lambda spec, mixer: mixer.mixing_flops(spec, spans))
+        return sum(alike(spec, mixer) for spec, mixer in self._mixers())
+
+    def _mixers(self) -> list[tuple[LayerSpec, Mixer]]:
+        blocks = self.layers or [getattr(self, spec.kind) for spec in self.specs]
+        return [(spec, block.mixer) for spec, block in zip(self.specs, blocks, strict=True)]
+
+    def _split_blocks(
+        self, segments: Sequence[Segment], rounded: bool = True
+    ) -> list[dict[str, tuple[Any, nnx.State]]]:
+        """For each segment {kind: (graphdef, its layers' parameters on a leading axis)}."""
+        if self.layers is not None:
+            found = []
+            for spec, block in zip(self.specs, self.layers, strict=True):
+                graphdef, state = nnx.split(block)
+                found.append({spec.kind: (graphdef, jax.tree.map(lambda leaf: leaf[None], state))})
+            return found
+        counts = [[self.specs[layer].kind for layer in segment.layers] for segment in segments]
+        found = [{} for _ in segments]
+        for kind in {spec.kind for spec in self.specs}:
+            graphdef, state = nnx.split(getattr(self, kind))
+            if rounded:
+                state = _round_kernels(getattr(self, kind), state)
+            owners = [index for index, kinds in enumerate(counts) if kind in kinds]
+            pieces = _split(state, [counts[index].count(kind) for index in owners])
+            for index, piece in zip(owners, pieces, strict=True):
+                found[index][kind] = graphdef, piece
+        return found
+
+
+@functools.cache
+def find_segments(specs: tuple[LayerSpec, ...]) -> tuple[Segment, ...]:
+    """Segments in which the fewest layers have to be compiled."""
+    best: dict[int, tuple[int, tuple[Segment, ...]]] = {len(specs): (0, ())}
+    for start in reversed(range(len(specs))):
+        options = [Segment(start, 1, 1)]
+        for period in range(1, (len(specs) - start) // 2 + 1):
+            repeats = 1
+            while specs[start : start + period] == specs[start + period * repeats :][:period]:
+                repeats += 1
+                options.append(Segment(start, period, repeats))
+        found = []
+        for option in options:
+            cost, others = best[option.layers.stop]
+            found.append((option.period + cost, (option, *others)))
+        best[start] = min(found, key=lambda one: (one[0], len(one[1]), -len(one[1][0].layers)))
+    return best[0][1]
+
+
+def _scan(
+    segment: Segment,
+    specs: Sequence[LayerSpec],
+    runners: Sequence[Callable],
+    x_BTD: jax.Array,
+    params: dict[str, nnx.State],
+    extra: Any,
+    wanted: Sequence[int],
+) -> tuple[jax.Array, dict[int, jax.Array], dict[str, jax.Array]]:
+    """(output, {layer: output} of those wanted, {name: [layers, ...]}) of a segment.
+
+    Every layer writes its output at its slot of one buffer, at a spare one where nobody asked;
+    outside of what is rematerialised, so nothing is kept of it for each layer.
+    """
+    _, period, repeats = segment
+    kinds = [spec.kind for spec in specs]
+    folded = {kind: _fold(state, kinds.count(kind)) for kind, state in params.items()}
+    slots = [wanted.index(layer) if layer in wanted else len(wanted) for layer in segment.layers]
+    slots_RP = jnp.array(slots, jnp.int32).reshape(repeats, period) if wanted else None
+    buffer = jnp.zeros((len(wanted) + 1, *x_BTD.shape), x_BTD.dtype) if wanted else None
+
+    def body(carry, step):
+        x_BTD, buffer = carry
+        params, extra, slots_P = step
+        pieces = {kind: iter(_unfold(state, kinds.count(kind))) for kind, state in params.items()}
+        extras, notes = _unfold(extra, period), {}
+        for place, (kind, run) in enumerate(zip(kinds, runners, strict=True)):
+            x_BTD, _, noted = run(x_BTD, next(pieces[kind]), extras[place], None)
+            if buffer is not None:
+                buffer = jax.lax.dynamic_update_index_in_dim(buffer, x_BTD, slots_P[place], 0)
+            for name, value in noted.items():
+                notes.setdefault(name, []).append(value)
+        return (x_BTD, buffer), notes
+
+    steps = (folded, _fold(extra, period), slots_RP)
+    (x_BTD, buffer), notes = jax.lax.scan(body, (x_BTD, buffer), steps, length=repeats)
+    found = {}
+    for name, values in notes.items():
+        joined = jnp.stack(values, 1) if len(values) > 1 else values[0]
+        found[name] = joined.reshape(-1, *joined.shape[2:]) if len(values) > 1 else joined
+    return x_BTD, {layer: buffer[slot] for slot, layer in enumerate(wanted)}, found
+
+
+def _fold(tree: Any, count: int) -> Any:
+    """Leading axis R * count -> R, count; unchanged for one."""
+    if count == 1:
+        return tree
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), tree)
+
+
+def _unfold(tree: Any, count: int) -> list[Any]:
+    """The `count` pieces of a step of what was folded."""
+    if count == 1:
+        return [tree]
+    return [jax.tree.map(lambda leaf: leaf[0], piece) for piece in _split(tree, [1] * count)]
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Module:
@@ -185,11 +322,6 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Mod
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(axes=("layers", *variable.get_metadata()["axes"]))
     return block
-
-
-def _append(notes: dict[str, list[jax.Array]], noted: dict[str, jax.Array]) -> None:
-    for name, value in noted.items():
-        notes.setdefault(name, []).append(value)
 
 
 def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
@@ -206,11 +338,11 @@ def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-def _split(state: nnx.State, sizes: Sequence[int]) -> list[nnx.State]:
-    """Pieces along the layer axis. lax.split, because its gradient is one concatenation, while
+def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:
+    """Pieces along the leading axis. lax.split, because its gradient is one concatenation, while
     that of L slices is a sum of L arrays as large as the whole."""
     if len(sizes) == 1:
-        return [state]
-    leaves, treedef = jax.tree.flatten(state)
+        return [tree]
+    leaves, treedef = jax.tree.flatten(tree)
     pieces = [jax.lax.split(leaf, tuple(sizes)) for leaf in leaves]
-    return [jax.tree.unflatten(treedef, piece) for piece in zip(*pieces, strict=True)]
+    return [jax.tree.unflatten(treedef, [piece[i] for piece in pieces]) for i in range(len(sizes))]

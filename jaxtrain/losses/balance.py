@@ -25,11 +25,11 @@ class Watched:
         self.model = model
         self.noted: list[dict[str, Any]] = []
 
-    def hidden(self, batch: Batch, capture: tuple = ()):
+    def hidden(self, *args, **options):
         """As the model's own."""
-        x_BTD, captured = self.model.hidden(batch, (*capture, "noted"))
-        self.noted.append(captured.pop("noted"))
-        return (x_BTD, captured) if capture else x_BTD
+        found = self.model.hidden(*args, **options)
+        self.noted.append(found.notes)
+        return found
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)

@@ -28,7 +28,7 @@ def predictions(model, batch: Batch) -> tuple[jax.Array, jax.Array]:
     Row `prev[t]` of the hidden states predicts token t, so branches that share a parent gather the
     same row and no sequence is ever shifted.
     """
-    hidden_BTD = model.hidden(batch)
+    hidden_BTD = model.hidden(batch).hidden
     predictor_BT = jnp.maximum(batch.prev, 0)
     gathered_BTD = jnp.take_along_axis(hidden_BTD, predictor_BT[:, :, None], axis=1)
     return gathered_BTD, batch.streams.get("target", batch.tokens)

@@ -1,6 +1,6 @@
 """Model families, by the architecture name of config.json.
 
-A module here has `Config` (from_hf, to_hf), `Block`, `Model` (hidden, head, init_cache, decode) and
+A module here has `Config` (from_hf, to_hf), `Model` (a Decoder that makes its blocks) and
 `names(config)`; `build.py` makes, loads and saves models of any of them. Modules of other packages
 do the same: by entry point in group jaxtrain.models, named as the architecture, or by model.family.
 """

@@ -26,11 +26,9 @@ from jaxtrain.hf.ops import Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.naming import TIED_COPY
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 from jaxtrain.parallel.rules import shardings
-
-TIED_COPY = "lm_head.weight"
-"""Some folders store a tied head a second time."""
 
 
 def family(config: DecoderConfig) -> ModuleType:

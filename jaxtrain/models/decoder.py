@@ -1,27 +1,27 @@
 """What the decoders share: sizes, options, the walk from tokens to hidden states, the cache.
 
-Shapes: B rows, T tokens, S cache slots, D model, L layers, K kv heads, H head dim, V vocab.
+Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields, write_fields
-from jaxtrain.layers.attention import LayerCache
 from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.mixer import Decoding, LayerSpec, State
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles, frequencies
-from jaxtrain.layers.stack import Stack
+from jaxtrain.layers.stack import Hidden, Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,6 @@ class DecoderConfig:
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
-    mixes_by_attention_only: ClassVar[bool] = True
-    """Whether no layer but attention passes anything between tokens. A family with recurrent or
-    convolution layers sets it to False: it cannot train trees with shared prefixes."""
-
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -82,20 +78,27 @@ class DecoderConfig:
             )
         if self.head_size % 2:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
-        frequencies(self.head_size, dict(self.rope))
-        self.windows()
+        self.encodings()
+        self.layers()
 
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer; None sees everything."""
-        return (None,) * self.num_hidden_layers
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What sets each layer apart; by default nothing does."""
+        return (LayerSpec(),) * self.num_hidden_layers
 
-    def kinds(self) -> tuple[str, ...]:
-        """Kind of each layer; all are "block" where they have the same parameters."""
-        return ("block",) * self.num_hidden_layers
+    def layers_by_kind(self) -> dict[str, list[int]]:
+        """{kind: its layers}: how parameters are stored."""
+        found: dict[str, list[int]] = {}
+        for layer, spec in enumerate(self.layers()):
+            found.setdefault(spec.kind, []).append(layer)
+        return dict(sorted(found.items()))
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        """`rope.frequencies` of each position encoding that layers() names."""
+        return {"default": frequencies(self.head_size, dict(self.rope))}
 
     @property
     def experts_per_token(self) -> tuple[int, int] | None:
@@ -126,37 +129,26 @@ class Options:
 
 
 class Cache(NamedTuple):
-    """Keys and values of S slots a row; the token at position p of a row lies in slot p."""
+    """What the layers keep of the tokens so far."""
 
-    k: jax.Array
-    """[L, B, S, K, H]; v the same."""
-    v: jax.Array
+    states: tuple[State, ...]
+    """One pytree a layer, made and read by that layer alone; its arrays are [B, ...]."""
     length: jax.Array
-    """int32 [B]: slots filled so far, and so the position of the next token."""
+    """int32 [B]: tokens seen so far, and so the position of the next one."""
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm and head; `make_block(config, options, rngs)` is the family's.
+    """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
-    `others` makes the blocks of other kinds, where `config.kinds()` names them.
     `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        options: Options,
-        make_block: Callable[[DecoderConfig, Options, nnx.Rngs], nnx.Module],
-        rngs: nnx.Rngs,
-        others: Mapping[str, Callable[[DecoderConfig, Options, nnx.Rngs], nnx.Module]] = {},
-    ):
+    def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)
         self.stack = Stack(
-            partial(make_block, config, options),
-            config.windows(),
-            others={kind: partial(make, config, options) for kind, make in others.items()},
-            kinds=config.kinds(),
+            config.layers(),
+            lambda kind, rngs: self.make_block(kind, config, options, rngs),
             remat=options.remat,
             scan=options.scan_layers,
             rngs=rngs,
@@ -166,33 +158,43 @@ class Decoder(nnx.Module):
         )
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
-        frequency, self.rope_factor = frequencies(config.head_size, dict(config.rope))
-        self.frequency = tuple(frequency.tolist())
+        self.encodings = tuple(
+            (name, tuple(frequency.tolist()), factor)
+            for name, (frequency, factor) in config.encodings().items()
+        )
         self.stored: tuple[tuple[str, str], ...] = ()
-        self.kv_shape = (config.num_key_value_heads, config.head_size)
         self.experts_per_token = config.experts_per_token
 
-    def hidden(
-        self, batch: Batch, capture: Sequence[int | str] = ()
-    ) -> jax.Array | tuple[jax.Array, dict[int | str, Any]]:
-        """Final-normed hidden states [B, T, D] of a Batch [B, T].
+    def make_block(
+        self, kind: str, config: DecoderConfig, options: Options, rngs: nnx.Rngs
+    ) -> nnx.Module:
+        """A block of a kind that `config.layers()` names; see `layers.stack.Stack`."""
+        raise NotImplementedError
 
-        With `capture`, also {layer: output of that layer before the final norm}; layers count
-        from 0. "noted" in `capture` adds what the blocks noted, {name: [layers, ...]}: see
-        `layers.moe`. Padding gives finite values that mean nothing.
-        """
-        context = Context(batch.until, batch.since, batch.positions, batch.positions)
-        layers = tuple(item for item in capture if item != "noted")
-        x_BTD, _, captured, noted = self._run(
-            batch.tokens, batch.positions, context, capture=layers
-        )
-        if "noted" in capture:
-            captured["noted"] = noted
-        return (x_BTD, captured) if capture else x_BTD
+    def layer_inputs(self, tokens_BT: jax.Array) -> Any:
+        """What each layer reads beside the hidden states: arrays [L, ...]; by default none."""
+        return None
+
+    @property
+    def follows_trees(self) -> bool:
+        """Whether packed documents and branches are what they would be alone, in every layer."""
+        return all(getattr(node, "follows_trees", True) for _, node in nnx.iter_graph(self))
+
+    def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> Hidden:
+        """Final-normed hidden states [B, T, D] of a Batch [B, T], with what the blocks noted (see
+        `layers.moe`) and the outputs of the layers in `capture`, which count from 0, before the
+        final norm. Padding gives finite values that mean nothing."""
+        context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
+        return self._run(batch.tokens, context, capture=capture)[0]
 
     def head(self) -> jax.Array:
         """Output projection [V, D] in the param dtype; the embedding itself when tied."""
-        return (self.embed if self.lm_head is None else self.lm_head).embedding[...]
+        return self.head_table.embedding[...]
+
+    @property
+    def head_table(self) -> Embed:
+        """Where the output projection is stored."""
+        return self.embed if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the
@@ -206,13 +208,22 @@ class Decoder(nnx.Module):
         self.stack.unstack()
         return self
 
-    def init_cache(self, batch_size: int, length: int, dtype: Any = None) -> Cache:
-        """Empty cache of `length` slots for `batch_size` rows, by default in the compute dtype."""
+    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
+        """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
-        shape = (len(self.stack.windows), batch_size, length, *self.kv_shape)
-        return Cache(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch_size, jnp.int32)
-        )
+        return Cache(self.stack.init_states(rows, slots, dtype), jnp.zeros(rows, jnp.int32))
+
+    def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
+        """`cache` with room for more rows or tokens."""
+        length = jnp.pad(cache.length, (0, rows - len(cache.length)))
+        return Cache(self.stack.grow_states(cache.states, rows, slots), length)
+
+    def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
+        """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
+        rows out of range go nowhere."""
+        length = cache.length.at[rows_R].set(filled.length[source_R], mode="drop")
+        states = self.stack.insert_states(cache.states, rows_R, filled.states, source_R)
+        return Cache(states, length)
 
     def decode(
         self, tokens_BT: jax.Array, cache: Cache, counts_B: jax.Array | None = None
@@ -221,27 +232,27 @@ class Decoder(nnx.Module):
 
         Serves prompts and single steps alike. Of a row the first `counts_B` tokens count, by
         default all; what stands behind them is seen by no later token, and its states mean
-        nothing. The caller keeps within the cache's length: what lies beyond is not written.
+        nothing. The caller keeps within the slots of the cache.
         """
-        B, T = tokens_BT.shape
-        start_B = cache.length
+        token_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+        start_B, T = cache.length, len(token_T)
         end_B = start_B + (T if counts_B is None else counts_B)
-        positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
-        slots_S = jnp.arange(cache.k.shape[2], dtype=jnp.int32)
-        context = Context(
-            until=jnp.where(slots_S < end_B[:, None], T, 0).astype(jnp.int32),
-            since=jnp.maximum(slots_S - start_B[:, None], 0),
-            positions=positions_BT,
-            key_positions=jnp.broadcast_to(slots_S, (B, len(slots_S))),
+        positions_BT = start_B[:, None] + token_T
+        until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
+        decoded, states = self._run(
+            tokens_BT,
+            Context(until_BT, None, positions_BT, positions_BT),
+            states=cache.states,
+            decoding=Decoding(start_B, end_B),
         )
-        layers = LayerCache(cache.k, cache.v, layer=0, start=start_B, end=end_B)
-        x_BTD, layers, _, _ = self._run(tokens_BT, positions_BT, context, cache=layers)
-        return x_BTD, Cache(layers.k, layers.v, end_B)
+        return decoded.hidden, Cache(states, end_B)
 
-    def _run(self, tokens_BT, positions_BT, context: Context, *, cache=None, capture=()):
+    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
         x_BTD = self.embed(tokens_BT)
-        turns = angles(positions_BT, self.frequency, self.rope_factor, x_BTD.dtype)
-        x_BTD, cache, captured, noted = self.stack(
-            x_BTD, turns, context, cache=cache, capture=capture
-        )
-        return self.norm(x_BTD), cache, captured, noted
+        turns = {
+            name: angles(context.positions, frequency, factor, x_BTD.dtype)
+            for name, frequency, factor in self.encodings
+        }
+        extra = self.layer_inputs(tokens_BT)
+        found, states = self.stack(x_BTD, context, turns, extra=extra, **options)
+        return found._replace(hidden=self.norm(found.hidden)), states

@@ -7,10 +7,8 @@ from typing import ClassVar
 from flax import nnx
 
 from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.block import PreNormBlock
-from jaxtrain.layers.mlp import GatedMLP
-from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.naming import decoder_names
 
@@ -22,32 +20,13 @@ class Config(DecoderConfig):
 
     sliding_window: int | None = None
 
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
-
-
-class Block(PreNormBlock):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            Attention(
-                width,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_size,
-                impl=options.attention_impl,
-                **common,
-            ),
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            GatedMLP(width, config.intermediate_size, activation=config.hidden_act, **common),
-        )
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return (LayerSpec(window=self.sliding_window),) * self.num_hidden_layers
 
 
 class Model(Decoder):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        super().__init__(config, options, Block, rngs)
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        return attention_block(config, options, rngs)
 
 
 def names(config: Config) -> list[Entry]:

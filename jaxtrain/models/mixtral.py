@@ -2,16 +2,14 @@
 a token are a softmax over its chosen experts."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from flax import nnx
 
 from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.block import PreNormBlock
-from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models.blocks import attention_block, experts_mlp
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, outer_names
@@ -24,40 +22,16 @@ class Config(ExpertsConfig):
 
     sliding_window: int | None = None
 
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.sliding_window,) * self.num_hidden_layers
-
-
-class Block(PreNormBlock):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        top, count = config.num_experts_per_tok, config.num_local_experts
-        super().__init__(
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            Attention(
-                width,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_size,
-                impl=options.attention_impl,
-                **common,
-            ),
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            MoE(
-                Router(width, count, top=top, normalise=True, **common),
-                width,
-                config.intermediate_size,
-                count,
-                activation=config.hidden_act,
-                **common,
-            ),
-        )
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return (LayerSpec(window=self.sliding_window),) * self.num_hidden_layers
 
 
 class Model(Decoder):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        super().__init__(config, options, Block, rngs)
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        make_mlp = functools.partial(
+            experts_mlp, num_hidden=config.intermediate_size, normalise=True
+        )
+        return attention_block(config, options, rngs, make_mlp=make_mlp)
 
 
 def names(config: Config) -> list[Entry]:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
 
+TIED_COPY = "lm_head.weight"
+"""The head; some folders store one that is tied to the embedding a second time."""
+
 
 def decoder_names(
     config: DecoderConfig,
@@ -30,7 +33,7 @@ def outer_names(config: DecoderConfig) -> list[Entry]:
         Entry("norm.scale", Tensor("model.norm.weight")),
     ]
     if not config.tie_word_embeddings:
-        entries.append(Entry("lm_head.embedding", Tensor("lm_head.weight")))
+        entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
     return entries
 
 

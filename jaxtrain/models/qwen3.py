@@ -6,13 +6,11 @@ from typing import ClassVar
 from flax import nnx
 
 from jaxtrain.hf.ops import Entry
-from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.block import PreNormBlock
-from jaxtrain.layers.mlp import GatedMLP
-from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.naming import decoder_names
-from jaxtrain.models.windows import layer_windows
+from jaxtrain.models.windows import windowed_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,35 +26,14 @@ class Config(DecoderConfig):
     layer_types: tuple[str, ...] | None = None
     """Which layers slide; transformers derives it from max_window_layers where it is absent."""
 
-    def windows(self) -> tuple[int | None, ...]:
-        return layer_windows(self.num_hidden_layers, self.layer_types, self.sliding_window)
-
-
-class Block(PreNormBlock):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        common = options.layer_options(config, rngs)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            Attention(
-                width,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_size,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
-                qk_norm_eps=eps,
-                impl=options.attention_impl,
-                **common,
-            ),
-            RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]),
-            GatedMLP(width, config.intermediate_size, activation=config.hidden_act, **common),
-        )
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
 
 
 class Model(Decoder):
-    def __init__(self, config: Config, options: Options, rngs: nnx.Rngs):
-        super().__init__(config, options, Block, rngs)
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        bias = config.attention_bias
+        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def names(config: Config) -> list[Entry]:

@@ -47,6 +47,8 @@ class Labels:
     longest: int = 1
     """sampling.max_new_tokens, for average "constant"."""
     share_prompts: bool = True
+    packing: bool = True
+    """Several trees in a row."""
     mask_truncated: bool = False
     num_minibatches: int = 1
     dtype: type = np.float32
@@ -145,7 +147,9 @@ def grow(branches: Sequence[Branch], row_tokens: int, share: bool) -> list[Tree]
 def pack(trees: Sequence[Tree], labels: Labels) -> Batch:
     """Rows [A, B, T] of trees by first-fit-decreasing; A is rounded up to few different values."""
     shape = labels.shape
-    places = fit_rows([tree.num_tokens for tree in trees], shape.row_tokens)
+    sizes = [tree.num_tokens for tree in trees]
+    alone = [[index] for index in range(len(trees))]
+    places = fit_rows(sizes, shape.row_tokens) if labels.packing else alone
     packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
     used = max(sum(len(tree.tokens) for tree in row) for row in packed)
     length = next(n for n in shape.lengths if n >= used)

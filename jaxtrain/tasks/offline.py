@@ -11,6 +11,7 @@ from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts, count_microsteps
 from jaxtrain.core.task import Live, Round
 from jaxtrain.data.pipeline import Recipe, Source, count_steps, eval_batches, open_source
+from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.feed import row_shards
 
 
@@ -118,3 +119,10 @@ def count_roots(batch: Batch) -> int:
     """Trees in a host batch: roots that are not padding."""
     index = np.arange(batch.prev.shape[-1])
     return int(((batch.prev < 0) & (batch.until > index + 1)).sum())
+
+
+def check_packing(config: Config, architecture: Any) -> None:
+    """Refuse rows of several documents for a model whose layers would run from one to the next."""
+    if config.data.packing:
+        found = "data.packing puts several documents into a row"
+        require_trees(architecture, found, "set data.packing to false")

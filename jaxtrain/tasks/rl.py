@@ -12,18 +12,20 @@ import numpy as np
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, RLTask
-from jaxtrain.core.assemble import assemble, require_trees
+from jaxtrain.core.assemble import assemble
 from jaxtrain.core.roles import Role, Weights
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Live, Round, Task, keep_weights, of_policy
 from jaxtrain.data.steps import Shape
 from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
+from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.relay import share
 from jaxtrain.rollout.labels import EPISODE, STREAMS, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.rounds import Estimator
+from jaxtrain.tasks.offline import check_packing
 from jaxtrain.tasks.prompts import Plan, PromptData
 
 Section = RLTask
@@ -55,8 +57,10 @@ def make(config: Config) -> Task:
     task = config.task
     parts = assemble(config, find_engine(config).reserved(config))
     if task.share_prompts:
-        fix = "set task.share_prompts to false and data.packing to false"
-        require_trees(parts.architecture, "task.share_prompts", fix)
+        found = "task.share_prompts packs answers behind one prompt"
+        fix = "set task.share_prompts and data.packing to false"
+        require_trees(parts.architecture, found, fix)
+    check_packing(config, parts.architecture)
     roles = {POLICY: Role(parts)}
     kind = keeps_reference(config, parts.adapter)
     if kind is not None:
@@ -168,6 +172,7 @@ def read_labels(config: Config, rows: int) -> Labels:
         tuple(rl_coef(task)),
         longest=config.sampling.max_new_tokens,
         share_prompts=task.share_prompts,
+        packing=data.packing,
         mask_truncated=task.mask_truncated_completions,
         # A streamed round comes out by minibatches already.
         num_minibatches=1 if config.rollout.streaming else task.num_minibatches,

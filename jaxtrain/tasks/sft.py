@@ -9,7 +9,7 @@ from jaxtrain.core.roles import Role
 from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.data.sequences import Sequences
 from jaxtrain.losses.nll import nll_loss
-from jaxtrain.tasks.offline import OfflineData
+from jaxtrain.tasks.offline import OfflineData, check_packing
 
 Section = SFTTask
 
@@ -22,6 +22,7 @@ def open_data(config: Config, tokenizer: Any) -> OfflineData:
 def make(config: Config) -> Task:
     """Token-mean negative log-likelihood."""
     parts = assemble(config)
+    check_packing(config, parts.architecture)
     return Task(
         roles={POLICY: Role(parts)},
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),

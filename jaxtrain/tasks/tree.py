@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from jaxtrain.config import Config, TreeTask
-from jaxtrain.core.assemble import assemble, require_trees
+from jaxtrain.core.assemble import assemble
 from jaxtrain.core.roles import Role
 from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.data.trees import Trees
 from jaxtrain.losses.nll import nll_loss
-from jaxtrain.tasks.offline import OfflineData
+from jaxtrain.models.trees import require_trees
+from jaxtrain.tasks.offline import OfflineData, check_packing
 
 Section = TreeTask
 
@@ -41,8 +42,10 @@ def check_trees(config: Config, architecture: Any) -> None:
     Held-out data are whole trees in every mode.
     """
     if config.task.mode == "tree":
+        found = 'task.mode "tree" packs branches that share a prefix'
         fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'
-        require_trees(architecture, 'task.mode "tree"', fix)
-    elif config.data.eval_datasets:
+        require_trees(architecture, found, fix)
+    if config.data.eval_datasets:
         found = 'data.eval_datasets with task.kind "tree" (they are evaluated as whole trees)'
         require_trees(architecture, found, "remove data.eval_datasets")
+    check_packing(config, architecture)

@@ -3,17 +3,19 @@
 import resource
 import sys
 import time
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optim import is_vector
 from jaxtrain.errors import RunStopped
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import split_model
 from jaxtrain.train.session import Session
 
 
@@ -38,17 +40,16 @@ class StepReader:
     """Turns a step's device output into the numbers that people watch."""
 
     def __init__(self, session: Session):
-        config, architecture = session.config, session.parts.architecture
+        config = session.config
         device = jax.devices()[0]
         self.session = session
         # Asked for step by step, it would wait behind the next step, which the devices already run.
         steps = np.arange(session.rounds.total_steps)
         self.learning_rates = np.asarray(jax.jit(session.schedule)(steps))
-        self.windows = architecture.windows()
-        self.heads_width = architecture.num_attention_heads * architecture.head_size
-        self.matmul_params = count_matmul_params(
-            session.state.params, session.frozen, architecture.experts_per_token
-        )
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+        roles, held = session.roles, session.held()
+        self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
+        self.matmul_params = count_matmul_params(self.model, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.parts.mesh.size, peak)
 
@@ -58,8 +59,8 @@ class StepReader:
         now = time.monotonic()
         if not output.finite:
             raise RunStopped(self.explain(pending, output))
-        tokens, pairs = count_work(pending.batch, self.windows)
-        flops = model_flops(self.matmul_params, self.heads_width, tokens, pairs)
+        tokens, spans = count_work(pending.batch)
+        flops = model_flops(self.matmul_params, tokens, self.model.stack.mixing_flops(spans))
         if pending.compiled:
             # It was dispatched somewhere within a call that took long: there is no time to tell.
             self.throughput.last_time = None
@@ -95,25 +96,22 @@ class StepReader:
         )
 
 
-def count_matmul_params(
-    trained: Params, frozen: Params, experts_per_token: tuple[int, int] | None = None
-) -> float:
-    """Weights that multiply a token: all matrices but an embedding table beside an own head.
+def count_matmul_params(model: nnx.Module, frozen: Container[str] = ()) -> float:
+    """Weights that multiply a token: those of the layers, as they say, and of the output head.
 
-    A frozen one counts 2/3: forward and the input's gradient, but not its own. Of experts those
-    that a token goes to: (k, E) of `experts_per_token`.
+    Of a model of arrays or shapes. The parameters whose paths are in `frozen` count 2/3: forward
+    and the input's gradient, but not their own.
     """
-    chosen, experts = experts_per_token or (1, 1)
-    untied = any(path.split(".")[0] == "lm_head" for path in [*trained, *frozen])
-
-    def count(params: Params) -> float:
-        return sum(
-            count_weights(path, value) * (chosen / experts if ".experts." in path else 1)
-            for path, value in params.items()
-            if not is_vector(path) and not (untied and path.split(".")[0] == "embed")
-        )
-
-    return count(trained) + count(frozen) * 2 / 3
+    total = 0.0
+    for place, node in nnx.iter_graph(model):
+        share = 1.0 if node is model.head_table else getattr(node, "token_share", 0.0)
+        params = split_model(node)[0] if share else {}
+        for name, value in params.items():
+            path = ".".join(map(str, (*place, name)))
+            if not is_vector(path):
+                weights = share * count_weights(path, value)
+                total += weights * 2 / 3 if path in frozen else weights
+    return total
 
 
 def peak_memory() -> float:

@@ -130,7 +130,7 @@ def test_a_quantised_model_is_its_merged_folder(kind, tmp_path):
     batch = pack([[row] for row in documents(4, 30, 30)], 30)
 
     def logits(model):
-        return np.asarray(model.logits(model.hidden(batch)))
+        return np.asarray(model.logits(model.hidden(batch).hidden))
 
     ours = logits(rebuild({**frozen, **trained}))
     scale = np.abs(ours).max()
@@ -153,7 +153,7 @@ def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
     def grads(rebuild, base):
         def loss(trained):
             model = rebuild({**base, **trained})
-            return jnp.sin(model.logits(model.hidden(batch))).mean()
+            return jnp.sin(model.logits(model.hidden(batch).hidden)).mean()
 
         return jax.jit(jax.grad(loss))(trained)
 

@@ -76,7 +76,7 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
 def our_logits(base, values, rebuild, tokens):
     params = split_model(build.load(base))[0]
     model = rebuild({**params, **values})
-    return np.asarray(model.logits(model.hidden(pack([[row] for row in tokens], 30))))
+    return np.asarray(model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden))
 
 
 def write_case(tmp_path, case, name="qwen3"):
@@ -111,7 +111,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     # fp32 sums in another order.
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
     plain = build.load(tmp_path / "base")
-    plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30))))
+    plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
 
 
@@ -165,7 +165,7 @@ def test_merged_equals_unmerged(case, name, tmp_path):
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
     merged = build.load(tmp_path / "out")
-    logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30))))
+    logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
     # fp32 sums in another order.
     assert np.abs(logits - ours).max() < 1e-4 * np.abs(ours).max()

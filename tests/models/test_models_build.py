@@ -105,7 +105,7 @@ def value_and_grads(mesh, name="qwen3"):
 
     def loss(state, batch):
         model = nnx.merge(graphdef, state)
-        return (model.logits(model.hidden(batch)) ** 2).mean()
+        return (model.logits(model.hidden(batch).hidden) ** 2).mean()
 
     return jax.jit(jax.value_and_grad(loss))(state, batch)
 

@@ -9,7 +9,6 @@ from tiny_models import RAW
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.train.step_metrics import count_matmul_params
 
@@ -48,7 +47,7 @@ def test_experts_are_spread_over_their_axis():
 
 def test_layers_of_each_kind():
     config = build.config_from_hf({**RAW["qwen3_moe_mixed"], "decoder_sparse_step": 2})
-    assert config.kinds() == ("dense", "dense", "dense", "block")  # 1 is in mlp_only_layers
+    assert config.layers_by_kind() == {"block": [3], "dense": [0, 1, 2]}  # 1: mlp_only_layers
     shapes = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
     assert shapes["stack", "dense", "mlp", "up", "kernel"].get_value().shape == (3, 32, 48)
     experts = shapes["stack", "block", "mlp", "experts", "down", "kernel"].get_value()
@@ -83,6 +82,4 @@ def test_flops_count_the_chosen_experts_only():
     """qwen3_moe: attention 32*(64+32+32)+64*32, router 32*8, 3 experts of 3*32*24; head 97*32."""
     config = build.config_from_hf(RAW["qwen3_moe"])
     layer = 32 * (64 + 32 + 32) + 64 * 32 + 32 * 8 + 3 * 3 * 32 * 24
-    params, _ = split_model(build.abstract(config))
-    counted = count_matmul_params(params, {}, config.experts_per_token)
-    assert counted == pytest.approx(2 * layer + 97 * 32)
+    assert count_matmul_params(build.abstract(config)) == pytest.approx(2 * layer + 97 * 32)

@@ -67,7 +67,7 @@ def test_parity_with_transformers(name, tmp_path):
 
     def loss(state):
         model = nnx.merge(graphdef, state)
-        logits = model.logits(model.hidden(batch))
+        logits = model.logits(model.hidden(batch).hidden)
         return (logits * probe).sum() / probe.size, logits
 
     (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
@@ -107,7 +107,7 @@ def test_export_loads_in_transformers(name, tmp_path):
     tokens = np.stack(documents(4, 30, 30))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)))
+    logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden)
     assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
     assert theirs.config.to_dict()["rope_parameters"] == dict(config.rope)
     assert jnp.isfinite(logits).all()

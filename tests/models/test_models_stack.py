@@ -8,7 +8,8 @@ from flax import nnx
 from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.stack import REMAT
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.stack import REMAT, Segment, find_segments
 from jaxtrain.models import build
 
 
@@ -20,7 +21,7 @@ def x64():
 
 @jax.jit
 def hidden_of(model, batch):
-    return model.hidden(batch)
+    return model.hidden(batch).hidden
 
 
 def value_and_grads(config, batch, seed=0, **options):
@@ -28,7 +29,7 @@ def value_and_grads(config, batch, seed=0, **options):
 
     def loss(state):
         model = nnx.merge(graphdef, state)
-        return jnp.sin(model.logits(model.hidden(batch))).sum()
+        return jnp.sin(model.logits(model.hidden(batch).hidden)).sum()
 
     value, grads = jax.jit(jax.value_and_grad(loss))(state)
     return value, jax.tree.leaves(grads)
@@ -54,17 +55,46 @@ def test_unknown_remat_is_refused():
         build.abstract(build.config_from_hf(RAW["qwen3"]), remat="everything")
 
 
-def test_scan_equals_unrolled_with_layers_of_two_kinds(x64):
-    # Dense, two with experts, dense: runs of one, two and one layer.
-    config = build.config_from_hf({**RAW["qwen3_moe_mixed"], "mlp_only_layers": [0, 3]})
+def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
+    """Two rounds of (experts, dense, experts) and one more layer; notes and captured layers come
+    out as they do of an unrolled stack."""
+    config = build.config_from_hf(
+        {**RAW["qwen3_moe_mixed"], "num_hidden_layers": 7, "mlp_only_layers": [1, 4]}
+    )
     batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
-    wide = {"param_dtype": "float64", "dtype": "float64"}
-    expected, grads = value_and_grads(config, batch, **wide, scan_layers=False)
-    value, found = value_and_grads(config, batch, **wide, remat="save_attention")
-    # float64 with a compiler free to reorder sums.
-    np.testing.assert_allclose(value, expected, rtol=1e-12)
-    for ours, theirs in zip(found, grads, strict=True):
+
+    def run(**options):
+        model = build.init(config, 0, param_dtype="float64", dtype="float64", **options)
+        graphdef, state = nnx.split(model)
+
+        def loss(state):
+            found = nnx.merge(graphdef, state).hidden(batch, capture=(2, 4, 6))
+            captured = sum(jnp.sin(value).sum() for value in found.captured.values())
+            return jnp.cos(found.hidden).sum() + captured, found
+
+        return model, jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
+
+    model, scanned = run(remat="save_attention")
+    assert find_segments(model.stack.specs) == (Segment(0, 3, 2), Segment(6, 1, 1))
+    _, unrolled = run(scan_layers=False)
+    assert scanned[0][1].notes["expert_load"].shape == (5, 2, 4)
+    for ours, theirs in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
+        # float64 with a compiler free to reorder sums.
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "segments"),
+    [
+        ("aaaa", [(0, 1, 4)]),
+        ("abbb", [(0, 1, 1), (1, 1, 3)]),
+        ("llgllgl", [(0, 3, 2), (6, 1, 1)]),
+        ("aaababab", [(0, 1, 2), (2, 2, 3)]),
+        ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+    ],
+)
+def test_segments_compile_the_fewest_layers(kinds, segments):
+    assert find_segments(tuple(LayerSpec(kind) for kind in kinds)) == tuple(segments)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama", "qwen3_moe"])
@@ -106,15 +136,19 @@ def test_capture_gives_the_states_between_layers():
     config = build.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
     batch = pack([documents(4, 12)], 12)
     model = build.init(config, 0)
-    hidden, captured = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
-    assert set(captured) == {0, 2}
-    # float32: capturing cuts the scan in two, and each program rounds in its own order.
-    np.testing.assert_allclose(model.norm(captured[2]), hidden, atol=1e-5)
-    np.testing.assert_allclose(hidden_of(model, batch), hidden, atol=1e-5)
+    found = jax.jit(lambda model: model.hidden(batch, capture=(0, 2)))(model)
+    assert set(found.captured) == {0, 2}
+    # float32, and each program rounds in its own order.
+    np.testing.assert_allclose(model.norm(found.captured[2]), found.hidden, atol=1e-5)
+    np.testing.assert_allclose(hidden_of(model, batch), found.hidden, atol=1e-5)
+    apart = jax.jit(lambda model: model.unstack().hidden(batch, capture=(0, 2)))(model)
+    for ours, theirs in zip(jax.tree.leaves(apart), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
     first = build.init(config, 0)
-    first.stack.windows, first.stack.kinds = first.stack.windows[:1], first.stack.kinds[:1]
+    first.stack.specs = first.stack.specs[:1]
     nnx.update(first.stack.block, jax.tree.map(lambda leaf: leaf[:1], nnx.state(first.stack.block)))
-    np.testing.assert_allclose(hidden_of(first, batch), model.norm(captured[0]), atol=1e-5)
+    wanted = model.norm(found.captured[0])
+    np.testing.assert_allclose(hidden_of(first, batch), wanted, atol=1e-5)
 
 
 def test_bfloat16_compute_keeps_float32_masters():

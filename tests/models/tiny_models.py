@@ -1,9 +1,11 @@
-"""Tiny configs of every family and batches for them, shared by the tests of this folder."""
+"""Tiny configs of every family, batches for them, and a check of decoding, shared by tests."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
+from jaxtrain.models import build
 
 SIZES = {
     "vocab_size": 97,
@@ -95,3 +97,36 @@ def pack(rows: list[list[np.ndarray]], length: int) -> Batch:
 def documents(seed: int, *lengths: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(1, SIZES["vocab_size"], n).astype(np.int32) for n in lengths]
+
+
+def check_decoding(raw: dict, scan: bool = True, apart: bool = True):
+    """Prompts in two pieces and single tokens, rows pausing at times: the full forward's states."""
+    model = build.init(build.config_from_hf(raw), 0, scan_layers=scan)
+    texts = documents(0, 17, 12, 20)
+    full = jax.jit(lambda model, batch: model.hidden(batch).hidden)(
+        model, pack([[text] for text in texts], 20)
+    )
+    if apart:
+        model = jax.jit(lambda model: model.unstack())(model)
+    cache = model.init_cache(3, 20)
+    decode = jax.jit(type(model).decode)
+    seen, prompts = np.zeros(3, int), np.array([9, 4, 12])
+
+    def step(width, counts):
+        nonlocal cache
+        tokens = np.ones((3, width), np.int32)
+        for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            tokens[row, :count] = text[seen[row] : seen[row] + count]
+        hidden, cache = decode(model, tokens, cache, jnp.asarray(counts, jnp.int32))
+        for row, count in enumerate(counts):
+            wanted = full[row][seen[row] : seen[row] + count]
+            # float32 through another kernel: a few units in the last place of numbers around 1.
+            np.testing.assert_allclose(hidden[row, :count], wanted, atol=2e-5)
+        seen[:] += counts
+        assert cache.length.tolist() == seen.tolist()
+
+    step(7, np.minimum(prompts, 7))
+    step(7, prompts - seen)
+    for turn in range(10):
+        left = np.array([len(text) for text in texts]) - seen
+        step(1, np.minimum(left, np.arange(3) != turn % 3))

@@ -17,13 +17,14 @@ from jaxtrain.models import build
 from jaxtrain.rollout.local import slots
 from jaxtrain.rollout.local.draws import Kind
 
+LAYERS = 4
 RAW = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -38,7 +39,7 @@ RAW = {
 
 
 def compile_chunk(scan: bool, dtype: str, sharding=None):
-    """(decode_chunk for 8 rows of 2,048 slots, shape of its k and v)."""
+    """(decode_chunk for 8 rows of 2,048 slots, shape of one layer's k)."""
     config = build.config_from_hf(RAW)
     model = build.abstract(config, param_dtype=dtype, dtype=dtype, scan_layers=scan)
     rows = jax.eval_shape(lambda model: slots.empty_rows(model, B=8, S=2048, E=1), model)
@@ -47,11 +48,12 @@ def compile_chunk(scan: bool, dtype: str, sharding=None):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
     traced = slots.decode_chunk.trace(*placed, Kind(random=True, truncate=False))
-    return traced.lower().compile(), rows.cache.k
+    return traced.lower().compile(), rows.cache.states[0].k
 
 
 def describe(compiled, cache) -> dict:
-    """What makes another array of the cache's size, and memory: {made, temp, cache}."""
+    """What makes another array of the size of a layer's keys, and memory: {made, temp, cache}; the
+    latter of all layers' keys."""
     size = cache.size
     made = []
     for line in compiled.as_text().splitlines():
@@ -59,7 +61,7 @@ def describe(compiled, cache) -> dict:
         if found and math.prod(map(int, found[1].split(","))) == size:
             made.append(found[2])
     temp = compiled.memory_analysis().temp_size_in_bytes
-    return {"made": sorted(set(made)), "temp": temp, "cache": size * cache.dtype.itemsize}
+    return {"made": sorted(set(made)), "temp": temp, "cache": LAYERS * size * cache.dtype.itemsize}
 
 
 def main():

@@ -39,7 +39,7 @@ def next_logits(model, tokens_BT):
     B, T = tokens_BT.shape
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     batch = Batch(tokens_BT, index, index - 1, jnp.full((B, T), T, jnp.int32), {})
-    return model.logits(model.hidden(batch))
+    return model.logits(model.hidden(batch).hidden)
 
 
 def recompute(model, prompt, answer):

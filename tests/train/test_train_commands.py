@@ -137,7 +137,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
     )
     model = held.model()
     with jax.set_mesh(held.roles.parts.mesh):
-        logits = model.logits(model.hidden(jax.tree.map(jax.numpy.asarray, batch)))
+        logits = model.logits(model.hidden(jax.tree.map(jax.numpy.asarray, batch)).hidden)
     # fp32 on both sides, sums in another order.
     np.testing.assert_allclose(np.asarray(logits)[0], expected, atol=1e-4)
 

@@ -1,5 +1,8 @@
 """Averages, work counts and MFU against brute force."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,10 @@ from jaxtrain.core.metrics import (
     model_flops,
     peak_flops,
 )
+from jaxtrain.models import build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_models import RAW
 
 
 def test_pairs_add_and_average_by_name():
@@ -25,14 +32,17 @@ def test_work_counts_visible_pairs_and_no_padding():
     prev = np.array([[[-1, 0, 1, -1, 3, 4, 5, -1]]], np.int32)
     zeros = np.zeros_like(until)
     batch = Batch(tokens=zeros, positions=zeros, prev=prev, until=until, weights={})
-    assert count_work(batch, (None, None)) == (7, 2 * (6 + 10))
-    # Within a window of 2 a token sees itself and the one before.
-    assert count_work(batch, (2,)) == (7, (1 + 2 + 2) + (1 + 2 + 2 + 2))
+    tokens, spans = count_work(batch)
+    assert (tokens, spans.sum()) == (7, 6 + 10)
+    model = build.abstract(build.config_from_hf({**RAW["mistral"], "sliding_window": 2}))
+    # Within a window of 2 a token sees itself and the one before; QK and PV, 2 FLOPs each.
+    pairs = (1 + 2 + 2) + (1 + 2 + 2 + 2)
+    assert model.stack.mixing_flops(spans) == 2 * 4 * 32 * pairs
 
 
 def test_flops_of_a_causal_row():
-    # 6 per weight and token; QK and PV, 2 FLOPs each, times 3 for the backward, per pair.
-    assert model_flops(10, 4, tokens=3, layer_pairs=6) == 6 * 10 * 3 + 12 * 4 * 6
+    # 2 per weight and token, and what mixes tokens, times 3 for the backward.
+    assert model_flops(10, tokens=3, mixing=96) == 6 * 10 * 3 + 3 * 96
 
 
 def test_throughput_is_per_device_and_starts_with_the_second_reading():

@@ -124,7 +124,7 @@ def test_loss_is_the_mean_over_trained_tokens():
         params, rebuild = open_model(mesh)
         model = rebuild(params)
         micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), batch)
-        logits = model.logits(model.hidden(micro))
+        logits = model.logits(model.hidden(micro).hidden)
     logp = jax.nn.log_softmax(np.asarray(logits, np.float64))
     weight = batch.weights["nll"][0]
     total = sum(

@@ -102,14 +102,14 @@ def functions(name: str, impl: str, gradients: bool = True):
     def packed(params, batch: Batch):
         model = rebuild(params)
         sums, _ = nll_loss(model, batch, impl)
-        return sums["nll"], model.logits(model.hidden(batch))
+        return sums["nll"], model.logits(model.hidden(batch).hidden)
 
     def alone(params, tokens_RL, weights_RL):
         model = rebuild(params)
         rows, length = tokens_RL.shape
         index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens_RL.shape)
         batch = Batch(tokens_RL, index, index - 1, jnp.full_like(index, length), {})
-        logits_RLV = model.logits(model.hidden(batch))
+        logits_RLV = model.logits(model.hidden(batch).hidden)
         logp_RLV = jax.nn.log_softmax(logits_RLV[:, :-1])
         chosen_RL = jnp.take_along_axis(logp_RLV, tokens_RL[:, 1:, None], -1)[..., 0]
         return -jnp.sum(weights_RL[:, 1:] * chosen_RL), logits_RLV
@@ -287,16 +287,14 @@ def test_forests_that_random_ones_may_miss(forest):
     check_forest("qwen3", "xla", forest)
 
 
-def test_every_family_that_says_it_mixes_by_attention_only_trains_trees_exactly():
-    modules = [build.find_family(name) for name in ARCHITECTURES]
-    kinds = {module.Config.model_type for module in modules}
+def test_every_family_that_says_it_follows_trees_trains_them_exactly():
+    kinds = {build.find_family(name).Config.model_type for name in ARCHITECTURES}
     assert kinds == {raw["model_type"] for raw in MODELS.values()}, "add the new family to MODELS"
-    for module in modules:
-        assert module.Config.mixes_by_attention_only
     batch, branches = build_forest(FIXED["k_of_4_beside_k_of_1"])
     for name in ("llama", "qwen2", "qwen3_moe", "mixtral"):  # the others are above
         with float64():
             params, packed, alone = functions(name, "reference", gradients=False)
+            assert build.abstract(start(name)[0]).follows_trees
             _, logits = jax.device_get(packed(params, batch))
             _, wanted = jax.device_get(alone(params, *rows_of(branches)))
         assert_same_logits(branches, logits, wanted)

@@ -93,6 +93,8 @@ class LocalSampler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = []
         self._rows: Rows | None = None
+        self._size = (0, 0, 0)
+        """Rows, slots and ends of `_rows`."""
 
     def use(self, model: Any, version: int = -1) -> None:
         """Sample from these weights from the next chunk on; a model of the same shape compiles
@@ -215,13 +217,14 @@ class LocalSampler:
         B = min(bucket(count, 1), self.max_batch)
         S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
         E = bucket(max(len(one.ends) for one in new), 1)
+        model, old = self._weights[0], self._size
         if self._rows is None:
-            self._rows = empty_rows(self._weights[0], B=B, S=S, E=E)
+            self._size = (B, S, E)
+            self._rows = empty_rows(model, B=B, S=S, E=E)
         else:
-            old_B, old_S = self._rows.shape
-            B, S, E = max(B, old_B), max(S, old_S), max(E, self._rows.ends.shape[1])
-            if (B, S, E) != (old_B, old_S, self._rows.ends.shape[1]):
-                self._rows = grow(self._rows, B=B, S=S, E=E)
+            B, S, E = self._size = tuple(map(max, (B, S, E), old))
+            if self._size != old:
+                self._rows = grow(model, self._rows, B=B, S=S, E=E)
         self._running += [None] * (B - len(self._running))
 
     def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
@@ -254,7 +257,7 @@ class LocalSampler:
             ends=ends_RE,
         )
         filled = fill(model, tokens_UP, lengths_U)
-        self._rows = insert(self._rows, filled, entry, find_kind(samplings))
+        self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
         for one, row in zip(new, rows, strict=True):
             one.next_version = version
             self._running[row] = one

@@ -1,7 +1,7 @@
-"""Rows of a KV cache on the device: prompts go in, tokens come out, ended rows make room.
+"""Rows of a cache on the device: prompts go in, tokens come out, ended rows make room.
 
-    fill(model, tokens, lengths)           prompts, each once ──> keys, values, first logits
-    insert(rows, filled, entry)            into free rows; several rows may take one prompt
+    fill(model, tokens, lengths)           prompts, each once ──> their states, first logits
+    insert(model, rows, filled, entry)     into free rows; several rows may take one prompt
     decode_chunk(model, rows, stop, ...)   up to CHUNK tokens of every row
 
 Shapes: B rows, U different prompts of P slots, R rows to fill, S slots of a row, C tokens of a
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models.decoder import Cache
-from jaxtrain.parallel.rules import constrain
 from jaxtrain.rollout.local.draws import Draw, Kind, sample
 
 CHUNK = 32
@@ -42,20 +41,12 @@ class Rows(NamedTuple):
     ends: jax.Array
     """int32 [B, E] tokens that end the row, -1 where it has fewer."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows B, slots S)."""
-        return self.cache.k.shape[1], self.cache.k.shape[2]
-
 
 class Filled(NamedTuple):
     """Prompts that the model has read."""
 
-    k: jax.Array
-    """[L, U, P, K, H]; v the same."""
-    v: jax.Array
-    lengths: jax.Array
-    """int32 [U]."""
+    cache: Cache
+    """Of U rows and P slots."""
     logits: jax.Array
     """float32 [U, V] behind each prompt's last token."""
 
@@ -89,7 +80,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> Rows:
     """B rows of S slots in which nothing runs."""
     zeros_B, no_B = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.float32)
     return Rows(
-        cache=_place(model.init_cache(B, S)),
+        cache=model.init_cache(B, S),
         token=zeros_B,
         logprob=no_B,
         count=zeros_B,
@@ -102,22 +93,17 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> Rows:
 
 
 @functools.partial(jax.jit, static_argnames=("B", "S", "E"))
-def grow(rows: Rows, *, B: int, S: int, E: int) -> Rows:
+def grow(model: Any, rows: Rows, *, B: int, S: int, E: int) -> Rows:
     """The same rows with more rows, slots or ends; none may shrink."""
     more = B - rows.token.shape[0]
 
     def longer(x: jax.Array, fill: Any = 0) -> jax.Array:
         return jnp.concatenate([x, jnp.full((more, *x.shape[1:]), fill, x.dtype)])
 
-    slots = S - rows.cache.k.shape[2]
-    k, v = (
-        jnp.pad(x, ((0, 0), (0, more), (0, slots), (0, 0), (0, 0)))
-        for x in (rows.cache.k, rows.cache.v)
-    )
     ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
     new_keys = jax.vmap(jax.random.key)(jnp.zeros(more, jnp.int32))
     return Rows(
-        cache=_place(Cache(k, v, longer(rows.cache.length))),
+        cache=model.grow_cache(rows.cache, B, S),
         token=longer(rows.token),
         logprob=longer(rows.logprob),
         count=longer(rows.count),
@@ -135,32 +121,22 @@ def fill(model: Any, tokens_UP: jax.Array, lengths_U: jax.Array) -> Filled:
     U, P = tokens_UP.shape
     hidden_UPD, cache = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
     last_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
-    return Filled(cache.k, cache.v, lengths_U, model.logits(last_UD).astype(jnp.float32))
+    return Filled(cache, model.logits(last_UD).astype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
-def insert(rows: Rows, filled: Filled, entry: Entry, kind: Kind) -> Rows:
+def insert(model: Any, rows: Rows, filled: Filled, entry: Entry, kind: Kind) -> Rows:
     """Begin rows behind their prompts, with the first token of each drawn."""
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
     token, logprob = sample(filled.logits[entry.source], first, entry.draw, kind)
-    P = filled.k.shape[2]
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         return all_.at[entry.row].set(new, mode="drop")
 
-    def put_cache(all_LBSKH: jax.Array, new_LUPKH: jax.Array) -> jax.Array:
-        return all_LBSKH.at[:, entry.row, :P].set(new_LUPKH[:, entry.source], mode="drop")
-
     return Rows(
-        cache=_place(
-            Cache(
-                put_cache(rows.cache.k, filled.k),
-                put_cache(rows.cache.v, filled.v),
-                put(rows.cache.length, filled.lengths[entry.source]),
-            )
-        ),
+        cache=model.insert(rows.cache, entry.row, filled.cache, entry.source),
         token=put(rows.token, token),
         logprob=put(rows.logprob, logprob),
         count=put(rows.count, jnp.ones_like(entry.limit)),
@@ -203,7 +179,7 @@ def decode_chunk(
             model.logits(hidden_B1D[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
         )
         return rows._replace(
-            cache=_place(cache), token=token, logprob=logprob, count=rows.count + ~rows.done
+            cache=cache, token=token, logprob=logprob, count=rows.count + ~rows.done
         )
 
     def going(carry):
@@ -219,9 +195,3 @@ def decode_chunk(
 
 def _fold(keys: jax.Array, count_B: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(keys, count_B)
-
-
-def _place(cache: Cache) -> Cache:
-    """Rows over the mesh's rows, heads over its tensor axis."""
-    names = (None, "rows", None, "kv_heads", None)
-    return cache._replace(k=constrain(cache.k, *names), v=constrain(cache.v, *names))

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Piece
+from jaxtrain.models.naming import TIED_COPY
 from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
@@ -29,7 +30,6 @@ from jaxtrain_vllm import BACKEND, wire
 LINK_SECONDS = 60.0
 WORTH = 0.7
 """A delta larger than this share of the whole is not worth its trouble."""
-TIED_COPY = "lm_head.weight"
 
 
 class Edition(NamedTuple):

@@ -1,0 +1,108 @@
+"""Mixer: a layer that passes something between tokens, and what it says of itself.
+
+Training is told who sees whom (`Context`); decoding keeps a state a layer, which only the layer
+that made it understands: keys and values, a recurrent matrix, the tail of a convolution. Stack,
+decoder and sampler carry states along and ask here for all else.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtrain_kernels import Context
+
+from jaxtrain.layers.linear import Dtype
+from jaxtrain.layers.rope import Angles
+from jaxtrain.parallel.rules import constrain
+
+State = Any
+"""A pytree of arrays [B, ...]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What sets a layer apart from the others of its stack, its numbers aside."""
+
+    kind: str = "block"
+    """Layers of a kind have the same parameters, stored together under this name."""
+    window: int | None = None
+    """Positions that attention looks back, its own included; None: all."""
+    rope: str = "default"
+    """Which of the model's position encodings the layer reads."""
+
+
+class Decoding(NamedTuple):
+    """Where the T new tokens of each row stand. Of a row the first `end - start` count; those
+    behind them leave no trace in its state."""
+
+    start: jax.Array
+    """int32 [B]: tokens that the state has seen."""
+    end: jax.Array
+    """int32 [B]: tokens that it will have seen."""
+
+
+class LayerInputs(NamedTuple):
+    """What a block reads beside the hidden states."""
+
+    context: Context
+    """Who sees whom among the T tokens; in decoding these are the new ones."""
+    spec: LayerSpec
+    angles: Angles | None = None
+    """Of the encoding that `spec` names."""
+    decoding: Decoding | None = None
+    extra: Any = None
+    """This layer's slice of the stack's per-layer inputs."""
+
+
+class Mixer(nnx.Module):
+    """A layer (x_BTD, inputs, state) -> (y_BTD, state); the state is None in training.
+
+    The methods read static attributes alone: in a stack, parameters are those of many layers.
+    """
+
+    follows_trees: ClassVar[bool] = False
+    """Whether a token depends on its own branch alone (through `until` or `prev` of the Context),
+    so that packed documents and branches are what they would be alone."""
+    state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
+    """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
+
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
+        """The state of rows that have seen nothing, with room for `slots` tokens."""
+        raise NotImplementedError
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """FLOPs of a forward pass beside those of its weights; spans int [n]: how many tokens see
+        each token, itself among them."""
+        raise NotImplementedError
+
+    def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
+        """`state` with more rows or slots; none may shrink."""
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(new.astype(old.dtype), old, (0,) * old.ndim)
+
+        dtype = jax.tree.leaves(state)[0].dtype
+        return jax.tree.map(put, state, self.init_state(spec, rows, slots, dtype))
+
+    def insert_state(
+        self, state: State, rows_R: jax.Array, filled: State, source_R: jax.Array
+    ) -> State:
+        """`state` with rows of a `filled` one, of no more slots, in the place of some of its own;
+        rows out of range go nowhere."""
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            part = tuple(slice(size) for size in new.shape[1:])
+            return old.at[(rows_R, *part)].set(new[source_R].astype(old.dtype), mode="drop")
+
+        return jax.tree.map(put, state, filled)
+
+    def place_state(self, state: State) -> State:
+        """`state` on the mesh that is set."""
+
+        def place(x: jax.Array) -> jax.Array:
+            names = (*self.state_axes, *(None,) * x.ndim)[: x.ndim]
+            return constrain(x, *names)
+
+        return jax.tree.map(place, state)

@@ -1,0 +1,19 @@
+"""Whether a model may see several branches or documents in one row."""
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.decoder import DecoderConfig
+
+
+def require_trees(config: DecoderConfig, found: str, fix: str, key: str = "model.path") -> None:
+    """UserError unless all layers of the model follow trees (see layers.mixer.Mixer).
+
+    For whoever packs branches that share a prefix, or several documents, into a row: a layer that
+    runs along the row would carry one into the next. found: what asks for it ('task.mode "tree"
+    packs branches that share a prefix'); fix: what to do instead; key: where the model is named.
+    """
+    if not build.abstract(config).follows_trees:
+        raise UserError(
+            f"{found}, but {key} is {config.architecture}, which has layers that pass something"
+            f" from one branch or document of a row to the next; {fix}, or choose another {key}"
+        )
