@@ -19,6 +19,8 @@ Index = tuple[slice, ...]
 """One slice(start, stop) per dim, no steps and no open ends."""
 Fetch = Callable[[str, Index], np.ndarray]
 """(tensor name, index) -> that part of it."""
+TIED_COPY = "lm_head.weight"
+"""The head; some folders store one that is tied to the embedding a second time."""
 
 
 class Piece(NamedTuple):

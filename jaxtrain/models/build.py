@@ -22,11 +22,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry, Tensor, whole
+from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
-from jaxtrain.models.naming import TIED_COPY
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 from jaxtrain.parallel.rules import shardings
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
+from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
-
-TIED_COPY = "lm_head.weight"
-"""The head; some folders store one that is tied to the embedding a second time."""
 
 
 def decoder_names(

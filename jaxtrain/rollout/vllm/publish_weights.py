@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Piece
-from jaxtrain.models.naming import TIED_COPY
+from jaxtrain.hf.ops import TIED_COPY, Piece
 from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
