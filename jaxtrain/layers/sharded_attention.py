@@ -34,7 +34,7 @@ def attend(
 ) -> jax.Array:
     """`jaxtrain_kernels.attention` on whatever mesh is set; options (window, softcap, scale) are
     the kernel's. Returns [B, T, N, H], placed as q."""
-    op = functools.partial(attention_op, impl=impl, **options)
+    op, context = functools.partial(attention_op, impl=impl, **options), context._replace(prev=None)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return op(q_BTNH, k_BSKH, v_BSKH, context)

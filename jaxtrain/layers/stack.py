@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, State
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
@@ -178,39 +178,22 @@ class Stack(nnx.Module):
                 variable.set_value(constrain(variable.get_value(), *axes))
         self.layers = nnx.List(layers)
 
-    def init_states(self, rows: int, slots: int, dtype: Dtype) -> tuple[State, ...]:
-        """The states of rows that have seen nothing; see Mixer for this and the next ones."""
-        return tuple(
-            mixer.place_state(mixer.init_state(spec, rows, slots, dtype))
-            for spec, mixer in self._mixers()
-        )
-
-    def grow_states(self, states: Sequence[State], rows: int, slots: int) -> tuple[State, ...]:
-        """`states` with room for more rows or tokens."""
-        return tuple(
-            mixer.place_state(mixer.grow_state(spec, state, rows, slots))
-            for (spec, mixer), state in zip(self._mixers(), states, strict=True)
-        )
-
-    def insert_states(
-        self,
-        states: Sequence[State],
-        rows_R: jax.Array,
-        filled: Sequence[State],
-        source_R: jax.Array,
+    def map_states(
+        self, change: Callable[..., State], *states: Sequence[State]
     ) -> tuple[State, ...]:
-        """`states` with rows of `filled` ones."""
+        """change(mixer, spec, its state in each of `states`) of every layer, on the mesh."""
         return tuple(
-            mixer.place_state(mixer.insert_state(state, rows_R, new, source_R))
-            for (_, mixer), state, new in zip(self._mixers(), states, filled, strict=True)
+            mixer.place_state(change(mixer, spec, *own))
+            for (spec, mixer), *own in zip(self.mixers(), *states, strict=True)
         )
 
     def mixing_flops(self, spans: np.ndarray) -> float:
         """FLOPs of a forward pass of all layers beside those of weights; see Mixer."""
         alike = functools.cache(lambda spec, mixer: mixer.mixing_flops(spec, spans))
-        return sum(alike(spec, mixer) for spec, mixer in self._mixers())
+        return sum(alike(spec, mixer) for spec, mixer in self.mixers())
 
-    def _mixers(self) -> list[tuple[LayerSpec, Mixer]]:
+    def mixers(self) -> list[tuple[LayerSpec, Mixer]]:
+        """Each layer's spec, and the part of its block that mixes tokens."""
         blocks = self.layers or [getattr(self, spec.kind) for spec in self.specs]
         return [(spec, block.mixer) for spec, block in zip(self.specs, blocks, strict=True)]
 

@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
     @property
     def follows_trees(self) -> bool:
         """Whether packed documents and branches are what they would be alone, in every layer."""
-        return all(getattr(node, "follows_trees", True) for _, node in nnx.iter_graph(self))
+        return all(mixer.follows_trees for _, mixer in self.stack.mixers())
 
     def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> Hidden:
         """Final-normed hidden states [B, T, D] of a Batch [B, T], with what the blocks noted (see
@@ -211,19 +211,27 @@ class Decoder(nnx.Module):
     def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
         """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
-        return Cache(self.stack.init_states(rows, slots, dtype), jnp.zeros(rows, jnp.int32))
+        states = self.stack.map_states(
+            lambda mixer, spec: mixer.init_state(spec, rows, slots, dtype)
+        )
+        return Cache(states, jnp.zeros(rows, jnp.int32))
 
     def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
         """`cache` with room for more rows or tokens."""
-        length = jnp.pad(cache.length, (0, rows - len(cache.length)))
-        return Cache(self.stack.grow_states(cache.states, rows, slots), length)
+        states = self.stack.map_states(
+            lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
+        )
+        return Cache(states, jnp.pad(cache.length, (0, rows - len(cache.length))))
 
     def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
         """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
         rows out of range go nowhere."""
-        length = cache.length.at[rows_R].set(filled.length[source_R], mode="drop")
-        states = self.stack.insert_states(cache.states, rows_R, filled.states, source_R)
-        return Cache(states, length)
+        states = self.stack.map_states(
+            lambda mixer, _, state, new: mixer.insert_state(state, rows_R, new, source_R),
+            cache.states,
+            filled.states,
+        )
+        return Cache(states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop"))
 
     def decode(
         self, tokens_BT: jax.Array, cache: Cache, counts_B: jax.Array | None = None

@@ -31,7 +31,7 @@ TOY = {"architectures": ["ToyForCausalLM"], "num_hidden_layers": 5, "sliding_win
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "ToyForCausalLM", toy_recurrent)
+    monkeypatch.setitem(ARCHITECTURES, "ToyForCausalLM", "toy_recurrent")
     monkeypatch.setitem(trees.MODELS, "toy", TOY)
 
 
