@@ -7,11 +7,12 @@ agent trees differ only in these numbers. A log-prob is stored on the token that
 hidden state at `prev[t]` predicts token `t`, so nothing here is ever shifted.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-Array = np.ndarray  # or a jax.Array once fed to devices; nothing here imports jax
+Array: TypeAlias = Any
+"""A numpy array on the host, a jax.Array once fed to devices; nothing here imports jax."""
 
 
 class Batch(NamedTuple):

@@ -188,6 +188,7 @@ def build_batch(rows: Sequence[Sequence[Packed]], row_tokens: int, fields: Field
     """
     shape = (len(rows), row_tokens)
     index = np.arange(row_tokens, dtype=np.int32)
+    owner = np.full(shape, -1, np.int32)
     batch = Batch(
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
@@ -195,7 +196,7 @@ def build_batch(rows: Sequence[Sequence[Packed]], row_tokens: int, fields: Field
         until=np.broadcast_to(index + 1, shape).copy(),
         weights={name: np.zeros(shape, fields.dtype) for name in fields.components},
         since=np.broadcast_to(index, shape).copy() if fields.since else None,
-        owner=np.full(shape, -1, np.int32),
+        owner=owner,
         streams={name: np.zeros(shape, dtype) for name, dtype in fields.streams.items()},
     )
     for b, row in enumerate(rows):
@@ -208,7 +209,7 @@ def build_batch(rows: Sequence[Sequence[Packed]], row_tokens: int, fields: Field
             batch.positions[here] = tree.positions
             np.add(tree.prev, start, out=batch.prev[here], where=tree.prev >= 0)
             batch.until[here] = tree.until + start
-            batch.owner[here] = tree.owner + branch
+            owner[here] = tree.owner + branch
             if tree.since is not None:
                 assert batch.since is not None, (
                     "a tree with since in batches without (Fields.since)"

@@ -97,7 +97,7 @@ def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[st
     found["clipped_ratio"] = mean([episode.finish_reason == "length" for episode in episodes])
     scores = [score for one in answered for score in one.scores]
     for name in dict.fromkeys(name for score in scores for name in score):
-        there = [score[name] for score in scores if score.get(name) is not None]
+        there = [value for score in scores if (value := score.get(name)) is not None]
         if there and len(scores[0]) > 1:
             found[f"rewards/{name}"] = mean(there)
     found |= average_env_metrics(episodes)
