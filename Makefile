@@ -31,11 +31,8 @@ style: $(VENV)/installed-test
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 
-# pyright, as one wheel with all that it needs (75 MB)
 types: $(VENV)/installed-test
-	if $(RUN) -m pip install --quiet --disable-pip-version-check basedpyright; \
-	then $(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python; \
-	else echo "types were not checked: basedpyright could not be installed"; fi
+	$(VENV)/bin/basedpyright --pythonpath $(RUN)
 
 docs: $(VENV)/installed
 	$(RUN) -m jaxtrain.main docs > docs/config.md

@@ -7,11 +7,12 @@ agent trees differ only in these numbers. A log-prob is stored on the token that
 hidden state at `prev[t]` predicts token `t`, so nothing here is ever shifted.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-Array = np.ndarray  # or a jax.Array once fed to devices; nothing here imports jax
+Array: TypeAlias = Any
+"""A numpy array on the host, a jax.Array once fed to devices; nothing here imports jax."""
 
 
 class Batch(NamedTuple):
@@ -29,15 +30,16 @@ class Batch(NamedTuple):
     weights: dict[str, Array]
     """float32 loss weight of each token, by loss component ("nll", ...); 0 is context."""
     since: Array | None = None
-    """int32 first query that sees key k; None means k itself (causal). Set for bidirectional
-    blocks and prefix language models."""
+    """int32 first query that sees key k, at most k itself, which None stands for (causal). Set for
+    bidirectional blocks and prefix language models."""
     owner: Array | None = None
     """int32 id of the branch that a trained token belongs to; sequence-level losses sum by it."""
     denoms: dict[str, Array] = {}
-    """Constant denominators by component; a component that is missing here is divided by the
-    global sum of its weights over the whole optimizer step."""
+    """Constant denominators by component, one for the whole optimizer step: a number [A] times,
+    or once in a microstep. A component that is missing here is divided by the sum of its weights
+    over the step."""
     streams: dict[str, Array] = {}
-    """Other per-token arrays: advantage, old_logp, ref_logp, target, ..."""
+    """Other per-token arrays [..., T] or [..., T, n] of any dtype: advantage, old_logp, target."""
 
 
 def check_batch(batch: Batch) -> None:
@@ -49,6 +51,9 @@ def check_batch(batch: Batch) -> None:
     tokens, positions = np.asarray(batch.tokens), np.asarray(batch.positions)
     prev, until = np.asarray(batch.prev), np.asarray(batch.until)
     assert tokens.shape == positions.shape == prev.shape == until.shape, "fields differ in shape"
+    named = {"tokens": tokens, "positions": positions, "prev": prev, "until": until}
+    for name, array in {**named, "since": batch.since, "owner": batch.owner}.items():
+        assert array is None or array.dtype == np.int32, f"{name} is {array.dtype}, not int32"
     index = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     assert (prev < index).all() and (prev >= -1).all(), "prev must point backwards"
     assert (until > index).all() and (until <= tokens.shape[-1]).all(), "until out of range"
@@ -59,7 +64,19 @@ def check_batch(batch: Batch) -> None:
     assert (until <= parent_until)[has_prev].all(), "a subtree ends after its parent's"
     assert (index < parent_until)[has_prev].all(), "prev is not visible from its child"
     assert (positions == parent_position + 1)[has_prev].all(), "position is not the branch depth"
+    if batch.since is not None:
+        since = np.asarray(batch.since)
+        assert since.shape == tokens.shape, "since differs in shape"
+        assert ((since >= 0) & (since <= index)).all(), "a token must see itself"
+        # Then all tokens between lie on k's branch, too: in preorder there is no room for others.
+        first_until = np.take_along_axis(until, since, axis=-1)
+        first_position = np.take_along_axis(positions, since, axis=-1)
+        assert (index < first_until).all(), "a token is seen from another tree or branch"
+        assert (positions - first_position == index - since).all(), "since skips other branches"
+    for name, stream in batch.streams.items():
+        assert stream.shape[: tokens.ndim] == tokens.shape, f"streams[{name}] differs in shape"
     for component, weight in batch.weights.items():
         weight = np.asarray(weight)
+        assert np.issubdtype(weight.dtype, np.floating), f"weights[{component}]: {weight.dtype}"
         assert weight.shape == tokens.shape, f"weights[{component}] differ in shape"
         assert not weight[~has_prev].any(), f"weights[{component}]: a token nobody predicts trains"

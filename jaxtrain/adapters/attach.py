@@ -13,7 +13,7 @@ from jaxtrain.adapters.spec import Adapter, Slot
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import ExpertLinear, Linear
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import Params, Shapes
 
 Leaf = TypeVar("Leaf")
 
@@ -72,10 +72,10 @@ def split_trained(
     return trained, {path: value for path, value in params.items() if path not in trained}
 
 
-def draw_trained(shapes: Params, base: Params, adapter: Adapter, seed: int) -> Params:
+def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> Params:
     """The trained parameters at the start: the model computes what its base computes.
 
-    shapes: ShapeDtypeStructs with shardings of all that is trained; base: the base's parameters.
+    shapes: of all that is trained, with shardings; base: the base's parameters.
     A is uniform in +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns. The
     numbers depend on seed and path, not on the mesh.
     """

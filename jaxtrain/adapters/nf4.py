@@ -88,7 +88,9 @@ def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     absmax = jnp.abs(blocks).max(-1)
     unit = blocks / jnp.where(absmax > 0, absmax, 1.0)[..., None]
     # Codes are the number of thresholds strictly below.
-    codes = sum((unit > t).astype(jnp.uint8) for t in THRESHOLDS.tolist())
+    codes = jnp.zeros(unit.shape, jnp.uint8)
+    for threshold in THRESHOLDS.tolist():
+        codes += (unit > threshold).astype(jnp.uint8)
     codes = codes.reshape(num_out, num_in // 2, 2)
     offset = absmax.mean()
     centred = (absmax - offset).reshape(-1)

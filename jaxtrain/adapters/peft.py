@@ -22,7 +22,7 @@ from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import Params, Shapes
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -263,8 +263,10 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     return Adapter(slots, full, dtype, source=Path(folder))
 
 
-def load_trained(shapes: Params, config: DecoderConfig, adapter: Adapter) -> Params:
+def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Params:
     """The trained parameters of adapter.source, as shapes (with shardings) ask."""
+    assert adapter.source is not None, "an adapter that starts from a folder"
+    file = adapter.source / WEIGHTS
     files, params = open_peft(adapter.source).files, {}
     for param, op in adapter_entries(config, adapter):
         like = shapes[param]
@@ -272,14 +274,10 @@ def load_trained(shapes: Params, config: DecoderConfig, adapter: Adapter) -> Par
             stored = files.tensors.get(name)
             if stored is None or stored.shape != shape:
                 found = "missing" if stored is None else stored.shape
-                raise UserError(
-                    f"{adapter.source / WEIGHTS}: {name} is {found}, this model needs {shape}"
-                )
+                raise UserError(f"{file}: {name} is {found}, this model needs {shape}")
         value = read_entry(files, Entry(param, op), like, like.sharding)
         if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
-            raise UserError(
-                f"{adapter.source / WEIGHTS}: embedding and head differ, but the model ties them"
-            )
+            raise UserError(f"{file}: embedding and head differ, but the model ties them")
         params[param] = value
     return params
 

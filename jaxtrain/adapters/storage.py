@@ -12,7 +12,7 @@ from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import ExpertLinear, Linear
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import Params, Shapes
 
 
 class Storage(NamedTuple):
@@ -62,7 +62,7 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
     return model
 
 
-def quantise_params(params: Iterable[tuple[str, jax.Array]], shapes: Params, kind: str) -> Params:
+def quantise_params(params: Iterable[tuple[str, jax.Array]], shapes: Shapes, kind: str) -> Params:
     """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
 
     Each array may be freed once the next is asked for, so no more than one is in memory whole.

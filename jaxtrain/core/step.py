@@ -200,15 +200,18 @@ def empty_metrics(shapes: dict[str, Any]) -> dict[str, Any]:
 
 
 def denominator(batch: Batch, component: str) -> jax.Array:
-    """What a component's sum is divided by: its constant, or the step's total weight.
-
-    One without weights of its own, such as the balance of experts, is a mean over real tokens.
-    """
+    """What a component's sum is divided by: its constant, or the step's total weight."""
     if component in batch.denoms:
         return jnp.asarray(batch.denoms[component]).reshape(-1)[0]
-    weighted = component in batch.weights
-    total = jnp.sum(batch.weights[component]) if weighted else count_real(batch)
+    total = total_weight(batch, component)
     return jnp.where(total > 0, total, 1.0)
+
+
+def total_weight(batch: Batch, component: str) -> jax.Array:
+    """Sum of a component's weights; one without weights of its own, such as the balance of
+    experts, counts every token that is not padding."""
+    weighted = component in batch.weights
+    return jnp.sum(batch.weights[component]) if weighted else count_real(batch)
 
 
 def make_eval(build: Callable[[Params], Any], loss: Callable) -> Callable:
@@ -216,7 +219,7 @@ def make_eval(build: Callable[[Params], Any], loss: Callable) -> Callable:
 
     def evaluate(params: Params, batch: Batch):
         sums, metrics = loss(build(params), batch)
-        pairs = {name: (value, jnp.sum(batch.weights[name])) for name, value in sums.items()}
+        pairs = {name: (value, total_weight(batch, name)) for name, value in sums.items()}
         return {**pairs, **metrics}
 
     return jax.jit(evaluate)

@@ -27,6 +27,7 @@ from jaxtrain.core.assemble import Parts
 from jaxtrain.core.export import export_model
 from jaxtrain.core.roles import Held, Models, Role
 from jaxtrain.core.scorer import Scorer
+from jaxtrain.data.pack import Fields
 
 POLICY = "policy"
 """What methods with one model call it."""
@@ -118,10 +119,8 @@ class Data(Protocol):
 
     row_tokens: int
     """T, the longest row."""
-    components: tuple[str, ...]
-    """Weights that a batch has."""
-    streams: Mapping[str, Any]
-    """Other per-token arrays that the loss gets, with their dtypes."""
+    fields: Fields
+    """Weights and other per-token arrays of every batch."""
 
     def check(self) -> Iterator[str]:
         """A first look at every dataset, a line each; UserError when it would not train."""

@@ -9,9 +9,9 @@ Depth-first preorder puts every subtree in one contiguous run, hence one number 
 who sees it. Every tree of a row is divided by its own K.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,6 +40,27 @@ class Packed:
     """float64; 0 on the first token, which nothing predicts."""
     streams: dict[str, np.ndarray]
     num_branches: int
+    since: np.ndarray | None = None
+    """First query that sees this token; None: the token itself."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What every batch of a run holds, whether its rows do or not: one structure, one program."""
+
+    components: tuple[str, ...] = ("nll",)
+    """Loss components that have weights."""
+    streams: Mapping[str, Any] = field(default_factory=dict)
+    """Dtype of each stream by name; np.dtype((np.float32, (8,))) is a vector of 8 for each token.
+    """
+    since: bool = False
+    """Whether some tree says which tokens see later ones."""
+    dtype: Any = np.float32
+    """Dtype of the weights."""
+
+
+NLL = Fields()
+"""Log-likelihood alone: weights and nothing else."""
 
 
 def lay_out(tree: Tree, normalise: Normalise = "token") -> Packed:
@@ -79,6 +100,7 @@ def _lay_out_chain(tree: Tree) -> Packed:
         weights={name: np.array(values, np.float64) for name, values in node.weights.items()},
         streams=dict(node.streams),
         num_branches=tree.num_branches,
+        since=node.since,
     )
 
 
@@ -102,6 +124,12 @@ def _lay_out_nodes(tree: Tree) -> Packed:
     for child in order[1:]:
         prev[starts[child]] = stops[tree.nodes[child].parent] - 1
     nodes = [tree.nodes[i] for i in order]
+    since = None
+    if any(n.since is not None for n in nodes):
+        since = index.copy()
+        for i, n in zip(order, nodes, strict=True):
+            if n.since is not None:
+                since[starts[i] : stops[i]] = starts[i] + n.since
     return Packed(
         tokens=np.concatenate([n.tokens for n in nodes]),
         positions=(index - starts[node] + np.array(tree.depths)[node]).astype(np.int32),
@@ -117,6 +145,7 @@ def _lay_out_nodes(tree: Tree) -> Packed:
             name: np.concatenate([n.streams[name] for n in nodes]) for name in nodes[0].streams
         },
         num_branches=tree.num_branches,
+        since=since,
     )
 
 
@@ -151,50 +180,69 @@ def fit_rows(
     return rows
 
 
-def build_batch(
-    rows: Sequence[Sequence[Packed]],
-    row_tokens: int,
-    *,
-    components: Sequence[str] = ("nll",),
-    streams: Sequence[str] = (),
-    dtype: type = np.float32,
-) -> Batch:
+def build_batch(rows: Sequence[Sequence[Packed]], row_tokens: int, fields: Fields = NLL) -> Batch:
     """Batch [B, T] of `rows`, each a list of packed trees that fit; a row may be empty.
 
-    Padding: token 0, prev -1, until index + 1, owner -1, weight 0. `components` and `streams` are
-    always present, so that every batch of a run has the same structure.
+    Padding: token 0, prev -1, until index + 1, owner -1, weights and streams 0. A component or a
+    stream that a tree lacks is 0 on its tokens.
     """
     shape = (len(rows), row_tokens)
-    tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    prev, owner = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-    until = np.broadcast_to(np.arange(1, row_tokens + 1, dtype=np.int32), shape).copy()
-    weights = {name: np.zeros(shape, dtype) for name in components}
-    extra = {name: np.zeros(shape, np.float32) for name in streams}
+    index = np.arange(row_tokens, dtype=np.int32)
+    owner = np.full(shape, -1, np.int32)
+    batch = Batch(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        prev=np.full(shape, -1, np.int32),
+        until=np.broadcast_to(index + 1, shape).copy(),
+        weights={name: np.zeros(shape, fields.dtype) for name in fields.components},
+        since=np.broadcast_to(index, shape).copy() if fields.since else None,
+        owner=owner,
+        streams={name: np.zeros(shape, dtype) for name, dtype in fields.streams.items()},
+    )
     for b, row in enumerate(rows):
         start = branch = 0
         for tree in row:
             stop = start + len(tree.tokens)
             assert stop <= row_tokens, f"row {b} holds more than {row_tokens} tokens"
-            tokens[b, start:stop] = tree.tokens
-            positions[b, start:stop] = tree.positions
-            np.add(tree.prev, start, out=prev[b, start:stop], where=tree.prev >= 0)
-            until[b, start:stop] = tree.until + start
-            owner[b, start:stop] = tree.owner + branch
+            here = (b, slice(start, stop))
+            batch.tokens[here] = tree.tokens
+            batch.positions[here] = tree.positions
+            np.add(tree.prev, start, out=batch.prev[here], where=tree.prev >= 0)
+            batch.until[here] = tree.until + start
+            owner[here] = tree.owner + branch
+            if tree.since is not None:
+                assert batch.since is not None, (
+                    "a tree with since in batches without (Fields.since)"
+                )
+                batch.since[here] = tree.since + start
             for name, values in tree.weights.items():
-                weights[name][b, start:stop] = values
-            for name in extra:
-                if name in tree.streams:
-                    extra[name][b, start:stop] = tree.streams[name]
+                batch.weights[name][here] = values
+            for name in batch.streams.keys() & tree.streams.keys():
+                np.copyto(batch.streams[name][here], tree.streams[name], casting="same_kind")
             start, branch = stop, branch + tree.num_branches
-    return Batch(tokens, positions, prev, until, weights, owner=owner, streams=extra)
+    return batch
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
-    """[A, B, T] from A batches [B, T] of one shape."""
+    """[A, B, T] from A batches [B, T] of one shape and structure; denominators become [A].
+
+    Raises ValueError where microsteps name different denominators: they are those of the step.
+    """
     first = batches[0]
-    return Batch(
-        *(np.stack(field) for field in zip(*(batch[:4] for batch in batches), strict=True)),
-        weights={n: np.stack([batch.weights[n] for batch in batches]) for n in first.weights},
-        owner=np.stack([np.asarray(batch.owner) for batch in batches]),
-        streams={n: np.stack([batch.streams[n] for batch in batches]) for n in first.streams},
-    )
+    for batch in batches:
+        if batch.denoms != first.denoms:
+            raise ValueError(
+                f"microsteps of one step have one denominator: {first.denoms}, {batch.denoms}"
+            )
+    return Batch(*(_stack(values) for values in zip(*batches, strict=True)))
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        assert all(value.keys() == first.keys() for value in values), "microsteps differ in fields"
+        return {name: _stack([value[name] for value in values]) for name in first}
+    if first is None:
+        assert all(value is None for value in values), "microsteps differ in fields"
+        return None
+    return np.stack(values)

@@ -1,13 +1,13 @@
 """From the config's datasets to a Source: the doorway between section data and steps.py."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.pack import Normalise
+from jaxtrain.data.pack import Fields, Normalise
 from jaxtrain.data.readers import Part
 from jaxtrain.data.steps import Source, count_part_steps, eval_part_batches, open_parts
 
@@ -23,10 +23,8 @@ class Recipe(Protocol):
     """What the weights of a tree are divided by: see pack.lay_out."""
     units: int | None
     """Trees of an optimizer step, which replaces a fixed number of microsteps."""
-    components: Sequence[str]
-    """Loss components that every batch has weights of."""
-    streams: Mapping[str, Any]
-    """Other per-token arrays of every batch, with their dtypes."""
+    fields: Fields
+    """Weights and other per-token arrays of every batch."""
 
     def open(self, dataset: DatasetConfig) -> Part:
         """The dataset, opened, with the function that makes samples or trees of its rows."""
@@ -73,8 +71,7 @@ def open_source(
         normalise=recipe.normalise,
         row_tokens=recipe.row_tokens,
         units=recipe.units,
-        components=recipe.components,
-        streams=recipe.streams,
+        fields=recipe.fields,
     )
 
 
@@ -110,6 +107,5 @@ def eval_batches(
         data,
         rows=rows,
         row_tokens=recipe.row_tokens,
-        components=recipe.components,
-        streams=recipe.streams,
+        fields=recipe.fields,
     )

@@ -4,15 +4,13 @@ A `Recipe` says what a method makes of rows; this one is for methods that train 
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.formats import Probe, make_tokeniser, probe
-from jaxtrain.data.pack import Normalise
+from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.preview import Counts, show_counts, show_sample
 from jaxtrain.data.readers import STREAM_ROWS, Part
 from jaxtrain.data.sample import Sample
@@ -25,8 +23,7 @@ class Sequences:
 
     normalise: Normalise = "token"
     units: int | None = None
-    components: Sequence[str] = ("nll",)
-    streams: Mapping[str, Any] = MappingProxyType({})
+    fields: Fields = NLL
 
     def __init__(self, data: DataConfig, tokenizer: Any):
         self.data, self.tokenizer = data, tokenizer

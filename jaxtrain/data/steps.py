@@ -8,8 +8,8 @@ depends on the data, the seed and the draw number alone: not on workers, threads
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grain
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig
-from jaxtrain.data.pack import Normalise, build_batch, lay_out, stack_batches
+from jaxtrain.data.pack import NLL, Fields, Normalise, Packed, build_batch, lay_out, stack_batches
 from jaxtrain.data.readers import IndexedReader, Part, StreamReader, is_stream
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.units import UnitPacker
@@ -40,10 +40,8 @@ class Shape:
     normalise: Normalise = "token"
     units: int | None = None
     """Trees (branches, groups, samples) of a step; A then follows from what they fill."""
-    components: tuple[str, ...] = ("nll",)
-    """Loss components that every batch has weights of."""
-    streams: Mapping[str, Any] = field(default_factory=dict)
-    """Other per-token arrays of every batch, with their dtypes."""
+    fields: Fields = NLL
+    """What every batch holds."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -58,6 +56,18 @@ class Shape:
         while 2 * power < wanted:
             power *= 2
         return next(n for n in (power, 3 * power // 2, 2 * power) if n >= wanted)
+
+    def build(self, rows: Sequence[Sequence[Packed]]) -> Batch:
+        """Batch [A, B, T] of packed rows: the shortest T that holds them, the last rows empty."""
+        used = max(sum(len(tree.tokens) for tree in row) for row in rows)
+        length = next(n for n in self.lengths if n >= used)
+        rows = [*rows, *[[]] * (self.rows * self.count_microsteps(len(rows)) - len(rows))]
+        return stack_batches(
+            [
+                build_batch(rows[start : start + self.rows], length, self.fields)
+                for start in range(0, len(rows), self.rows)
+            ]
+        )
 
 
 class _StepIterator(grain.DatasetIterator):
@@ -90,29 +100,14 @@ class _StepIterator(grain.DatasetIterator):
         rows = self._next_rows()
         if not rows:
             raise StopIteration
-        slots = shape.rows * shape.count_microsteps(len(rows))
-        used = [sum(tree.num_tokens for tree in row) for row in rows]
-        length = next(n for n in shape.lengths if n >= max(used, default=0))
-        packed = [[lay_out(tree, shape.normalise) for tree in row] for row in rows]
-        packed += [[]] * (slots - len(rows))
-        batch = stack_batches(
-            [
-                build_batch(
-                    packed[start : start + shape.rows],
-                    length,
-                    components=shape.components,
-                    streams=shape.streams,
-                )
-                for start in range(0, len(packed), shape.rows)
-            ]
-        )
+        batch = shape.build([[lay_out(tree, shape.normalise) for tree in row] for row in rows])
         shapes = self._totals["shapes"]
         if list(batch.tokens.shape) not in shapes:
             self._totals["shapes"] = [*shapes, list(batch.tokens.shape)]
         self._totals["batches"] += 1
         self._totals["rows"] += len(rows)
-        self._totals["tokens"] += sum(used)
-        self._totals["slots"] += len(packed) * length
+        self._totals["tokens"] += sum(tree.num_tokens for row in rows for tree in row)
+        self._totals["slots"] += batch.tokens.size
         trained = np.any([weight != 0 for weight in batch.weights.values()], axis=0)
         self._totals["trained_tokens"] += int(np.count_nonzero(trained))
         return batch
@@ -258,13 +253,12 @@ def open_parts(
     normalise: Normalise = "token",
     row_tokens: int | None = None,
     units: int | None = None,
-    components: Sequence[str] = ("nll",),
-    streams: Mapping[str, Any] | None = None,
+    fields: Fields = NLL,
 ) -> Source:
     """Source over opened datasets; without num_epochs it never ends.
 
     row_tokens: T where it is not data.sequence_len. units: trees of a step, which then fill as many
-    microsteps as they need; microsteps does not count. components, streams: what every batch has.
+    microsteps as they need; microsteps does not count. fields: what every batch holds.
     """
     row_tokens = row_tokens or data.sequence_len
     shape = Shape(
@@ -274,8 +268,7 @@ def open_parts(
         tuple(data.length_buckets),
         normalise,
         units,
-        tuple(components),
-        streams or {},
+        fields,
     )
     streamed = any(is_stream(part.rows) for part in parts)
     if streamed and num_epochs is not None:
@@ -372,8 +365,7 @@ def eval_part_batches(
     *,
     rows: int,
     row_tokens: int | None = None,
-    components: Sequence[str] = ("nll",),
-    streams: Mapping[str, Any] | None = None,
+    fields: Fields = NLL,
 ) -> Iterator[Batch]:
     """Batches [1, B, T] of every row of `part` once, in order; the last one is padded."""
     row_tokens = row_tokens or data.sequence_len
@@ -383,14 +375,7 @@ def eval_part_batches(
     else:
         reader = IndexedReader([part], num_epochs=1, **options)
     quiet = data.model_copy(update={"shuffle": False})
-    shape = Shape(
-        rows,
-        1,
-        row_tokens,
-        tuple(data.length_buckets),
-        components=tuple(components),
-        streams=streams or {},
-    )
+    shape = Shape(rows, 1, row_tokens, tuple(data.length_buckets), fields=fields)
     iterator = _StepIterator(_open_packer(reader, quiet, 0, row_tokens), shape)
     try:
         for batch in iterator:

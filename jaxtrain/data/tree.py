@@ -32,13 +32,24 @@ class Node:
     weights: Weights
     """{component: float [n]} summed over the branches through this node; 0 is context."""
     streams: dict[str, np.ndarray] = field(default_factory=dict)
-    """{name: [n]} other per-token numbers, such as advantages and old log-probs."""
+    """{name: [n, ...]} other per-token values of any dtype: advantages, old log-probs, targets."""
     role: str = ""
     """What it is, for people: "user", "think", "response"."""
+    since: np.ndarray | None = None
+    """int32 [n] index in the node of the first token that sees each one; None is causal. All 0: the
+    node's tokens see each other, as the prompt of a prefix language model. i // k * k: blocks of k
+    tokens that see each other."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0:
             raise ValueError("a node has no tokens")
+        if self.since is not None:
+            index = np.arange(len(self.tokens))
+            if (
+                self.since.shape != index.shape
+                or not ((0 <= self.since) & (self.since <= index)).all()
+            ):
+                raise ValueError("since: one index for each token, from 0 to the token's own")
         for name, values in (*self.weights.items(), *self.streams.items()):
             if len(values) != len(self.tokens):
                 raise ValueError(f"{name}: {len(values)} values for {len(self.tokens)} tokens")

@@ -1,9 +1,7 @@
 """Rows of data as prefix trees: branching trajectories, thoughts as side leaves, grouped trials."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +9,7 @@ from rich.console import Console
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.task import TreeTask
 from jaxtrain.data.builders import Limits, TreeBuilder
+from jaxtrain.data.pack import NLL, Fields
 from jaxtrain.data.readers import Part
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.selection import select_rows
@@ -29,8 +28,7 @@ class Trees:
     Held-out data are always whole trees with weights g/K, so that the modes compare.
     """
 
-    components: Sequence[str] = ("nll",)
-    streams: Mapping[str, Any] = MappingProxyType({})
+    fields: Fields = NLL
 
     def __init__(self, task: TreeTask, data: DataConfig, tokenizer: Any):
         self.task, self.data, self.tokenizer = task, data, tokenizer

@@ -1,6 +1,7 @@
 """Linear: the one place where a weight meets an activation."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,11 @@ class Linear(nnx.Module):
     ):
         shape = (*lead, num_in, num_out)
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
-        self.kernel = nnx.Param(kernel, axes=axes)
+        self.kernel: Any = nnx.Param(kernel, axes=axes)
         self.bias = (
             nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[-1:]) if use_bias else None
         )
-        self.adapter = nnx.data(None)
+        self.adapter: Any = nnx.data(None)
         self.dtype = jnp.dtype(dtype)
 
     @property

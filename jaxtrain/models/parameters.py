@@ -1,11 +1,13 @@
 """A model taken apart into named arrays, and put together again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
 
 Params = dict[str, jax.Array]
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""Parameters without their values, with shardings where somebody places them."""
 Rebuild = Callable[[Params], nnx.Module]
 
 

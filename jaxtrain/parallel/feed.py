@@ -15,7 +15,8 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
-    """Host Batch [A, B, T] to device arrays; `denoms` (scalars) are copied to every device.
+    """Host Batch [A, B, T] to device arrays of the same dtypes (64 bits become 32 unless jax has
+    them enabled); `denoms`, numbers or [A], are copied to every device.
 
     Every process passes the whole batch and places the part that its devices hold: which rows
     train together depends on the data alone, never on the number of processes. Without a mesh the

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 PIECE_BYTES = 256 * 2**20
 """What a device holds of a parameter beside its own slice, where it can be taken in pieces."""
@@ -18,7 +18,7 @@ PIECE_BYTES = 256 * 2**20
 
 def gather_params(
     params: Mapping[str, jax.Array],
-    places: Mapping[str, NamedSharding],
+    places: Mapping[str, Sharding],
     piece_bytes: int = PIECE_BYTES,
 ) -> dict[str, jax.Array]:
     """Copies of all parameters, each at `places[path]` on devices of process 0; {} elsewhere.
@@ -35,15 +35,15 @@ def gather_params(
     return found
 
 
-def _gather(value: jax.Array, place: NamedSharding | None, piece_bytes: int) -> jax.Array | None:
+def _gather(value: jax.Array, place: Sharding | None, piece_bytes: int) -> jax.Array | None:
     """One array at `place`; None takes part and gets nothing."""
     if value.is_fully_addressable:
         return None if place is None else jax.device_put(value, place)
-    mesh = value.sharding.mesh
+    mesh = _mesh(value.sharding)
     pieces = cut_pieces(value, piece_bytes)
     if pieces is None:
         whole = _replicator(mesh)(value)
-        return None if place is None else jax.device_put(_copy_on(whole, place.mesh), place)
+        return None if place is None else jax.device_put(_copy_on(whole, _mesh(place)), place)
     axis, size = pieces
     take = _slicer(mesh, axis, size)
     made = None if place is None else jnp.zeros(value.shape, value.dtype, device=place)
@@ -51,20 +51,27 @@ def _gather(value: jax.Array, place: NamedSharding | None, piece_bytes: int) -> 
         start = np.int32(min(start, value.shape[axis] - size))  # the last two may overlap
         piece = take(value, start)
         if place is not None:
-            with jax.set_mesh(place.mesh):  # around this stands the trainer's
-                made = _putter(place, axis)(made, _copy_on(piece, place.mesh), start)
+            with jax.set_mesh(_mesh(place)):  # around this stands the trainer's
+                made = _putter(place, axis)(made, _copy_on(piece, _mesh(place)), start)
     return made
 
 
 def cut_pieces(value: jax.Array, piece_bytes: int) -> tuple[int, int] | None:
     """(axis, indices of it in a piece): a dim that no mesh axis cuts, so that taking a part of it
     moves nothing. None: the array is small, or has no such dim, and goes as a whole."""
+    assert isinstance(value.sharding, NamedSharding)
     spec = [*value.sharding.spec, *[None] * value.ndim]
     free = [axis for axis, size in enumerate(value.shape) if size > 1 and not spec[axis]]
     if value.nbytes <= piece_bytes or not free:
         return None
     size = value.shape[free[0]]
     return free[0], max(1, piece_bytes * size // value.nbytes)
+
+
+def _mesh(sharding: Sharding) -> Mesh:
+    """The devices of an array of parameters, which always lies on a mesh."""
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh), sharding
+    return sharding.mesh
 
 
 @functools.cache
@@ -81,7 +88,7 @@ def _slicer(mesh: Mesh, axis: int, size: int):
 
 
 @functools.cache
-def _putter(place: NamedSharding, axis: int):
+def _putter(place: Sharding, axis: int):
     def put(x, piece, start):
         return jax.lax.dynamic_update_slice_in_dim(x, piece, start, axis)
 

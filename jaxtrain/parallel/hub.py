@@ -229,7 +229,7 @@ def free_port() -> int:
 
 def start_service(port: int, size: int) -> Any:
     """jax's coordination service, which jax.distributed would otherwise run inside process 0."""
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # no public name
 
     return _jax.get_distributed_runtime_service(f"[::]:{port}", size, heartbeat_timeout=600)
 

@@ -8,6 +8,7 @@ intermediate that `rules.constrain` leaves open.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.experimental import multihost_utils
@@ -15,6 +16,9 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.processes import peers
+
+Device: TypeAlias = Any
+"""A jax.Device, which jax declares as a variable."""
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -55,7 +59,7 @@ def _named(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     """Mesh over all devices (or those given) with every axis of AXES, of type Auto.
 
     make_mesh(data=2, fsdp=-1); an axis that is not named has size 1. See `resolve_sizes`.
@@ -70,7 +74,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
     )
 
 
-def split_devices(reserved: int) -> tuple[list[jax.Device], list[jax.Device]]:
+def split_devices(reserved: int) -> tuple[list[Device], list[Device]]:
     """(devices to train on, the `reserved` last ones for something else); UserError where they are
     not there, or belong to other processes."""
     devices = jax.devices()

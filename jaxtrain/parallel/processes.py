@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed
@@ -198,6 +198,7 @@ def start_hub(port: str, size: int, timeouts: Timeouts) -> None:
     command = [sys.executable, "-m", "jaxtrain.parallel.hub", port, str(size)]
     command += map(str, timeouts)
     hub = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    assert hub.stdout is not None
     answer = hub.stdout.readline().strip()
     if answer != "ready":
         raise UserError(
@@ -221,15 +222,22 @@ def join_tpu_pod(timeouts: Timeouts) -> None:
     global _peers
     jax.distributed.initialize(initialization_timeout=int(timeouts.start))
     if jax.process_count() > 1:
-        client = distributed.global_state.client
+        store = key_value_store()
         if jax.process_index() == 0:
             port = str(free_port())
             start_hub(port, jax.process_count(), timeouts)
-            client.key_value_set("jaxtrain_hub", f"{socket.gethostname()}:{port}")
-        address = client.blocking_key_value_get("jaxtrain_hub", int(timeouts.start * 1000))
+            store.key_value_set("jaxtrain_hub", f"{socket.gethostname()}:{port}")
+        address = store.blocking_key_value_get("jaxtrain_hub", int(timeouts.start * 1000))
         _peers = Peers(
             address, jax.process_index(), jax.process_count(), timeouts.start, timeouts.peer
         )
+
+
+def key_value_store() -> Any:
+    """jax's store of short texts that every process reads; jax has no public name for it."""
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed was initialised"
+    return client
 
 
 def finish() -> None:

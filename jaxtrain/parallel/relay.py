@@ -18,10 +18,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed
 
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.processes import peers
+from jaxtrain.parallel.processes import key_value_store, peers
 
 T = TypeVar("T")
 
@@ -134,7 +133,8 @@ def receive_exactly(connection: socket.socket, size: int) -> bytearray:
     return found
 
 
-_end: Sender | Receiver | None = None
+_sender: Sender | None = None
+_receiver: Receiver | None = None
 
 
 def share(name: str, make: Callable[[], T]) -> T:
@@ -143,16 +143,16 @@ def share(name: str, make: Callable[[], T]) -> T:
     Every process calls this, in the same order. The value must be picklable; with one process it
     is handed through.
     """
-    global _end
+    global _sender, _receiver
     if jax.process_count() == 1:
         return make()
     if jax.process_index() == 0:
         value = make()
-        _end = _end or open_sender()
-        _end.tell(name, value)
+        _sender = _sender or open_sender()
+        _sender.tell(name, value)
         return value
-    _end = _end or open_receiver()
-    return _end.hear(name)
+    _receiver = _receiver or open_receiver()
+    return _receiver.hear(name)
 
 
 def open_sender() -> Sender:
@@ -161,7 +161,7 @@ def open_sender() -> Sender:
     assert others is not None, "processes that share something have joined"
     sender = Sender(others.size - 1)
     address = f"{sender.port} {sender.token.hex()}"
-    distributed.global_state.client.key_value_set(KEY, address)
+    key_value_store().key_value_set(KEY, address)
     sender.accept()
     return sender
 
@@ -170,10 +170,10 @@ def open_receiver() -> Receiver:
     """Another process's end; waits for process 0 for as long as that needs."""
     others = peers()
     assert others is not None, "processes that share something have joined"
-    client = distributed.global_state.client
+    store = key_value_store()
     while True:
         try:
-            address = client.blocking_key_value_get(KEY, int(ASK_SECONDS * 1000))
+            address = store.blocking_key_value_get(KEY, int(ASK_SECONDS * 1000))
             break
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):

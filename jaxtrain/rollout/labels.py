@@ -16,21 +16,24 @@ N episodes with n_i trained tokens each:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.data.merge import Branch, Saving, measure_saving, merge_prefixes
-from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.pack import Fields, fit_rows, lay_out
 from jaxtrain.data.steps import Shape
 from jaxtrain.data.tree import Tree
 from jaxtrain.rollout.types import Episode, Group
 
-STREAMS = ("advantage", "sampler_logp", "old_logp", "ref_logp", "episode")
 EPISODE = "episode"
-"""Host-only stream: number of the token's episode in the round, from 0."""
+"""Host-only stream: number of the token's episode in the round, from 0; -1 is context."""
+STREAMS = {
+    **dict.fromkeys(("advantage", "sampler_logp", "old_logp", "ref_logp"), np.float32),
+    EPISODE: np.int32,
+}
 
 Average = Literal["token", "sequence", "sum", "microstep", "constant"]
 
@@ -119,7 +122,7 @@ def make_branch(episode: Episode, advantage: float, number: int, labels: Labels)
         {
             "advantage": np.where(trained, advantage, 0.0),
             "sampler_logp": np.where(trained, episode.logprobs, 0.0),
-            EPISODE: np.where(trained, number, -1.0),
+            EPISODE: np.where(trained, number, -1),
             "old_logp": np.zeros(length),
             "ref_logp": np.zeros(length),
         },
@@ -151,21 +154,8 @@ def pack(trees: Sequence[Tree], labels: Labels) -> Batch:
     alone = [[index] for index in range(len(trees))]
     places = fit_rows(sizes, shape.row_tokens) if labels.packing else alone
     packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
-    used = max(sum(len(tree.tokens) for tree in row) for row in packed)
-    length = next(n for n in shape.lengths if n >= used)
-    packed += [[]] * (shape.rows * shape.count_microsteps(len(packed)) - len(packed))
-    return stack_batches(
-        [
-            build_batch(
-                packed[start : start + shape.rows],
-                length,
-                components=labels.components,
-                streams=STREAMS,
-                dtype=labels.dtype,
-            )
-            for start in range(0, len(packed), shape.rows)
-        ]
-    )
+    fields = Fields(labels.components, STREAMS, dtype=labels.dtype)
+    return replace(shape, fields=fields).build(packed)
 
 
 def average_over(batch: Batch, labels: Labels, episodes: int) -> Batch:

@@ -76,17 +76,18 @@ class GroupPlayer:
         found = await asyncio.gather(
             *(self.play_one(ask.row, first + member, slot) for member in range(size))
         )
-        if any(isinstance(episode, EpisodeFailed) for episode in found):
+        episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
+        if len(episodes) < size:
             reason = next(str(e) for e in found if isinstance(e, EpisodeFailed))
             slot.dropped[f"failed: {reason}"] += 1
             return None
-        scores = await self.rewards.score(found, ask.row)
+        scores = await self.rewards.score(episodes, ask.row)
         if not scores[0]:
             raise UserError(
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
                 " that gives rewards itself for rows such as these"
             )
-        return Group(ask.draw, ask.row, list(found), scores)
+        return Group(ask.draw, ask.row, episodes, scores)
 
     async def play_one(
         self, row: dict[str, Any], index: int, slot: Slot

@@ -21,7 +21,7 @@ class OfflineData:
     def __init__(self, config: Config, recipe: Recipe):
         self.config, self.recipe = config, recipe
         self.row_tokens = recipe.row_tokens
-        self.components, self.streams = tuple(recipe.components), recipe.streams
+        self.fields = recipe.fields
 
     def check(self) -> Iterator[str]:
         """See task.Data."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts
+from jaxtrain.data.pack import Fields
 from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
@@ -44,8 +45,7 @@ class Plan:
     """Optimizer steps under one version of the policy."""
     parts: int
     """Parts that a streamed round comes in; 1: as a whole."""
-    components: tuple[str, ...]
-    streams: Mapping[str, Any]
+    fields: Fields
 
 
 class PromptData:
@@ -54,7 +54,7 @@ class PromptData:
     def __init__(self, config: Config, tokenizer: Any, plan: Plan):
         self.config, self.tokenizer, self.plan = config, tokenizer, plan
         self.row_tokens = config.data.sequence_len
-        self.components, self.streams = plan.components, plan.streams
+        self.fields = plan.fields
         self.source: RoundSource | None = None
         """On process 0, once opened."""
         self.say: Callable[[str], None] = print

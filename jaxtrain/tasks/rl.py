@@ -16,6 +16,7 @@ from jaxtrain.core.assemble import assemble
 from jaxtrain.core.roles import Role, Weights
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Live, Round, Task, keep_weights, of_policy
+from jaxtrain.data.pack import Fields
 from jaxtrain.data.steps import Shape
 from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
@@ -46,8 +47,7 @@ def open_data(config: Config, tokenizer: Any) -> PromptData:
         ),
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,
-        components=tuple(rl_coef(task)),
-        streams=dict.fromkeys(STREAMS, np.float32),
+        fields=Fields(tuple(rl_coef(task)), STREAMS),
     )
     return PromptData(config, tokenizer, plan)
 

@@ -88,9 +88,10 @@ def abstract_batch(data: Data, shape: tuple[int, int, int]) -> Batch:
         positions=ints,
         prev=ints,
         until=ints,
-        weights={name: of(jnp.float32) for name in data.components},
+        weights={name: of(jnp.float32) for name in data.fields.components},
+        since=ints if data.fields.since else None,
         owner=ints,
-        streams={name: of(dtype) for name, dtype in data.streams.items()},
+        streams={name: of(dtype) for name, dtype in data.fields.streams.items()},
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.batch import check_batch
-from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.rows import to_tree
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.tree import Node, Tree, build_tree, split_branches
@@ -192,19 +192,80 @@ def test_a_tree_longer_than_a_row_is_our_bug():
 
 def test_stacked_batches_keep_every_field():
     packed = lay_out(to_tree(Sample(np.arange(1, 4), np.ones(3))))
-    batch = stack_batches([build_batch([[packed], []], 4), build_batch([[], [packed]], 4)])
+    micro = [build_batch([[packed], []], 4), build_batch([[], [packed]], 4)]
+    batch = stack_batches([b._replace(denoms={"nll": np.float32(3)}) for b in micro])
     check_batch(batch)
     assert batch.tokens.tolist() == [[[1, 2, 3, 0], [0] * 4], [[0] * 4, [1, 2, 3, 0]]]
     assert batch.weights["nll"].shape == batch.owner.shape == (2, 2, 4)
+    assert batch.since is None and batch.denoms["nll"].tolist() == [3, 3]
+    with pytest.raises(ValueError, match="one denominator"):
+        stack_batches([b._replace(denoms={"nll": np.float32(i)}) for i, b in enumerate(micro)])
 
 
-def test_streams_are_laid_out_with_their_tokens():
+TYPED = Fields(
+    ("pg",),
+    {"old": np.float32, "target": np.int32, "top": np.dtype((np.int32, (2,))), "seen": np.bool_},
+    since=True,
+)
+
+
+def test_streams_of_any_dtype_are_laid_out_with_their_tokens():
     nodes = (
-        Node(-1, np.array([1, 2]), {"pg": np.zeros(2)}, {"old": np.array([0.0, 0.0])}),
+        Node(-1, np.array([1, 2]), {"pg": np.zeros(2)}, {"old": np.zeros(2)}),
         Node(0, np.array([3]), {"pg": np.ones(1)}, {"old": np.array([-1.5])}),
         Node(0, np.array([4]), {"pg": np.ones(1)}, {"old": np.array([-2.5])}),
     )
-    batch = build_batch([[lay_out(Tree(nodes), "branch")]], 5, components=["pg"], streams=["old"])
+    first = build_batch([[lay_out(Tree(nodes), "branch")]], 5, TYPED)
+    target, top = np.array([2**31 - 1, 7]), np.array([[1, 2], [3, 4]])
+    streams = {"target": target, "top": top, "seen": np.ones(2, bool)}
+    tree = Tree((Node(-1, np.array([5, 6]), {"pg": np.ones(2)}, streams),))
+    batch = stack_batches([first, build_batch([[lay_out(tree)]], 5, TYPED)])
     check_batch(batch)
-    assert batch.streams["old"].tolist() == [[0, 0, -1.5, -2.5, 0]]
-    assert batch.weights["pg"].tolist() == [[0, 0, 1, 1, 0]]
+    assert batch.streams["old"].tolist() == [[[0, 0, -1.5, -2.5, 0]], [[0] * 5]]
+    assert batch.weights["pg"].tolist() == [[[0, 0, 1, 1, 0]], [[0, 1, 0, 0, 0]]]
+    assert batch.streams["target"].tolist() == [[[0] * 5], [[2**31 - 1, 7, 0, 0, 0]]]
+    assert batch.streams["top"].tolist()[1] == [[[1, 2], [3, 4], [0, 0], [0, 0], [0, 0]]]
+    assert [stream.dtype.name for stream in batch.streams.values()] == [
+        "float32", "int32", "int32", "bool",
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="float64.*int32"):
+        streams["target"] = target / 2
+        build_batch([[lay_out(Tree((Node(-1, target, {}, streams),)))]], 5, TYPED)
+
+
+def test_since_says_who_sees_later_tokens():
+    """A prompt that sees itself, a causal answer, and a leaf of two blocks."""
+    tree = Tree(
+        (
+            Node(-1, np.arange(3), {}, since=np.zeros(3, np.int32)),
+            Node(0, np.arange(3), {}),
+            Node(0, np.arange(4), {}, since=np.arange(4) // 2 * 2),
+        )
+    )
+    chain = Tree((Node(-1, np.ones(2), {}),))
+    batch = build_batch([[lay_out(chain), lay_out(tree)]], 13, TYPED)
+    check_batch(batch)
+    q = np.arange(13)[:, None]
+    seen = (batch.since[0] <= q) & (q < batch.until[0])
+    assert ["".join(".x"[int(x)] for x in row) for row in seen] == [
+        "x............",
+        "xx...........",
+        "..xxx........",
+        "..xxx........",
+        "..xxx........",
+        "..xxxx.......",
+        "..xxxxx......",
+        "..xxxxxx.....",
+        "..xxx...xx...",
+        "..xxx...xx...",
+        "..xxx...xxxx.",
+        "..xxx...xxxx.",
+        "............x",
+    ]
+    for since, message in [(0, "another tree"), (4, "skips other branches"), (9, "see itself")]:
+        bad = batch.since.copy()
+        bad[0, 8] = since
+        with pytest.raises(AssertionError, match=message):
+            check_batch(batch._replace(since=bad))
+    with pytest.raises(ValueError, match="from 0 to the token's own"):
+        Node(-1, np.arange(2), {}, since=np.array([0, 2]))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -70,6 +71,12 @@ def batch_of(rows, length):
         until=array,
         weights={"nll": array.astype(np.float32)},
         denoms={"nll": np.float32(3.0)},
+        since=array,
+        streams={
+            "target": array,
+            "seen": array > 5,
+            "state": np.ones((*shape, 3), ml_dtypes.bfloat16),
+        },
     )
 
 
@@ -80,10 +87,12 @@ def test_feed_splits_rows_and_tokens(sizes):
     placed = feed(host, mesh)
     for ours, theirs in zip(jax.tree.leaves(placed), jax.tree.leaves(host), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
     shard = placed.tokens.addressable_shards[0].data.shape
     assert shard == (2, 4 // row_shards(mesh), 6 // sizes.get("context", 1))
     assert placed.denoms["nll"].sharding.is_fully_replicated
-    assert placed.since is None
+    long = feed(host._replace(streams={"id": np.ones((2, 4, 6), np.int64)}), mesh)
+    assert long.streams["id"].dtype == np.int32  # jax's 64 bits are off
 
 
 def test_feed_without_a_mesh_and_with_rows_that_do_not_divide():

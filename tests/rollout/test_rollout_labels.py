@@ -133,11 +133,11 @@ def test_every_drawn_token_trains_once_and_nothing_else():
         assert labelled.trained_tokens == drawn
         (batch,) = labelled.batches
         mask = batch.weights["pg"] != 0
-        counts = np.bincount(batch.streams[EPISODE][mask].astype(int))
+        counts = np.bincount(batch.streams[EPISODE][mask])
         assert counts.tolist() == [e.num_sampled for g in groups for e in g.episodes]
         # An episode's tokens have one owner in one row, and its advantage.
         advantages = np.concatenate([group.advantages for group in groups])
-        places = batch.streams[EPISODE][mask].astype(int)
+        places = batch.streams[EPISODE][mask]
         np.testing.assert_allclose(batch.streams["advantage"][mask], advantages[places], rtol=1e-6)
 
 
@@ -176,7 +176,7 @@ def weigh(average, **changes):
     mask = batch.weights["pg"] != 0
     share = batch.weights["pg"][mask] / float(denominator(batch, "pg"))
     counts = [e.num_sampled for e in episodes]
-    return np.bincount(batch.streams[EPISODE][mask].astype(int), share, minlength=3), counts
+    return np.bincount(batch.streams[EPISODE][mask], share, minlength=3), counts
 
 
 def test_averages_by_hand():
@@ -217,9 +217,7 @@ def test_luspo_sums_tokens_and_divides_by_sequences():
 def test_minibatches_divide_the_groups():
     groups = make_groups(sizes=(2, 2, 2, 2))
     labelled = label(groups, make_labels(num_minibatches=2))
-    seen = [
-        set(b.streams[EPISODE][b.weights["pg"] != 0].astype(int).tolist()) for b in labelled.batches
-    ]
+    seen = [set(b.streams[EPISODE][b.weights["pg"] != 0].tolist()) for b in labelled.batches]
     assert seen == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 

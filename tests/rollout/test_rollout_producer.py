@@ -265,7 +265,7 @@ def test_a_round_has_exact_advantages_and_metrics(closing):
     (batch,) = next(source)
     mask = batch.weights["pg"] != 0
     assert mask.sum() == 2 * GROUP
-    places = batch.streams[EPISODE][mask].astype(int)
+    places = batch.streams[EPISODE][mask]
     rewards = np.arange(GROUP) - 1.5
     want = np.tile(rewards / (np.std(rewards, ddof=1) + 1e-4), 2)
     np.testing.assert_allclose(batch.streams["advantage"][mask], want[places], rtol=1e-6)

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxtrain.batch import Batch, check_batch
-from jaxtrain.core.step import init_state, make_eval, make_step
+from jaxtrain.core.step import denominator, init_state, make_eval, make_step
+from jaxtrain.losses.balance import count_real
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
@@ -177,3 +178,14 @@ def test_evaluation_sums_add_up_over_batches():
         parts = [evaluate(params, part)["nll"] for part in micro]
         whole = evaluate(params, jax.tree.map(lambda leaf: leaf[0], batch))["nll"]
     np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-6)
+
+
+def test_a_component_without_weights_is_evaluated_over_real_tokens():
+    """The balance of experts has none: its pair adds up over batches, too."""
+
+    def loss(model, batch):
+        return {"balance": 2.0 * count_real(batch).astype(jnp.float32)}, {}
+
+    first = jax.tree.map(lambda leaf: leaf[0], documents_batch(rows=2))
+    total, weight = make_eval(lambda params: None, loss)({}, first)["balance"]
+    assert weight == denominator(first, "balance") == 48 and total == 96

@@ -21,8 +21,8 @@ from jaxtrain_kernels.tree_attention import xla
 
 from jaxtrain.batch import Batch, check_batch
 from jaxtrain.data.merge import Branch, merge_prefixes
-from jaxtrain.data.pack import build_batch, lay_out
-from jaxtrain.data.tree import Tree, build_tree
+from jaxtrain.data.pack import Fields, build_batch, lay_out
+from jaxtrain.data.tree import Node, Tree, build_tree
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.models.parameters import split_model
@@ -122,7 +122,7 @@ def functions(name: str, impl: str, gradients: bool = True):
 
 def pack_rows(rows: list[list[Tree]], row_tokens: int = ROW_TOKENS) -> Batch:
     batch = build_batch(
-        [[lay_out(tree) for tree in row] for row in rows], row_tokens, dtype=np.float64
+        [[lay_out(tree) for tree in row] for row in rows], row_tokens, Fields(dtype=np.float64)
     )
     check_batch(batch)
     return batch
@@ -382,3 +382,35 @@ def slots_of(tokens: np.ndarray, batch: Batch) -> np.ndarray:
             )
         )
     return np.array(slots)
+
+
+def test_a_prompt_that_sees_itself_is_dense_attention_with_that_mask():
+    """Two documents of a prefix language model, against scores [N, T, T] and a mask by hand."""
+    rng = np.random.default_rng(0)
+    allowed, trees = np.eye(ROW_TOKENS, dtype=bool), []
+    for start, prompt, length in ((0, 5, 20), (20, 12, 25)):
+        since = np.r_[np.zeros(prompt), np.arange(prompt, length)].astype(np.int32)
+        tokens = rng.integers(0, VOCABULARY, length, dtype=np.int32)
+        weights = {"nll": (np.arange(length) >= prompt).astype(float)}
+        trees.append(Tree((Node(-1, tokens, weights, since=since),)))
+        own, first = slice(start, start + length), slice(start, start + prompt)
+        allowed[own, own] = np.tri(length, dtype=bool)
+        allowed[first, first] = True
+    fields = Fields(since=True, dtype=np.float64)
+    batch = build_batch([[lay_out(tree) for tree in trees], []], ROW_TOKENS, fields)
+    check_batch(batch)
+    allowed = np.stack([allowed, np.eye(ROW_TOKENS, dtype=bool)])[:, None]
+
+    def dense(q_BTNH, k_BSKH, v_BSKH, *_, **__):
+        k_BSNH, v_BSNH = (jnp.repeat(x, 2, axis=2) for x in (k_BSKH, v_BSKH))
+        scores = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * q_BTNH.shape[-1] ** -0.5
+        shares = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf))
+        return jnp.einsum("BNTS,BSNH->BTNH", shares, v_BSNH)
+
+    with float64():
+        params, packed, _ = functions("qwen3", "xla")
+        ours = jax.device_get(packed(params, batch))
+        with mock.patch("jaxtrain.layers.sharded_attention.attention_op", dense):
+            _, packed, _ = functions.__wrapped__("qwen3", "xla")
+            wanted = jax.device_get(packed(params, batch))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), ours, wanted)

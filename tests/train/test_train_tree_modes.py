@@ -17,7 +17,7 @@ import pytest
 from jaxtrain.config import DataConfig, TreeTask
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.data.builders import Limits, build_units
-from jaxtrain.data.pack import build_batch, lay_out, stack_batches
+from jaxtrain.data.pack import Fields, build_batch, lay_out, stack_batches
 from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.row_views import SyntheticTurns
 from jaxtrain.data.tree import Group
@@ -75,7 +75,7 @@ def one_step(mode, turns_of_each, normalise="token", rows=1, sizes=()):
     packed = [[lay_out(unit, normalise)] for unit in units]
     batch = stack_batches(
         [
-            build_batch(packed[start : start + rows], ROW_TOKENS, dtype=np.float64)
+            build_batch(packed[start : start + rows], ROW_TOKENS, Fields(dtype=np.float64))
             for start in range(0, len(packed), rows)
         ]
     )

@@ -15,10 +15,10 @@ from jaxtrain.rollout.types import Sampling
 class Draw(NamedTuple):
     """The numbers of a Sampling for each row [B]: changing them compiles nothing."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
 
 
 class Kind(NamedTuple):

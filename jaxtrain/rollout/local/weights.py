@@ -19,16 +19,16 @@ from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import Linear
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.gather import gather_params
-from jaxtrain.parallel.mesh import is_main_process, make_mesh
+from jaxtrain.parallel.mesh import Device, is_main_process, make_mesh
 
 
-def sampling_devices(parts: Parts) -> list[jax.Device]:
+def sampling_devices(parts: Parts) -> list[Device]:
     """The trainer's devices that this process has."""
     here = jax.process_index()
     return [device for device in parts.mesh.devices.flat if device.process_index == here]
 
 
-def make_sampler_mesh(devices: list[jax.Device], trainer: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def make_sampler_mesh(devices: list[Device], trainer: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """Mesh of the sampler: tensor-parallel as the trainer is, its rows over all that remains.
 
     Sampling reads every weight for every token, so nothing else is cut.

@@ -5,9 +5,10 @@ would hold.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def open_vllm(
     return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
 
 
-def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Params]:
+def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Mapping[str, Any]]:
     """What every process does with its parameters before process 0 publishes them.
 
     Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
