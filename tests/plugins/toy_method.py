@@ -51,7 +51,7 @@ class Counting(Sequences):
         return f"{dataset.path} rows that count"
 
     def show_example(self, found, console):
-        console.print(count_from(0, "").tokens)
+        console.print(count_from(0, found)[0].tokens)
 
 
 def count_from(row, origin):
