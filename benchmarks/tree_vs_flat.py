@@ -44,7 +44,7 @@ from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.step import State, init_state, make_step
 from jaxtrain.data.pack import build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.tree import Tree, build_tree, chain, split_branches
-from jaxtrain.data.turns import Trained, build_current_rl, make_turns
+from jaxtrain.data.turns import TrainedParts, build_current_rl, make_turns
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
@@ -120,7 +120,7 @@ def make_trajectory(size: Size, vocabulary: int) -> tuple[Tree, list[Tree]]:
         context = trunk if turn == 0 else trunk[len(trunk) // 3 :]
         after = tokens[2 * turn + 2] if turn + 1 < size.turns else trunk[:0]
         turns.append((context, thought, after[: len(after) // 3]))
-    return build_tree(parts), build_current_rl(make_turns(turns), Trained())
+    return build_tree(parts), build_current_rl(make_turns(turns), TrainedParts())
 
 
 def pack(trees: list[Tree], row_tokens: int) -> Batch:

@@ -101,7 +101,7 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
 def run_together(read: Callable, parallel: Callable, work: Callable) -> int:
     """work(read()) on all processes that parallel(read()) and the environment tell of; what ends
     one of them is told once."""
-    from jaxtrain.parallel.processes import finish, join_by_config, report
+    from jaxtrain.parallel.processes import join_by_config, report, shutdown
 
     try:
         try:
@@ -111,7 +111,7 @@ def run_together(read: Callable, parallel: Callable, work: Callable) -> int:
             raise
         join_by_config(parallel(wanted))
         code = work(wanted)
-        finish()
+        shutdown()
         return code
     except (UserError, RunStopped, KeyboardInterrupt) as error:
         report(error, {UserError: 2, RunStopped: 1}.get(type(error), 130))

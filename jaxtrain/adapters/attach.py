@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
-from jaxtrain.adapters.spec import Adapter, Slot
+from jaxtrain.adapters.spec import Adapter, LoRASpec
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import ExpertLinear, Linear
@@ -32,7 +32,7 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
     return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
 
 
-def make_adapter(linear: Linear, slot: Slot, dtype: str) -> LoRA:
+def make_adapter(linear: Linear, slot: LoRASpec, dtype: str) -> LoRA:
     """Shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
     if slot.dora and isinstance(linear, ExpertLinear):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
-from jaxtrain.adapters.spec import Slot, find_linears
+from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import round_trip
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Piece, whole
@@ -29,7 +29,7 @@ class Correction:
 
     peft: PeftFolder
     tensor: str
-    slot: Slot | None
+    slot: LoRASpec | None
     """None: the adapter holds the whole tensor."""
 
     def apply(self, base: np.ndarray) -> np.ndarray:

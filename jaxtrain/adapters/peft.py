@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.adapters.spec import Adapter, Linears, Slot, find_linears
+from jaxtrain.adapters.spec import Adapter, Linears, LoRASpec, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
@@ -172,7 +172,7 @@ class PeftFolder:
     def dora(self) -> bool:
         return bool(self.config.get("use_dora"))
 
-    def modules(self) -> dict[str, Slot]:
+    def modules(self) -> dict[str, LoRASpec]:
         """The slot of each adapted Hugging Face module, by its name in the base model."""
         end = f".{SUFFIX['a']}"
         names = [n for n in self.files.tensors if n.startswith(PREFIX) and n.endswith(end)]
@@ -191,13 +191,13 @@ class PeftFolder:
             if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
         }
 
-    def _slot(self, module: str, rank: int) -> Slot:
+    def _slot(self, module: str, rank: int) -> LoRASpec:
         alpha = self.config["lora_alpha"]
         for key, value in (self.config.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({key})$", module):
                 alpha = value
                 break
-        return Slot(rank, float(alpha), bool(self.config.get("use_rslora")), self.dora)
+        return LoRASpec(rank, float(alpha), bool(self.config.get("use_rslora")), self.dora)
 
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:

@@ -31,7 +31,7 @@ Linears = Mapping[str, Matrix]
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class LoRASpec:
     """The adapter of one Linear."""
 
     rank: int
@@ -50,7 +50,7 @@ class Slot:
 class Adapter:
     """What is trained of a model; everything else is frozen."""
 
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, LoRASpec]
     """By the path of the Linear."""
     full: tuple[str, ...] = ()
     """Paths of parameters that are trained in full."""
@@ -85,10 +85,10 @@ def find_linears(config: DecoderConfig) -> Linears:
 def choose_slots(
     linears: Linears,
     target: Sequence[str],
-    default: Slot,
+    default: LoRASpec,
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
-) -> dict[str, Slot]:
+) -> dict[str, LoRASpec]:
     """A slot for each Linear that a pattern of `target` names; of several rank or alpha patterns
     that match, the last counts. UserError for a pattern that names nothing."""
     chosen = {path: default for path in linears if match_any(linears, "target", target)[path]}

@@ -61,8 +61,8 @@ def find_eval_set_conflicts(config: Any) -> Iterator[str]:
                 f" function, or set eval.sets.{index}.env.kind (env.kind for all sets) to an"
                 ' environment that gives rewards: "calculator", or "python" and an own class'
             )
-        heat = sampling.temperature if one.temperature is None else one.temperature
-        if one.k > 1 and heat == 0:
+        temperature = sampling.temperature if one.temperature is None else one.temperature
+        if one.k > 1 and temperature == 0:
             yield (
                 f"eval.sets.{index}.k is {one.k} but its temperature is 0, so all answers would be"
                 f" the same; set eval.sets.{index}.temperature above 0, or k to 1"

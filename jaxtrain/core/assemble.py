@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained
 from jaxtrain.adapters.peft import load_trained, read_adapter
-from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
@@ -125,7 +125,7 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
         slots = choose_slots(
             find_linears(architecture),
             section.targets(),
-            Slot(section.rank, section.alpha, section.rslora, section.kind == "dora"),
+            LoRASpec(section.rank, section.alpha, section.rslora, section.kind == "dora"),
             section.rank_pattern,
             section.alpha_pattern,
         )

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from jaxtrain.data.merge import Branch, merge_prefixes
 from jaxtrain.data.messages import Malformed
+from jaxtrain.data.prefixes import Branch, merge_prefixes
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.template import LeftOut, Renderer, Retokenised, TemplateFailed
 from jaxtrain.data.trajectory import read_row, render_chatml, render_template, split_thinking
-from jaxtrain.data.tree import Group, Tree, chain, split_branches
+from jaxtrain.data.tree import Tree, TreeGroup, chain, split_branches
 from jaxtrain.data.turns import (
-    Trained,
+    TrainedParts,
     Turn,
     build_caterpillar,
     build_current_rl,
@@ -52,10 +52,10 @@ class Limits:
 def build_units(
     group: Sequence[Sequence[Turn]],
     mode: Mode,
-    trained: Trained,
+    trained: TrainedParts,
     limits: Limits,
     origin: str = "",
-) -> list[Tree | Group | Dropped]:
+) -> list[Tree | TreeGroup | Dropped]:
     """Units of several trajectories that begin alike: one tree of all their branches."""
     if mode in ("current_rl", "flat"):
         samples = []
@@ -73,7 +73,7 @@ def build_units(
         return [Dropped(f"no tree: {error}", origin)]
     if len(trees) > 1:
         trees = merge_trees(trees, origin)
-    units: list[Tree | Group | Dropped] = []
+    units: list[Tree | TreeGroup | Dropped] = []
     for tree in trees:
         units += _units_of_tree(tree, mode, limits, origin)
     return units
@@ -89,7 +89,7 @@ def merge_trees(trees: Iterable[Tree], origin: str = "") -> list[Tree]:
 
 def _units_of_tree(
     tree: Tree, mode: Mode, limits: Limits, origin: str
-) -> list[Tree | Group | Dropped]:
+) -> list[Tree | TreeGroup | Dropped]:
     if mode == "tree":
         return [tree if limits.allow(tree) else Dropped("too long", origin)]
     fits = [length <= limits.path_tokens for length in tree.branch_lengths()]
@@ -103,7 +103,7 @@ def _units_of_tree(
         return [Dropped("too long", origin)]
     k = tree.num_branches
     return [
-        Group(
+        TreeGroup(
             tuple(
                 chain(tokens, {name: w / k for name, w in weights.items()}, origin=origin)
                 for tokens, weights in split_branches(tree)
@@ -122,7 +122,7 @@ class TreeBuilder:
     turns: token ids, as the synthetic generator makes them."""
     mode: Mode
     rendering: Literal["template", "chatml"]
-    trained: Trained
+    trained: TrainedParts
     limits: Limits
     fields: Mapping[str, str]
     roles: Mapping[str, str]
@@ -130,7 +130,7 @@ class TreeBuilder:
     """Schemas for rows that bring none."""
     too_long: Literal["drop", "error"] = "drop"
 
-    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | Group | Dropped]:
+    def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | Dropped]:
         rows = row["group"] if set(row) == {"group"} else [row]
         try:
             group = [self.read_turns(member) for member in rows]

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.tree import Tree, TreeGroup
 
 TRAINED = "bold green"
 CONTEXT = "dim"
@@ -24,12 +25,12 @@ class Counts:
         self.lengths: list[int] = []
         self.trained: list[int] = []
 
-    def add(self, results: Iterable[Sample | Dropped]) -> None:
-        """Count the results of one or more rows."""
+    def add(self, results: Iterable[Sample | Tree | TreeGroup | Dropped]) -> None:
+        """Count the samples of one or more rows, and what was dropped."""
         for result in results:
             if isinstance(result, Dropped):
                 self.dropped[result.reason] = self.dropped.get(result.reason, 0) + 1
-            else:
+            elif isinstance(result, Sample):
                 self.lengths.append(len(result.tokens))
                 self.trained.append(int(np.count_nonzero(result.weights)))
 

@@ -18,11 +18,11 @@ from absl import flags
 from jaxtrain.data.order import Order
 from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Group, Tree
+from jaxtrain.data.tree import Tree, TreeGroup
 from jaxtrain.errors import UserError
 
-Tokenise = Callable[[Any, str], Sequence[Sample | Tree | Group | Dropped]]
-Items = list[Tree | Group | Dropped]
+Tokenise = Callable[[Any, str], Sequence[Sample | Tree | TreeGroup | Dropped]]
+Items = list[Tree | TreeGroup | Dropped]
 
 CHUNK = 16
 """Draws that travel between processes together; the queue costs as much as a short row."""

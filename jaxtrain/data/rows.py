@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Group, Tree, chain
+from jaxtrain.data.tree import Tree, TreeGroup, chain
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
@@ -16,18 +16,20 @@ def to_tree(sample: Sample, component: str = "nll") -> Tree:
 
 
 def to_trees(
-    items: Sequence[Sample | Tree | Group | Dropped], row_tokens: int, component: str = "nll"
-) -> list[Tree | Group | Dropped]:
+    items: Sequence[Sample | Tree | TreeGroup | Dropped], row_tokens: int, component: str = "nll"
+) -> list[Tree | TreeGroup | Dropped]:
     """Trees (or groups) of what a tokeniser returned for one row of a dataset.
 
     Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
     tokens fit no row, and a trained first token has nothing that predicts it.
     """
-    checked: list[Tree | Group | Dropped] = []
+    checked: list[Tree | TreeGroup | Dropped] = []
     for item in items:
         if isinstance(item, Sample):
             item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
-        trees = item.trees if isinstance(item, Group) else (item,) if isinstance(item, Tree) else ()
+        trees = (
+            item.trees if isinstance(item, TreeGroup) else (item,) if isinstance(item, Tree) else ()
+        )
         if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
         elif trees and not any(map(trains, trees)):

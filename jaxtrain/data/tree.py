@@ -151,7 +151,7 @@ class Tree:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class TreeGroup:
     """Trees that only make sense in the same optimizer step: the branches of one tree."""
 
     trees: tuple[Tree, ...]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain.data.readers import STREAM_ROWS, Part, is_stream
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import Group, Tree
+from jaxtrain.data.tree import Tree, TreeGroup
 from jaxtrain.data.workload import describe_tree, describe_workload
 from jaxtrain.errors import UserError
 
@@ -46,7 +46,7 @@ def probe_trees(part: Part) -> TreeProbe:
                 dropped[item.reason] += 1
                 example.setdefault(item.reason, item.origin)
             else:
-                trees += item.trees if isinstance(item, Group) else [item]
+                trees += item.trees if isinstance(item, TreeGroup) else [item]
     if not trees:
         reasons = "\n".join(
             f"  {count} x {reason} (first: {example[reason]})"
@@ -69,7 +69,7 @@ def describe_part(part: Part, tokenizer: Any, num_samples: int = 1) -> str:
             if isinstance(item, Dropped):
                 dropped[item.reason] += 1
                 continue
-            for tree in item.trees if isinstance(item, Group) else [item]:
+            for tree in item.trees if isinstance(item, TreeGroup) else [item]:
                 trees.append(tree)
                 if len(trees) <= num_samples:
                     lines += [describe_tree(tree, tokenizer.decode), ""]

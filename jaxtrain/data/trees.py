@@ -15,7 +15,7 @@ from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.selection import select_rows
 from jaxtrain.data.sources import open_rows
 from jaxtrain.data.tree_preview import TreeProbe, describe_part, probe_trees
-from jaxtrain.data.turns import Trained
+from jaxtrain.data.turns import TrainedParts
 from jaxtrain.data.workload import describe_tree
 from jaxtrain.errors import UserError
 
@@ -89,7 +89,7 @@ def _open_trees(
         "turns" if generated else task.split,
         task.mode,
         task.rendering,
-        Trained(task.train_response, task.train_reasoning),
+        TrainedParts(task.train_response, task.train_reasoning),
         limits,
         dataset.fields,
         dataset.roles,

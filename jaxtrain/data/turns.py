@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtrain.data.merge import Branch, merge_prefixes
+from jaxtrain.data.prefixes import Branch, merge_prefixes
 from jaxtrain.data.tree import Tree, build_tree, chain
 
 
@@ -31,7 +31,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParts:
     """Which parts train."""
 
     response: bool = True
@@ -56,7 +56,7 @@ def starts_with(tokens: np.ndarray, prefix: np.ndarray) -> bool:
     return len(tokens) >= len(prefix) and bool((tokens[: len(prefix)] == prefix).all())
 
 
-def build_caterpillar(turns: Sequence[Turn], trained: Trained, origin: str = "") -> Tree:
+def build_caterpillar(turns: Sequence[Turn], trained: TrainedParts, origin: str = "") -> Tree:
     """The tree of a trajectory: K = turns with reasoning, plus one.
 
     Nodes per turn: context, thought (side leaf), response (trunk). A chat template that rewrites
@@ -85,7 +85,7 @@ def build_caterpillar(turns: Sequence[Turn], trained: Trained, origin: str = "")
     return build_tree(parts, origin=origin)
 
 
-def _merge_rewritten(turns: Sequence[Turn], trained: Trained, origin: str) -> Tree:
+def _merge_rewritten(turns: Sequence[Turn], trained: TrainedParts, origin: str) -> Tree:
     """Tree of the visible sequences and, off each, the thoughts."""
     visible: list[tuple[np.ndarray, np.ndarray]] = []
     thoughts: list[Branch] = []
@@ -106,7 +106,7 @@ def _merge_rewritten(turns: Sequence[Turn], trained: Trained, origin: str) -> Tr
     return trees[0]
 
 
-def build_current_rl(turns: Sequence[Turn], trained: Trained, origin: str = "") -> list[Tree]:
+def build_current_rl(turns: Sequence[Turn], trained: TrainedParts, origin: str = "") -> list[Tree]:
     """Flat samples as RL trainers make them: a turn extends the first sample that is its prefix.
 
     A response is conditioned on its own thought; a turn with a thought cannot be extended, because
@@ -134,7 +134,7 @@ def build_current_rl(turns: Sequence[Turn], trained: Trained, origin: str = "") 
     return [chain(tokens, {"nll": mask}, origin=origin) for tokens, mask in samples]
 
 
-def build_flat(turns: Sequence[Turn], trained: Trained, origin: str = "") -> Tree:
+def build_flat(turns: Sequence[Turn], trained: TrainedParts, origin: str = "") -> Tree:
     """One sequence with every thought left in place: ordinary SFT on the whole transcript."""
     tokens, weights = [], []
     visible = np.zeros(0, np.int32)
@@ -148,7 +148,7 @@ def build_flat(turns: Sequence[Turn], trained: Trained, origin: str = "") -> Tre
     return chain(np.concatenate(tokens), {"nll": np.concatenate(weights)}, origin=origin)
 
 
-def _completion_weights(turn: Turn, trained: Trained) -> np.ndarray:
+def _completion_weights(turn: Turn, trained: TrainedParts) -> np.ndarray:
     return np.concatenate(
         [
             np.full(len(turn.reasoning), float(trained.reasoning)),

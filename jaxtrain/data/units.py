@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain.data.pack import fit_rows
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import Group
+from jaxtrain.data.tree import TreeGroup
 from jaxtrain.data.window import Reader, Sized, count_items, describe_drops
 from jaxtrain.errors import UserError
 
@@ -33,7 +33,7 @@ class UnitPacker:
             while self._pending and taken < self._units:
                 unit = self._pending.pop(0)
                 self._skip += 1
-                pieces += unit.trees if isinstance(unit, Group) else [unit]
+                pieces += unit.trees if isinstance(unit, TreeGroup) else [unit]
                 taken += 1
             if taken == self._units:
                 break

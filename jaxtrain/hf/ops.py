@@ -24,7 +24,7 @@ TIED_COPY = "lm_head.weight"
 
 
 class Piece(NamedTuple):
-    """Part of a tensor to be written."""
+    """Split of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Split:
     """Rows [start, start + size) of `axis` of one tensor of `total` there: a split; the other
     entries that name the tensor hold the rest of it."""
 

@@ -1,1 +1,1 @@
-"""Losses: pure functions of (model, batch); normalised by nobody but the step."""
+"""Losses: pure functions of (model, batch) that return sums; the step alone divides them."""

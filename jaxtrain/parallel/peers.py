@@ -1,4 +1,4 @@
-"""One process's side of the hub: signs of life, meeting points, one step to stop at, one last word.
+"""One process's connection to the hub: heartbeats, barriers, the last step of all, exit messages.
 
     listener thread   hears the hub; on "quit" prints the line it was given and ends the process
     beat thread       a line each second, so that a machine that vanished is noticed
@@ -77,7 +77,7 @@ class Peers:
             self._begun = step
             return False
 
-    def finish(self) -> None:
+    def shutdown(self) -> None:
         """All is well here; what follows is only the end of the process."""
         self._send({"bye": True})
 

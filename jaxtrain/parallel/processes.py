@@ -240,11 +240,11 @@ def key_value_store() -> Any:
     return client
 
 
-def finish() -> None:
+def shutdown() -> None:
     """The run is over here: wait for the others, then nobody misses this process."""
     if _peers is not None:
         _peers.meet("the end of the run")
-        _peers.finish()
+        _peers.shutdown()
 
 
 def report(error: BaseException, code: int) -> None:

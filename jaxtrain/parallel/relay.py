@@ -1,6 +1,6 @@
-"""What process 0 alone finds out, told to all: rounds of answers, evaluations.
+"""Values of process 0 sent to all processes: rounds of answers, results of evaluations.
 
-    share(name, make)    process 0: make() ──> TCP ──> every other process waits for it, on its host
+    broadcast(name, make)    process 0: make() ──> TCP ──> every other process waits, on its host
 
 No device takes part, so that the others may wait for as long as process 0 needs: a collective would
 time out, and would keep the devices busy. An error of make() ends all processes through the hub;
@@ -137,7 +137,7 @@ _sender: Sender | None = None
 _receiver: Receiver | None = None
 
 
-def share(name: str, make: Callable[[], T]) -> T:
+def broadcast(name: str, make: Callable[[], T]) -> T:
     """What `make` returns on process 0, on every process: it is called there alone.
 
     Every process calls this, in the same order. The value must be picklable; with one process it

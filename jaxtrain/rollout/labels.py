@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.merge import Branch, Saving, measure_saving, merge_prefixes
 from jaxtrain.data.pack import Fields, fit_rows, lay_out
+from jaxtrain.data.prefixes import Branch, Saving, measure_saving, merge_prefixes
 from jaxtrain.data.steps import Shape
 from jaxtrain.data.tree import Tree
 from jaxtrain.rollout.types import Episode, Group

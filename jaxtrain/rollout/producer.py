@@ -34,7 +34,7 @@ class Slot:
     group: Group | None
     """None: dropped, for a reason that `dropped` counts."""
     asks: list[Ask]
-    """Prompts that it took, all of them done once the slot is settled."""
+    """Prompts that it took, all of them done once the slot is marked so."""
     flat: list[Group] = field(default_factory=list)
     """Groups whose rewards were all equal."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -149,8 +149,8 @@ class Producer:
             )
             self._thread.start()
 
-    def take(self, count: int, asking: int | None = None) -> list[Slot]:
-        """The next `count` slots; waits for them. They are not done until `settle`.
+    def next_slots(self, count: int, asking: int | None = None) -> list[Slot]:
+        """The next `count` slots; waits for them. They are not done until `mark_done`.
 
         asking: places that are asked for by this call, where it is not `count`: all of a round when
         its first slots are taken, none when the rest is.
@@ -159,12 +159,12 @@ class Producer:
         """
         return self._wait(self._take(count, count if asking is None else asking))
 
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def mark_done(self, slots: Sequence[Slot]) -> None:
         """Slots that were taken are done: handed to the trainer, or dropped and counted."""
-        self._wait(self._settle(slots), patient=True)
+        self._wait(self._mark_done(slots), patient=True)
 
     def state(self) -> dict[str, Any]:
-        """Cursor of the prompts: what was settled is done, all else will be asked again."""
+        """Cursor of the prompts: what was marked done is done, all else will be asked again."""
         return self._wait(self._prompts_state(), patient=True)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -213,11 +213,11 @@ class Producer:
                 await self._progress()
         return slots
 
-    async def _settle(self, slots: Sequence[Slot]) -> None:
+    async def _mark_done(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             for ask in slot.asks:
                 hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
-                self.prompts.settle(ask, again=hopeless)
+                self.prompts.mark_done(ask, again=hopeless)
 
     def _pop(self) -> Slot | None:
         """A finished slot that is due, the oldest first."""

@@ -17,7 +17,7 @@ class Ask(NamedTuple):
     draw: int
     """Its number in the order of the run."""
     attempt: int
-    """0, or more when it is asked again because nobody earned a reward."""
+    """0, or more when it is asked again because no episode was rewarded."""
     row: dict[str, Any]
 
 
@@ -62,7 +62,7 @@ class Prompts:
         self._next += 1
         return Ask(draw, 0, self._row(draw))
 
-    def settle(self, ask: Ask, *, again: bool = False) -> None:
+    def mark_done(self, ask: Ask, *, again: bool = False) -> None:
         """A prompt is done; `again`: it shall be asked once more, later."""
         if ask.attempt == 0:
             self._beyond.add(ask.draw)

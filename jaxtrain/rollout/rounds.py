@@ -158,7 +158,7 @@ class RoundSource:
     def _take(self, count: int, taken: Taken) -> list[Group]:
         """Groups of the round's next `count` places: those fresh enough, replayed ones for the
         flat. A stale one leaves its place open."""
-        slots = self.producer.take(count, self._unasked)
+        slots = self.producer.next_slots(count, self._unasked)
         self._left -= count
         self._unasked = 0
         taken.slots += slots
@@ -221,7 +221,7 @@ class RoundSource:
 
     def _hand_out(self, taken: Taken, found: Labelled | None) -> list[Batch]:
         """The batches; what was taken for them is done and counted, as it was not before."""
-        self.producer.settle(taken.slots)
+        self.producer.mark_done(taken.slots)
         self.replay.store(taken.groups, self.version)
         self._dropped.update(taken.drops)
         self._totals.update(

@@ -7,13 +7,13 @@ Prompts, replay, drops and advantages live on process 0 alone, and so does the c
 be trained twice, whatever the number of processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import Interrupted
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.parallel.relay import share
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.rounds import RoundSource
 from jaxtrain.rollout.types import Publisher
 
@@ -48,7 +48,7 @@ class SharedRounds:
 
     def __next__(self) -> list[Batch]:
         """The next round; raises Interrupted on all processes when the run is to stop."""
-        drawn = share("a round", self._draw)
+        drawn = broadcast("a round", self._draw)
         if drawn is None:
             raise Interrupted
         self.part, self.last_part = drawn.part, drawn.last_part
@@ -108,7 +108,7 @@ class SharedRounds:
 class SharedPublisher:
     """`rollout.types.Publisher` of a run of several processes: all gather, process 0 publishes."""
 
-    def __init__(self, own: Publisher | None, gather: Callable[[Params], Params]):
+    def __init__(self, own: Publisher | None, gather: Callable[[Params], Mapping[str, Any]]):
         """own: on process 0. gather: makes what it publishes."""
         self.own, self.gather = own, gather
 

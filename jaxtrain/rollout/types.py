@@ -34,14 +34,6 @@ class Completion(NamedTuple):
     """Version of the policy that drew each token; empty where nobody counts versions."""
 
 
-class Sampler(Protocol):
-    """Anything that continues prompts, all at once: `local.py`."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """One completion per prompt, in order."""
-        ...
-
-
 class Engine(Protocol):
     """Anything that continues one prompt at a time for many coroutines."""
 

@@ -24,7 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.relay import share
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.run.checkpoint_folder import (
     ORBAX_TMP,
     WRITING,
@@ -148,7 +148,9 @@ class Checkpoints:
         the arrays are not those of this model.
         """
         self.wait()
-        step = share("the newest checkpoint", self._find_newest)  # reading it all may take minutes
+        step = broadcast(
+            "the newest checkpoint", self._find_newest
+        )  # reading it all may take minutes
         if step == -2:
             raise UserError(describe_all_damaged(self.folder))
         return None if step < 0 else self.load(step, abstract)

@@ -21,7 +21,7 @@ from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.parallel.relay import share
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.on_policy import OnPolicy
@@ -78,7 +78,7 @@ class PromptData:
                 engine,
                 stack.pop_all(),
                 serves=kind.serves,
-                total_steps=share("number of steps", lambda: steps),
+                total_steps=broadcast("number of steps", lambda: steps),
             )
 
     def _open_rounds(

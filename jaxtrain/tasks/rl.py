@@ -21,7 +21,7 @@ from jaxtrain.data.steps import Shape
 from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.models.trees import require_trees
-from jaxtrain.parallel.relay import share
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.labels import EPISODE, STREAMS, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
@@ -214,7 +214,7 @@ class Preparation:
         compares = first and (self.scores_policy or looks)
         scored = [self.score(batch, scorer, looks) for batch in round.batches]
         if any(scored):
-            parts, metrics = share(
+            parts, metrics = broadcast(
                 "scores of a round", lambda: self.finish(round.batches, scored, compares)
             )
         else:

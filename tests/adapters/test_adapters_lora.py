@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
-from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.errors import UserError
 from jaxtrain.losses.nll import nll_loss
@@ -32,7 +32,7 @@ LINEARS = find_linears(CONFIG)
 
 
 def make_adapter(target=("all-linear",), full=(), ranks=None, **slot):
-    slot = Slot(**{"rank": 4, "alpha": 8.0, **slot})
+    slot = LoRASpec(**{"rank": 4, "alpha": 8.0, **slot})
     return Adapter(choose_slots(LINEARS, target, slot, ranks or {}, {}), full)
 
 
@@ -206,12 +206,14 @@ def test_frozen_weights_may_be_bfloat16():
     ids=lambda names: "+".join(sorted(names)),  # a set has no order of its own
 )
 def test_targets(target, expected):
-    slots = choose_slots(LINEARS, target, Slot(4, 8.0), {}, {})
+    slots = choose_slots(LINEARS, target, LoRASpec(4, 8.0), {}, {})
     assert {path.rsplit(".", 1)[-1] for path in slots} == expected
 
 
 def test_ranks_by_pattern():
-    slots = choose_slots(LINEARS, ["all-linear"], Slot(4, 8.0), {"mlp": 2, "up_proj": 3}, {"q": 1})
+    slots = choose_slots(
+        LINEARS, ["all-linear"], LoRASpec(4, 8.0), {"mlp": 2, "up_proj": 3}, {"q": 1}
+    )
     ranks = {path.rsplit(".", 1)[-1]: slot.rank for path, slot in slots.items()}
     assert ranks == {"q": 4, "k": 4, "v": 4, "out": 4, "gate": 2, "down": 2, "up": 3}
     assert slots["stack.block.attention.q"].alpha == 1
@@ -228,7 +230,7 @@ def test_ranks_by_pattern():
 )
 def test_patterns_that_name_nothing(target, ranks, words):
     with pytest.raises(UserError, match=words):
-        choose_slots(LINEARS, target, Slot(4, 8.0), ranks, {})
+        choose_slots(LINEARS, target, LoRASpec(4, 8.0), ranks, {})
 
 
 def test_frozen_weights_count_two_thirds_of_a_trained_one():

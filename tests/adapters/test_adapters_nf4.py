@@ -13,7 +13,7 @@ from jaxtrain.adapters.attach import attach, split_trained
 from jaxtrain.adapters.int8 import dequantise_int8, quantise_int8
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
-from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import STORAGES, count_weights, quantise_params
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -102,7 +102,7 @@ def quantised_model(tmp_path, kind):
     config = build.config_from_hf({**RAW["qwen3"], **SIZES})
     build.save(build.init(config, seed=3), config, tmp_path / "base")
     config = build.read_config(tmp_path / "base")
-    slots = choose_slots(find_linears(config), ["attention"], Slot(4, 8.0), {}, {})
+    slots = choose_slots(find_linears(config), ["attention"], LoRASpec(4, 8.0), {}, {})
     adapter = Adapter(slots, quantize=kind)
     shapes, rebuild = split_model(attach(build.abstract(config), adapter))
     mesh = make_mesh(jax.devices()[:1])

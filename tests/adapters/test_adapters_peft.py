@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import load_trained, open_peft, read_adapter, write_peft
-from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.hf.safetensors import Folder
 from jaxtrain.models import build
@@ -66,7 +66,7 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
     slots = choose_slots(
         find_linears(config),
         target,
-        Slot(4, 6.0, **slot),
+        LoRASpec(4, 6.0, **slot),
         ranks or {},
         {"v_proj": 3.0} if "mlp" not in target else {},
     )

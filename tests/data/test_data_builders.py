@@ -10,12 +10,12 @@ from jaxtrain.data.builders import Limits, TreeBuilder, build_units
 from jaxtrain.data.pack import lay_out
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import Group
-from jaxtrain.data.turns import Trained, Turn, build_caterpillar, make_turns
+from jaxtrain.data.tree import TreeGroup
+from jaxtrain.data.turns import TrainedParts, Turn, build_caterpillar, make_turns
 from jaxtrain.errors import UserError
 
 WIDE = Limits(1000, 1000)
-BOTH = Trained()
+BOTH = TrainedParts()
 
 
 def units(turns, mode, trained=BOTH, limits=WIDE):
@@ -81,7 +81,7 @@ def test_current_rl_conditions_a_response_on_its_thought():
 
 def test_flat_keeps_every_thought_in_place():
     turns = make_turns([([1], [2], [3]), ([4], [5], [6])])
-    (sample,) = units(turns, "flat", Trained(reasoning=False))
+    (sample,) = units(turns, "flat", TrainedParts(reasoning=False))
     assert sample.nodes[0].tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.nodes[0].weights["nll"].tolist() == [0, 0, 1, 0, 0, 1]
 
@@ -157,7 +157,7 @@ def test_grouped_branches_have_the_loss_of_the_tree(turns):
     (tree,) = units(turns, "tree")
     assert tree.num_branches == 1 + sum(len(turn.reasoning) > 0 for turn in turns)
     (group,) = units(turns, "grouped")
-    assert isinstance(group, Group) and len(group.trees) == tree.num_branches
+    assert isinstance(group, TreeGroup) and len(group.trees) == tree.num_branches
     branches = units(turns, "per_branch")
     expected = loss_of(tree, cost)
     summed = np.sum([loss_of(branch, cost) for branch in group.trees], 0)

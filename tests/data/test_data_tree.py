@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.merge import Branch, measure_saving, merge_prefixes
+from jaxtrain.data.prefixes import Branch, measure_saving, merge_prefixes
 from jaxtrain.data.rows import to_tree, to_trees
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.tree import Node, Tree, build_tree, split_branches

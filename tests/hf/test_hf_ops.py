@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.hf.ops import Part, Stack, Tensor, Transpose, whole
+from jaxtrain.hf.ops import Split, Stack, Tensor, Transpose, whole
 
 STORE = {
     "a": np.arange(12.0).reshape(3, 4),
@@ -20,7 +20,7 @@ CASES = {
         Stack((Transpose(Tensor("a")), Transpose(Tensor("b")))),
         np.stack([STORE["a"].T, STORE["b"].T]),
     ),
-    "part": (Part("fused", 0, 2, 10), STORE["fused"][2:5]),
+    "part": (Split("fused", 0, 2, 10), STORE["fused"][2:5]),
 }
 
 
@@ -43,7 +43,7 @@ def test_read_any_slice_and_write_back(case):
 
 
 def test_split_entries_cover_the_tensor_once():
-    parts = [Part("fused", 0, 0, 10), Part("fused", 0, 4, 10), Part("fused", 0, 9, 10)]
+    parts = [Split("fused", 0, 0, 10), Split("fused", 0, 4, 10), Split("fused", 0, 9, 10)]
     seen = np.zeros((10, 4))
     for part, size in zip(parts, (4, 5, 1), strict=True):
         target = part.read(fetch, whole((size, 4)))

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxtrain.adapters.attach import split_trained
-from jaxtrain.adapters.spec import Adapter, Slot, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.assemble import Parts, abstract_params, open_params
 from jaxtrain.core.step import init_state, make_step
 from jaxtrain.data.pack import build_batch, lay_out, stack_batches
@@ -84,7 +84,7 @@ def run(model: str, batch, mesh, adapter_kind: str):
         slots = choose_slots(
             find_linears(architecture),
             ("all-linear",),
-            Slot(4, 8.0, dora=adapter_kind == "dora"),
+            LoRASpec(4, 8.0, dora=adapter_kind == "dora"),
             {},
             {},
         )

@@ -16,8 +16,8 @@ from jaxtrain.batch import Batch
 from jaxtrain.parallel import relay
 from jaxtrain.parallel.gather import cut_pieces, gather_params
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.parallel.processes import Launch, Timeouts, finish, join
-from jaxtrain.parallel.relay import share
+from jaxtrain.parallel.processes import Launch, Timeouts, join, shutdown
+from jaxtrain.parallel.relay import broadcast
 
 
 def make_round() -> list[Batch]:
@@ -38,12 +38,12 @@ def main(port: str, size: int, process: int) -> None:
     join(Launch(f"localhost:{port}", process, size), {}, Timeouts(60, 60, 60))
     relay.ASK_SECONDS = 0.5  # the others ask several times while process 0 is at it
     found = {
-        "one": share("a number", lambda: time.sleep(2) or 17),
-        "two": share("text", lambda: "x" * 3),
+        "one": broadcast("a number", lambda: time.sleep(2) or 17),
+        "two": broadcast("text", lambda: "x" * 3),
     }
-    share("warm", make_round)
+    broadcast("warm", make_round)
     start = time.monotonic()
-    batches = share("a round", make_round)
+    batches = broadcast("a round", make_round)
     found["seconds"] = time.monotonic() - start
     arrays = jax.tree.leaves(batches)
     found["bytes"] = sum(array.nbytes for array in arrays)
@@ -79,7 +79,7 @@ def main(port: str, size: int, process: int) -> None:
         total = jax.jit(jnp.sum)(params["stack"])  # the devices of all still agree
     found["total"] = float(total) - float(wanted["stack"][0].sum())
     print(json.dumps(found), flush=True)
-    finish()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -104,8 +104,8 @@ def drawn(slots):
 
 def take(producer, count):
     """Slots that were handed to the trainer."""
-    slots = producer.take(count)
-    producer.settle(slots)
+    slots = producer.next_slots(count)
+    producer.mark_done(slots)
     return slots
 
 
@@ -120,16 +120,16 @@ def closing():
 def test_rounds_come_in_the_order_of_the_prompts(closing):
     producer = make(KnownPolicy(delay=lambda index: 0.001 * (50 - index % 50)))
     closing(producer)
-    assert drawn(producer.take(3)) == [0, 1, 2]
-    assert drawn(producer.take(2)) == [3, 4]
-    assert [e.tokens[1] for e in producer.take(1)[0].group.episodes] == [10, 11, 12, 13]
+    assert drawn(producer.next_slots(3)) == [0, 1, 2]
+    assert drawn(producer.next_slots(2)) == [3, 4]
+    assert [e.tokens[1] for e in producer.next_slots(1)[0].group.episodes] == [10, 11, 12, 13]
 
 
 def test_sync_draws_nothing_ahead(closing):
     engine = KnownPolicy()
     producer = make(engine)
     closing(producer)
-    producer.take(2)
+    producer.next_slots(2)
     assert len(engine.calls) == len(set(engine.calls)) == 2 * GROUP
 
 
@@ -137,7 +137,7 @@ def test_ahead_is_the_bound_of_what_is_drawn_before_it_is_asked_for(closing):
     engine = KnownPolicy()
     producer = make(engine, ahead=3, threaded=True)
     closing(producer)
-    producer.take(2)
+    producer.next_slots(2)
     wait_until(lambda: len(engine.calls) >= 5 * GROUP)
     time.sleep(0.05)
     assert len(engine.calls) == 5 * GROUP
@@ -155,17 +155,17 @@ def test_asynchronous_slots_come_as_they_finish(closing):
     slow_first = KnownPolicy(delay=lambda index: 0.5 if index < GROUP else 0.0)
     producer = make(slow_first, ahead=2, ordered=False, threaded=True)
     closing(producer)
-    assert sorted(drawn(producer.take(2))) == [1, 2]
-    assert drawn(producer.take(1)) == [3]
+    assert sorted(drawn(producer.next_slots(2))) == [1, 2]
+    assert drawn(producer.next_slots(1)) == [3]
     wait_until(lambda: slow_first.running == 0)
-    assert drawn(producer.take(1)) == [0]
+    assert drawn(producer.next_slots(1)) == [0]
 
 
 def test_failed_episodes_are_played_again_then_their_group_is_dropped(closing):
     first = {0: 2, 4 * GROUP + 1: 3}  # the first episode of prompt 0; the second of prompt 1
     producer = make(env=OneToken(first), rules={"retries": 2})
     closing(producer)
-    kept, lost = producer.take(2)
+    kept, lost = producer.next_slots(2)
     assert kept.redone == 2 and kept.group is not None
     assert lost.group is None and lost.dropped == {"failed: server gone": 1}
 
@@ -174,16 +174,16 @@ def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
     equal = Judge(lambda row, place: 1.0 if row["id"] % 2 == 0 else float(place))
     producer = make(judge=equal)
     closing(producer)
-    slots = producer.take(4)
+    slots = producer.next_slots(4)
     assert [slot.group is None for slot in slots] == [True, False, True, False]
     assert slots[0].dropped == {"zero_advantage": 1}
     first = Judge(lambda row, place: 1.0 if row["id"] < 3 else float(place))
     refilling = make(judge=first, rules={"max_asks": 3})
     closing(refilling)
-    assert all(slot.group is not None for slot in refilling.take(4))
+    assert all(slot.group is not None for slot in refilling.next_slots(4))
     keeping = make(judge=equal, rules={"drop_flat": False})
     closing(keeping)
-    assert all(slot.group is not None for slot in keeping.take(4))
+    assert all(slot.group is not None for slot in keeping.next_slots(4))
 
 
 def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
@@ -194,7 +194,7 @@ def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
     resumed = make(rows=12)
     closing(resumed)
     resumed.restore(state)
-    after = drawn(resumed.take(9))
+    after = drawn(resumed.next_slots(9))
     assert sorted(before + after) == list(range(12))
 
 
@@ -207,7 +207,7 @@ def test_prompts_taken_out_of_order_leave_no_hole_in_the_cursor(closing):
     resumed = make(rows=8)
     closing(resumed)
     resumed.restore(producer.state())
-    assert sorted(before + drawn(resumed.take(5))) == list(range(8))
+    assert sorted(before + drawn(resumed.next_slots(5))) == list(range(8))
 
 
 def test_a_cursor_of_other_data_is_refused(closing):
@@ -226,7 +226,7 @@ def test_prompts_nobody_earned_on_are_asked_again_with_new_draws(closing):
     take(producer, 2)
     assert producer.prompts.waiting == 1
     calls = len(engine.calls)
-    slots = producer.take(2)
+    slots = producer.next_slots(2)
     assert slots[0].flat[0].row == {"id": 0} and slots[1].group.draw == 2
     assert not set(engine.calls[calls:]) & set(engine.calls[:calls])
 
@@ -240,7 +240,7 @@ def test_what_ends_a_run_reaches_the_loop(closing):
         producer = make(Broken(), threaded=threaded)
         closing(producer)
         with pytest.raises(RunStopped, match="no server left"):
-            producer.take(1)
+            producer.next_slots(1)
 
 
 def test_waiting_can_be_interrupted_and_closing_leaves_nothing_behind():
@@ -250,7 +250,7 @@ def test_waiting_can_be_interrupted_and_closing_leaves_nothing_behind():
     threading.Timer(0.1, stop.set).start()
     begin = time.monotonic()
     with pytest.raises(Interrupted):
-        producer.take(1)
+        producer.next_slots(1)
     producer.close()
     assert time.monotonic() - begin < 10
     assert engine.running == 0 and engine.closed
@@ -348,7 +348,7 @@ def test_no_reward_at_all_is_an_error(closing):
     producer = make(judge=Nobody())
     closing(producer)
     with pytest.raises(UserError, match="no reward judges"):
-        producer.take(1)
+        producer.next_slots(1)
 
 
 def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):

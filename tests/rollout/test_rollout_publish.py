@@ -215,7 +215,7 @@ def test_one_gpu_for_both_sleeps_while_training_and_wakes_in_parts():
     with open_weights([fake], sleep=True) as (engine, publisher, _):
         publisher.publish(0, draw_params())
         publisher.sleep()
-        assert fake.asleep and engine.servers.take() is None
+        assert fake.asleep and engine.servers.acquire() is None
         publisher.publish(1, draw_params(1))
         assert not fake.asleep and ask(engine)[0].versions == [1] * 4
     order = [body.get("tags", path) for path, body in fake.log if path != "/version" and body]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.adapters.spec import Adapter, Slot
+from jaxtrain.adapters.spec import Adapter, LoRASpec
 from jaxtrain.core.assemble import Parts, abstract_params, open_params
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
@@ -64,7 +64,7 @@ def test_copies_compute_what_the_trainer_computes(own, cut):
 
 def test_only_what_is_trained_is_copied_where_nothing_else_changes():
     mesh = make_mesh(jax.devices()[:1])
-    slots = {"stack.block.attention.q": Slot(4, 8.0, False, False)}
+    slots = {"stack.block.attention.q": LoRASpec(4, 8.0, False, False)}
     parts = open_parts(mesh, Adapter(slots, (), "float32"))
     parts = dataclasses.replace(parts, options={"param_dtype": "bfloat16", "dtype": "bfloat16"})
     params = open_params(parts, 0)

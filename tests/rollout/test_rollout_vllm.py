@@ -32,7 +32,7 @@ def opened(fakes, sampling=DRAW, ready=True, **settings):
     def bring(server):
         fake = next(fake for fake in fakes if fake.url == server.url)
         fake.label = servers.label(max(servers.version, 0))
-        servers.settle(server, max(servers.version, 0))
+        servers.mark_up(server, max(servers.version, 0))
 
     servers.bring = bring
     try:
@@ -246,7 +246,7 @@ def test_an_answer_that_spans_a_change_of_weights_says_so():
 
         def change():
             fake.label = servers.label(1)
-            servers.settle(servers.all[0], 1)
+            servers.mark_up(servers.all[0], 1)
 
         late = fake.after(2, change)
         [answer] = ask(engine)
@@ -302,6 +302,6 @@ def test_the_run_begins_with_the_servers_that_are_there():
     dead.kill()
     with opened([dead, alive], wait_seconds=0.3, ready=False) as (engine, servers, said):
         alive.label = servers.label(0)
-        servers.settle(servers.all[1], 0)
+        servers.mark_up(servers.all[1], 0)
         assert len(ask(engine, 3)) == 3
     assert any(line.startswith(f"going on without {dead.url}") for line in said)

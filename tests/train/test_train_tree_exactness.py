@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from jaxtrain_kernels.tree_attention import xla
 
 from jaxtrain.batch import Batch, check_batch
-from jaxtrain.data.merge import Branch, merge_prefixes
 from jaxtrain.data.pack import Fields, build_batch, lay_out
+from jaxtrain.data.prefixes import Branch, merge_prefixes
 from jaxtrain.data.tree import Node, Tree, build_tree
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import ARCHITECTURES, build

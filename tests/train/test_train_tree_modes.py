@@ -20,9 +20,9 @@ from jaxtrain.data.builders import Limits, build_units
 from jaxtrain.data.pack import Fields, build_batch, lay_out, stack_batches
 from jaxtrain.data.pipeline import open_source
 from jaxtrain.data.row_views import SyntheticTurns
-from jaxtrain.data.tree import Group
+from jaxtrain.data.tree import TreeGroup
 from jaxtrain.data.trees import Trees
-from jaxtrain.data.turns import Trained, make_turns
+from jaxtrain.data.turns import TrainedParts, make_turns
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
@@ -70,8 +70,8 @@ def one_step(mode, turns_of_each, normalise="token", rows=1, sizes=()):
     units = []
     for turns in trajectories(turns_of_each):
         limits = Limits(ROW_TOKENS, ROW_TOKENS)
-        for unit in build_units([turns], mode, Trained(), limits):
-            units += unit.trees if isinstance(unit, Group) else [unit]
+        for unit in build_units([turns], mode, TrainedParts(), limits):
+            units += unit.trees if isinstance(unit, TreeGroup) else [unit]
     packed = [[lay_out(unit, normalise)] for unit in units]
     batch = stack_batches(
         [
@@ -122,8 +122,8 @@ def test_a_trajectory_without_thoughts_is_the_same_in_every_mode():
     turns = make_turns([([1, 2, 3], [], [4, 5]), ([6, 7], [], [8, 9, 10])])
     rows = []
     for mode in ("tree", "per_branch", "grouped", "current_rl", "flat"):
-        (unit,) = build_units([turns], mode, Trained(), Limits(ROW_TOKENS, ROW_TOKENS))
-        tree = unit.trees[0] if isinstance(unit, Group) else unit
+        (unit,) = build_units([turns], mode, TrainedParts(), Limits(ROW_TOKENS, ROW_TOKENS))
+        tree = unit.trees[0] if isinstance(unit, TreeGroup) else unit
         rows.append(build_batch([[lay_out(tree)]], 16))
     for row in rows[1:]:
         jax.tree.map(np.testing.assert_array_equal, row, rows[0])

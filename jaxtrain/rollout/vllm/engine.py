@@ -135,7 +135,7 @@ class VllmEngine:
         """A server to ask, waited for; RunStopped when none comes."""
         deadline = time.monotonic() + self.servers.config.wait_seconds
         while True:
-            server = self.servers.take()
+            server = self.servers.acquire()
             if server is not None:
                 return server
             # While all of them take new weights or sleep, no server is missing.

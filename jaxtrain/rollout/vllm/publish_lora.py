@@ -79,7 +79,7 @@ class LoraPublisher:
                 wake(server, "weights", "kv_cache")
             self._load(server, name)
             self._loaded[server].add(name)
-            self.servers.settle(server, version)
+            self.servers.mark_up(server, version)
 
     def _load(self, server: Server, name: str) -> None:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}

@@ -113,7 +113,7 @@ class WeightPublisher:
                 self._stage(links, edition)
             self._commit(server, edition)
             self._verify(server, links, edition)
-            self.servers.settle(server, edition.version)
+            self.servers.mark_up(server, edition.version)
 
     def _make_edition(self, version: int, params: Any) -> Edition:
         old = self.newest

@@ -139,7 +139,7 @@ class Servers:
         with self._lock:
             return [server for server in self.all if server.state == "up"]
 
-    def take(self) -> Server | None:
+    def acquire(self) -> Server | None:
         """The least loaded server that may be asked now, its load counted; None: none may."""
         with self._lock:
             if self.asleep:
@@ -158,7 +158,7 @@ class Servers:
             return chosen
 
     def release(self, server: Server) -> None:
-        """Give back what `take` counted."""
+        """Give back what `acquire` counted."""
         with self._lock:
             server.in_flight -= 1
 
@@ -166,7 +166,7 @@ class Servers:
         with self._lock:
             self.counters[name] += number
 
-    def settle(self, server: Server, version: int) -> None:
+    def mark_up(self, server: Server, version: int) -> None:
         """The server holds that version now and may be asked."""
         with self._lock:
             returned, server.state = server.state == "down", "up"
