@@ -1,7 +1,7 @@
 """Attention's state while decoding: keys and values, of all tokens or of the last ones.
 
-Of S slots a token at position p takes slot p. Where a window is as large as the cache, or larger
-than what it could ever need, S is the window and slot p % S is used again: a ring.
+A token at position p takes slot p of S. A layer with a window keeps no more slots than the window
+has; once these are S, slot p % S is used again: a ring.
 """
 
 from typing import NamedTuple
