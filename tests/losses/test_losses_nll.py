@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch, check_batch
+from jaxtrain.layers.stack import Hidden
 from jaxtrain.losses.logp import token_logp
 from jaxtrain.losses.nll import nll_loss
 
@@ -15,7 +16,7 @@ class Table:
         self.logits_TV = np.asarray(logits_TV, np.float32)
 
     def hidden(self, batch):
-        return jnp.asarray(self.logits_TV)[None]
+        return Hidden(jnp.asarray(self.logits_TV)[None], {}, {})
 
     def head(self):
         return jnp.eye(self.logits_TV.shape[1])
