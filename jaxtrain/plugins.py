@@ -115,8 +115,7 @@ def load_module(place: str, *, key: str) -> ModuleType:
     try:
         return _import_file(Path(place).resolve()) if is_file else importlib.import_module(place)
     except Exception as error:  # the border: whatever an import of foreign code may raise
-        absent = isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}.")
-        if absent:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{key} cannot be imported: there is no module {error.name}; the folder that holds"
                 " it must be the working directory or on PYTHONPATH"

@@ -100,7 +100,9 @@ def count_microsteps(config: Config, mesh: jax.sharding.Mesh) -> int:
 
 def find_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer that the model section names, with its chat template."""
-    return load_tokenizer(model.tokenizer or model.path, model.chat_template)
+    name = model.tokenizer or model.path
+    assert name is not None, "the config has one of the two"
+    return load_tokenizer(name, model.chat_template)
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:
@@ -147,7 +149,9 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
     return found
 
 
-def abstract_params(parts: Parts, mesh: jax.sharding.Mesh | None = None) -> tuple[Params, Rebuild]:
+def abstract_params(
+    parts: Parts, mesh: jax.sharding.Mesh | None = None
+) -> tuple[dict[str, Any], Rebuild]:
     """Parameter shapes with their places on the parts' mesh, or on another, and what makes a model
     of such a dict.
 
@@ -162,13 +166,10 @@ def abstract_params(parts: Parts, mesh: jax.sharding.Mesh | None = None) -> tupl
     shapes, rebuild = split_model(model)
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh or parts.mesh))
     places = {name_path(path): place for path, place in placed}
-    full = () if parts.adapter is None else parts.adapter.full
+    adapter = parts.adapter
+    full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
     return {
-        path: jax.ShapeDtypeStruct(
-            shape.shape,
-            parts.adapter.dtype if path in full else shape.dtype,
-            sharding=places[path],
-        )
+        path: jax.ShapeDtypeStruct(shape.shape, full.get(path, shape.dtype), sharding=places[path])
         for path, shape in shapes.items()
     }, rebuild
 
@@ -205,6 +206,7 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     """(local folder or None, the keys of config.json)."""
     if model.architecture is not None:
         return None, model.architecture
+    assert model.path is not None, "the config has one of the two"
     folder = find_folder(model.path, weights=model.init == "pretrained")
     path = folder / "config.json"
     if not path.is_file():

@@ -1,5 +1,7 @@
 """Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 
@@ -91,6 +93,10 @@ def build_optimizer(
                 optax.scale_by_learning_rate(schedule),
             )
         case "muon":
+            # Any: optax takes None for a parameter, too, but its type does not say so.
+            dimensions: dict[str, Any] = {
+                path: muon_dimensions(path, value) for path, value in params.items()
+            }
             return optax.contrib.muon(
                 schedule,
                 beta=optim.beta1,
@@ -101,9 +107,7 @@ def build_optimizer(
                 weight_decay_mask=mask,
                 # Updates as large as adamw's (arXiv 2502.16982), so one learning rate fits both.
                 consistent_rms=0.2,
-                muon_weight_dimension_numbers={
-                    path: muon_dimensions(path, value) for path, value in params.items()
-                },
+                muon_weight_dimension_numbers=dimensions,
             )
     raise AssertionError(optim.name)
 

@@ -57,7 +57,9 @@ class StepOutput(NamedTuple):
 
 
 def abstract_state(
-    params: Params, optimizer: optax.GradientTransformation, copies: Params | None = None
+    params: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    copies: Mapping[str, Any] | None = None,
 ) -> State:
     """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
 
@@ -70,18 +72,20 @@ def abstract_state(
     def place(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
         owner = next((params[name] for name in reversed(names) if name in params), None)
-        fits = owner is not None and owner.shape == slot.shape
-        sharding = owner.sharding if fits else replicated
+        if owner is None or owner.shape != slot.shape:
+            sharding = replicated
+        else:
+            sharding = owner.sharding
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)
     shapes = {path: shape_of(value) for path, value in params.items()}
-    return State(
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
-        shapes,
-        jax.tree_util.tree_map_with_path(place, slots),
-        copies or {},
-    )
+    tree = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        "params": shapes,
+        "opt_state": jax.tree_util.tree_map_with_path(place, slots),
+    }
+    return State.of_tree({**tree, **(copies or {})})
 
 
 def init_state(
@@ -158,7 +162,7 @@ def make_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        new = State(state.step + 1, params, opt_state, state.copies)
+        new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         weight = jnp.ones((), micro_losses.dtype)

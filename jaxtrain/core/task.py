@@ -66,7 +66,7 @@ class Live(Protocol):
         """Mix `share` of the trained parameters into a role that is a moving copy."""
         ...
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str, /) -> AbstractContextManager[object]:
         """What the loop does meanwhile, for the watchdog: "waiting for answers"."""
         ...
 

@@ -13,7 +13,7 @@ from jaxtrain.data.formats import Probe, make_tokeniser, probe
 from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.preview import Counts, show_counts, show_sample
 from jaxtrain.data.readers import STREAM_ROWS, Part
-from jaxtrain.data.sample import Sample
+from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sources import open_rows
 from jaxtrain.errors import UserError
 
@@ -51,9 +51,10 @@ class Sequences:
                 console.print(f"(the first {STREAM_ROWS} rows of a stream)")
                 break
             results = part.tokenise(row, f"{dataset.path} row {index}")
-            counts.add(results)
             num_rows += 1
             for result in results:
+                assert isinstance(result, Sample | Dropped), "a recipe of sequences makes no trees"
+                counts.add([result])
                 if isinstance(result, Sample) and shown < num_samples:
                     show_sample(result, self.tokenizer, console)
                     shown += 1

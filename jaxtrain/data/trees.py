@@ -9,7 +9,7 @@ from rich.console import Console
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.task import TreeTask
 from jaxtrain.data.builders import Limits, TreeBuilder
-from jaxtrain.data.pack import NLL, Fields
+from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.readers import Part
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
 from jaxtrain.data.selection import select_rows
@@ -29,6 +29,7 @@ class Trees:
     """
 
     fields: Fields = NLL
+    normalise: Normalise
 
     def __init__(self, task: TreeTask, data: DataConfig, tokenizer: Any):
         self.task, self.data, self.tokenizer = task, data, tokenizer

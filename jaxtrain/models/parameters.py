@@ -1,6 +1,7 @@
 """A model taken apart into named arrays, and put together again."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -8,21 +9,23 @@ from flax import nnx
 Params = dict[str, jax.Array]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Parameters without their values, with shardings where somebody places them."""
-Rebuild = Callable[[Params], nnx.Module]
+Rebuild = Callable[[Params], Any]
+"""What makes the model of its parameters; its users call the methods of its own class."""
 
 
-def split_model(model: nnx.Module) -> tuple[Params, Rebuild]:
+def split_model(model: nnx.Module) -> tuple[dict[str, Any], Rebuild]:
     """Return (parameters by dotted path, function that rebuilds the model around such a dict).
 
-    Works on concrete and abstract (`nnx.eval_shape`) models. Everything after this point, from the
-    optimizer to the checkpoint, knows parameters by path and the model as a pure function of them.
+    The parameters are arrays, or shapes of an abstract (`nnx.eval_shape`) model. Everything
+    after this point, from the optimizer to the checkpoint, knows parameters by path and the model
+    as a pure function of them.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [name_path(path) for path, _ in leaves]
     assert len(set(paths)) == len(paths), "two parameters share a path"
 
-    def rebuild(values: Params) -> nnx.Module:
+    def rebuild(values: Params) -> Any:
         state = jax.tree_util.tree_unflatten(structure, [values[path] for path in paths])
         return nnx.merge(graph, state, rest)
 

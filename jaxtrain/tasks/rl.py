@@ -36,8 +36,9 @@ REFERENCE = "reference"
 def open_data(config: Config, tokenizer: Any) -> PromptData:
     """Prompts, and how the answers to them become batches."""
     task = config.task
+    assert isinstance(task, RLTask)
     plan = Plan(
-        labels=partial(read_labels, config),
+        labels=partial(read_labels, task, config),
         estimator=Estimator(
             task.knob("baseline"),
             task.knob("scale_rewards"),
@@ -55,6 +56,7 @@ def open_data(config: Config, tokenizer: Any) -> PromptData:
 def make(config: Config) -> Task:
     """The policy, its reference where one is needed, and what stands around a round."""
     task = config.task
+    assert isinstance(task, RLTask)
     parts = assemble(config, find_engine(config).reserved(config))
     if task.share_prompts:
         found = "task.share_prompts packs answers behind one prompt"
@@ -62,29 +64,28 @@ def make(config: Config) -> Task:
         require_trees(parts.architecture, found, fix)
     check_packing(config, parts.architecture)
     roles = {POLICY: Role(parts)}
-    kind = keeps_reference(config, parts.adapter)
+    kind = keeps_reference(task, parts.adapter)
     if kind is not None:
         roles[REFERENCE] = Role(parts, kind, in_loss=False)
     data = open_data(config, parts.tokenizer)
     return Task(
         roles=roles,
         loss=of_policy(
-            partial(policy_loss, objective=read_objective(config), impl=config.model.logp)
+            partial(policy_loss, objective=read_objective(task, config), impl=config.model.logp)
         ),
         coef=rl_coef(task),
         data=data,
-        prepare=Preparation(config, data),
+        prepare=Preparation(task, config, data),
         after_round=partial(mix_reference, task) if kind == "moving" else keep_weights,
     )
 
 
-def keeps_reference(config: Config, adapter: Adapter | None) -> Weights | None:
+def keeps_reference(task: RLTask, adapter: Adapter | None) -> Weights | None:
     """Which weights the reference policy has; None: none is needed.
 
     Raises UserError where the adapter of adapter.path trains tables in full: without it the model
     is not the base.
     """
-    task = config.task
     if not scores_reference(task):
         return None
     full = () if adapter is None else adapter.full
@@ -132,9 +133,9 @@ def scores_reference(task: RLTask) -> bool:
     return task.beta > 0
 
 
-def read_objective(config: Config) -> Objective:
+def read_objective(task: RLTask, config: Config) -> Objective:
     """The numbers of the loss."""
-    task, temperature = config.task, config.sampling.temperature
+    temperature = config.sampling.temperature
     from_sampler = task.knob("old_logp") == "sampler"
     return Objective(
         ratio=task.knob("ratio"),
@@ -161,9 +162,9 @@ def read_objective(config: Config) -> Objective:
     )
 
 
-def read_labels(config: Config, rows: int) -> Labels:
+def read_labels(task: RLTask, config: Config, rows: int) -> Labels:
     """How a round becomes batches of `rows` rows a microstep."""
-    task, data = config.task, config.data
+    data = config.data
     # units: the number of microsteps follows from what the groups fill.
     shape = Shape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1)
     return Labels(
@@ -191,13 +192,13 @@ class Preparation:
     process 0 and told to the others.
     """
 
-    def __init__(self, config: Config, data: PromptData):
+    def __init__(self, task: RLTask, config: Config, data: PromptData):
         """data: opened when the first round comes."""
-        self.task, self.data = config.task, data
+        self.task, self.data = task, data
         temperature = config.sampling.temperature
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.say(text))
-        self.scores_policy = scores_policy(config.task, config.rollout.streaming)
+        self.scores_policy = scores_policy(task, config.rollout.streaming)
         self._rounds = 0
 
     def __call__(self, round: Round, scorer: Scorer) -> Round:
@@ -267,12 +268,15 @@ class Preparation:
             np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
             for name in ("sampler_logp", "policy_logp")
         )
-        return self.comparison(sampler, trainer, self.data.source.metrics.get("lag/max") == 0)
+        source = self.data.source
+        assert source is not None, "process 0 compares"
+        return self.comparison(sampler, trainer, source.metrics.get("lag/max") == 0)
 
     def penalise(self, batches: list[Batch]) -> tuple[list[Batch], float]:
         """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward; and the
         mean of these sums."""
         source = self.data.source
+        assert source is not None, "process 0 penalises"
         table = source.table
         assert table is not None, "a round was handed out"
         kl_N = np.zeros(len(table.rewards_NK))

@@ -41,6 +41,7 @@ def check_trees(config: Config, architecture: Any) -> None:
 
     Held-out data are whole trees in every mode.
     """
+    assert isinstance(config.task, TreeTask)
     if config.task.mode == "tree":
         found = 'task.mode "tree" packs branches that share a prefix'
         fix = 'set task.mode to "grouped" and data.packing to false, which has the same loss'

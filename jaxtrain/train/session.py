@@ -45,7 +45,7 @@ class Session:
     """Steps that were done before this process."""
     step: int = 0
     folder: Path = Path()
-    phase: Callable[[str], AbstractContextManager[None]] = nullcontext
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
     signals: Any = None
 
     def __post_init__(self) -> None:

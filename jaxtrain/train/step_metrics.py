@@ -96,7 +96,7 @@ class StepReader:
         )
 
 
-def count_matmul_params(model: nnx.Module, frozen: Container[str] = ()) -> float:
+def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
     """Weights that multiply a token: those of the layers, as they say, and of the output head.
 
     Of a model of arrays or shapes. The parameters whose paths are in `frozen` count 2/3: forward

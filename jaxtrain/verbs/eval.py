@@ -31,6 +31,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         config, task, held = open_trained(str(run), overrides, beside=True)
         say(f"{run}, step {held.step}")
     else:
+        assert config_path is not None, "the command line gives one of the two"
         config = alone(load_config(config_path, overrides))
         task = make_task(config)
         roles = Roles(task.roles)
@@ -52,9 +53,10 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
                 " data.eval_datasets.0.path=... or eval.sets.0.path=..."
             )
         if sets:
-            of_run = run is not None and (run / "checkpoints").is_dir()
-            folder = (run if of_run else Path(config.run.output_dir)) / "eval"
-            generate_into(folder, config, task, held, say)
+            folder = Path(config.run.output_dir)
+            if run is not None and (run / "checkpoints").is_dir():
+                folder = run
+            generate_into(folder / "eval", config, task, held, say)
 
 
 def silent(text: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.adapters.spec import Adapter
-from jaxtrain.config import AdapterConfig, Config, RLTask
+from jaxtrain.config import RLTask
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.tasks.rl import keeps_reference
@@ -208,7 +208,7 @@ def test_tables_that_an_adapter_folder_trains_in_full_are_part_of_the_reference(
 
     def kept(reference, adapter):
         task = RLTask.model_construct(kind="rl", beta=0.1, reference=reference)
-        return keeps_reference(Config.model_construct(task=task, adapter=AdapterConfig()), adapter)
+        return keeps_reference(task, adapter)
 
     tables = Adapter({}, ("embed.embedding",))
     assert kept("auto", None) == "start"

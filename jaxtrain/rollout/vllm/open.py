@@ -5,7 +5,7 @@ would hold.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def open_vllm(
     return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
 
 
-def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], Mapping[str, Any]]:
+def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], dict[str, Any]]:
     """What every process does with its parameters before process 0 publishes them.
 
     Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
