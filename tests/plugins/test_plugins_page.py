@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from toy_run import MODEL
 
 from jaxtrain.config import Config, EnvConfig, RewardConfig, validate_config
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
@@ -19,12 +21,15 @@ from jaxtrain.data.sequences import Sequences
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
 from jaxtrain.models import build
 from jaxtrain.rewards.load import call_function, find_function
 from jaxtrain.rewards.score import open_rewards
+from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.types import Completion
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.sinks import Sinks
+from jaxtrain.tasks import make_task
 
 CWM = {
     "architectures": ["CwmForCausalLM"],
@@ -178,6 +183,102 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
 def test_what_is_no_such_family_is_refused(my_package, family, raw, message):
     with pytest.raises(UserError, match=message):
         build.config_from_hf({**CWM, **raw}, family)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_engine(name_of, tokenizer):
+    rollout = {
+        "engine": name_of("scripted", "scripted", "Scripted"),
+        "options": {"answers": ["yes", "no"]},
+    }
+    config = make_config(task={"kind": "rl"}, rollout=rollout, sampling={"temperature": 1.0})
+    parts = SimpleNamespace(tokenizer=tokenizer)
+    engine, publisher = find_engine(config).open(config, parts, print)
+    publisher.publish(3, {}, None)
+    found = [asyncio.run(engine.generate([1], None, [2], index)) for index in range(3)]
+    assert [tokenizer.decode(answer.tokens[:-1]) for answer in found] == ["yes", "no", "yes"]
+    assert set(found[0].versions) == {3} and found[0].tokens[-1] == 2
+
+
+def test_a_round_of_reinforcement_learning_with_the_engine_and_the_environment(
+    my_package, tmp_path
+):
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in (1, 2)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rl.toml").write_text(
+        f"""{MODEL}
+[run]
+output_dir = "{tmp_path / "run"}"
+max_steps = 2
+export = false
+[data]
+sequence_len = 64
+datasets = [{{ path = "{tmp_path / "sums.jsonl"}" }}]
+[task]
+kind = "rl"
+[rollout]
+engine = "scripted"
+options = {{ answers = ["It is 2.", "It is 4."] }}
+prompts_per_step = 2
+group_size = 2
+[env]
+kind = "quiz"
+[sampling]
+temperature = 1.0
+[log]
+plot = false
+"""
+    )
+    assert main(["--config", str(tmp_path / "rl.toml")]) == 0
+    steps = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if "loss" in line]
+    assert [line["policy_version"] for line in steps] == [0, 1]  # published after each round
+    samples = read_lines(tmp_path / "run/samples.jsonl")
+    assert {line["completion"] for line in samples} == {"It is 2.", "It is 4."}
+    assert {line["reward"] for line in samples} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("name", ["zloss", "my_package.zloss", "{}/my_package/zloss.py"])
+def test_a_method(my_package, name):
+    name = name.format(my_package)
+    assert make_task(make_config(task={"kind": name, "z": 0.5})).coef == {"nll": 1.0, "z": 0.5}
+    for section, message in [({"zz": 1}, "task.zz: unknown key"), ({"z": 0}, "changes nothing")]:
+        with pytest.raises(UserError, match=message):
+            make_config(task={"kind": name, **section})
+
+
+def test_the_method_trains_on_rows_of_the_format(my_package, tmp_path):
+    rows = [{"script": f"A: {n}?\nB: {n}!"} for n in range(12)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = f'[{{ path = "{tmp_path / "x.jsonl"}", format = "dialogue" }}]'
+    (tmp_path / "sft.toml").write_text(
+        f"""{MODEL}
+[run]
+output_dir = "{tmp_path / "run"}"
+max_steps = 4
+export = false
+[data]
+sequence_len = 64
+datasets = {dataset}
+eval_datasets = {dataset}
+[optim]
+learning_rate = 1e-2
+[eval]
+at_start = true
+[task]
+kind = "zloss"
+z = 0.1
+[log]
+plot = false
+"""
+    )
+    assert main(["--config", str(tmp_path / "sft.toml")]) == 0
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    first, last = (line for line in lines if "eval/z" in line)
+    assert last["eval/z"] < first["eval/z"]
+    assert last["eval/loss"] == pytest.approx(last["eval/nll"] + 0.1 * last["eval/z"])
 
 
 def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch, capsys):
