@@ -1,6 +1,6 @@
 """Short control calls to a server: blocking, from any thread, with plain answers and errors.
 
-What asks for tokens is elsewhere (`vllm.py`): that is many requests at once and asynchronous.
+What asks for tokens is elsewhere (`engine.py`): that is many requests at once and asynchronous.
 """
 
 import http.client

@@ -1,4 +1,4 @@
-"""A run's parameters as the servers want them: the device's side of `rollout/publish_*.py`.
+"""A run's parameters as the servers want them: the device's side of `publish_*.py`.
 
 The name map that loads and saves a model also publishes it, so a server gets exactly what an export
 would hold.
