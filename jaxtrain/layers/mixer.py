@@ -6,6 +6,7 @@ decoder and sampler carry states along and ask here for all else.
 """
 
 import dataclasses
+from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -68,14 +69,14 @@ class Mixer(nnx.Module):
     state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
     """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
 
+    @abstractmethod
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
         """The state of rows that have seen nothing, with room for `slots` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         """FLOPs of a forward pass beside those of its weights; spans int [n]: how many tokens see
         each token, itself among them."""
-        raise NotImplementedError
 
     def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
         """`state` with more rows or slots; none may shrink."""

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 """
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -165,11 +166,11 @@ class Decoder(nnx.Module):
         self.stored: tuple[tuple[str, str], ...] = ()
         self.experts_per_token = config.experts_per_token
 
+    @abstractmethod
     def make_block(
         self, kind: str, config: DecoderConfig, options: Options, rngs: nnx.Rngs
     ) -> nnx.Module:
         """A block of a kind that `config.layers()` names; see `layers.stack.Stack`."""
-        raise NotImplementedError
 
     def layer_inputs(self, tokens_BT: jax.Array) -> Any:
         """What each layer reads beside the hidden states: arrays [L, ...]; by default none."""
