@@ -182,7 +182,7 @@ def test_a_set_may_have_an_environment_of_its_own(place, tmp_path):
         (["eval.sets.0.split='test[9:]'"], "eval.sets.0: "),
         (["eval.sets.0.fields={prompt='question'}"], "eval.sets.0.fields names the column"),
         (["env.kind=single_turn", "env.path=null"], "nothing judges the answers"),
-        (["env.path=gone.py:Env"], "env.path: the file gone.py does not exist"),
+        (["env.path=gone.py:Env"], "the file gone.py does not exist"),
         (["rewards.0.function=gone.py:f"], "rewards, function 'gone.py:f'"),
     ],
 )
