@@ -6,6 +6,7 @@ attempts.jsonl   one line for each start: when, command, versions, devices
 checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
-from jaxtrain.config.load import read_saved
+from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.errors import UserError
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
@@ -141,7 +142,7 @@ class RunFolder:
         if not (has_steps or has_metrics):
             return
         self.changes, forbidden = find_changes(
-            read_json(self.path / "config.json"),
+            read_config(self.path / "config.json"),
             self.config.model_dump(mode="json"),
             last_device_count(self.path / "attempts.jsonl"),
             jax.device_count(),
@@ -256,10 +257,16 @@ def read_step(line: str) -> int | None:
         return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A saved config; raises UserError when it is missing or broken."""
+def read_config(path: Path) -> dict[str, Any]:
+    """A saved config, with the defaults of keys that are newer than it; raises UserError when it is
+    missing or broken."""
     try:
-        return read_saved(path.read_text())
+        saved = read_saved(path.read_text())
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no sections")
+        with contextlib.suppress(UserError):  # find_changes names what is no longer allowed
+            return validate_config(saved, str(path)).model_dump(mode="json")
+        return saved
     except FileNotFoundError:
         why = "is missing"
     except ValueError as error:

@@ -98,6 +98,17 @@ def test_another_config_is_refused_and_changes_nothing(tmp_path, change, line):
     assert any(line == shown for shown in open_run(tmp_path, **allowed).changes)
 
 
+def test_a_run_from_before_a_key_was_there_resumes_with_its_default(tmp_path):
+    open_run(tmp_path)
+    fake_steps(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["rollout"]["options"], saved["log"]["sinks"], saved["model"]["family"]
+    saved["eval"]["problems"] = 64  # and one that is there no longer
+    path.write_text(json.dumps(saved))
+    assert open_run(tmp_path).changes == []
+
+
 def test_a_folder_where_nothing_was_trained_takes_any_config(tmp_path):
     open_run(tmp_path)
     open_run(tmp_path, run={"seed": 3})
