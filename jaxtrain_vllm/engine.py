@@ -43,7 +43,7 @@ class LinkInfo(WeightTransferInitInfo):
     host: str
     port: int
     token: str
-    """Proves that this server was asked to connect."""
+    """What both ends show that they know before anything is read: `handshake.py`."""
     server: str
     """The trainer's name for this server."""
 

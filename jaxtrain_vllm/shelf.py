@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain_vllm import wire
+from jaxtrain_vllm import handshake, wire
 
 CONNECT_SECONDS = 30
 
@@ -75,7 +75,14 @@ class WeightShelf:
                 return {"version": self.version, "checksum": self.checksum}
             try:
                 self._stage(header, payload)
-            except (wire.WireError, KeyError, TypeError, ValueError, MemoryError) as error:
+            except (
+                wire.WireError,
+                KeyError,
+                TypeError,
+                ValueError,
+                OverflowError,
+                MemoryError,
+            ) as error:
                 self._roll_back()
                 return {"error": f"{type(error).__name__}: {error}"}
             return {"staged": header["version"]}
@@ -111,17 +118,22 @@ class WeightShelf:
 def connect(info: dict[str, Any], rank: int, held: dict[str, Any]) -> socket.socket:
     """A link to the trainer, introduced. info: its host and port, the token and the server's name.
 
-    held: {name: shape or None} of what is served. ValueError when the trainer cannot be reached.
+    held: {name: shape or None} of what is served. ValueError when the trainer cannot be reached, or
+    is not the one that knows the token.
     """
+    place = f"{info['host']}:{info['port']}"
     try:
         link = socket.create_connection((info["host"], info["port"]), CONNECT_SECONDS)
+    except OSError as error:
+        raise ValueError(f"the trainer cannot be reached at {place} from here: {error}") from error
+    try:
+        handshake.introduce(link, info["token"].encode())
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"token": info["token"], "server": info["server"], "rank": rank, "tensors": held}
-        wire.send_message(link, hello)
+        link.settimeout(CONNECT_SECONDS)
+        wire.send_message(link, {"server": info["server"], "rank": rank, "tensors": held})
     except OSError as error:
-        raise ValueError(
-            f"the trainer cannot be reached at {info['host']}:{info['port']} from here: {error}"
-        ) from error
+        link.close()
+        raise ValueError(f"{place} is not the trainer that asked for this link: {error}") from error
     link.settimeout(None)
     return link

@@ -1,6 +1,7 @@
 """Weights over a TCP connection: the messages of trainer and server, and what a delta is.
 
-    worker  -> trainer   hello   {token, server, rank, tensors: {name: shape or null}}
+    both                 the handshake of `handshake.py`
+    worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}}
     trainer -> worker    stage   {version, kind, base, tensors, checksum} + bytes
     worker  -> trainer   staged  {version}, or {error}: nothing has changed
     trainer -> worker    status  {}
@@ -14,6 +15,8 @@ each item of the tensor.
 """
 
 import json
+import math
+import reprlib
 import socket
 import struct
 import zlib
@@ -24,6 +27,9 @@ import numpy as np
 
 MAGIC = b"JXW1"
 MAX_HEADER_BYTES = 64 * 2**20
+MAX_PAYLOAD_BYTES = 2**42
+MAX_ITEMS = 2**40
+"""Of one tensor; what is larger is no tensor."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BITS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -128,11 +134,12 @@ def unpack_full(described: list[dict[str, Any]], payload: memoryview) -> dict[st
     """The whole tensors of a message, copied out of it."""
     found, start = {}, 0
     for item in described:
-        shape, dtype = tuple(item["shape"]), item["dtype"]
-        if dtype not in ITEM_BYTES:
+        shape, dtype = _read_shape(item), item["dtype"]
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
+        taken = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
         bits = empty_bits(shape, dtype)
-        bits[:] = _take(payload, start, bits.size, bits.dtype)
+        bits[:] = taken
         found[item["name"]] = Tensor(shape, dtype, bits)
         start += bits.nbytes
     _check_end(start, payload)
@@ -148,6 +155,10 @@ def unpack_delta(
         if item["name"] not in base:
             raise WireError(f"a delta of {item['name']}, which the last version has not")
         bits, count = base[item["name"]].bits, item["count"]
+        if type(count) is not int or not 0 <= count <= bits.size:
+            raise WireError(f"{count!r} places for {bits.size} items of {item['name']}")
+        if item["index_bytes"] not in (0, 4, 8):
+            raise WireError(f"positions of {item['index_bytes']!r} bytes")
         if item["index_bytes"]:
             index = np.dtype(f"<u{item['index_bytes']}")
             positions = _take(payload, start, count, index)
@@ -165,6 +176,15 @@ def unpack_delta(
         found[item["name"]] = Changes(positions, values, bits.size)
     _check_end(start, payload)
     return found
+
+
+def _read_shape(item: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = item["shape"]
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise WireError(f"{item['name']} has shape {reprlib.repr(shape)}")
+    if math.prod(shape) > MAX_ITEMS:
+        raise WireError(f"{item['name']} has {math.prod(shape)} items")
+    return tuple(shape)
 
 
 def _take(payload: memoryview, start: int, count: int, dtype: np.dtype) -> np.ndarray:
@@ -191,19 +211,26 @@ def send_message(
     return size
 
 
-def receive_message(connection: socket.socket) -> tuple[dict[str, Any], memoryview]:
-    """(header, payload) of the next message; WireError when there is none."""
+def receive_message(
+    connection: socket.socket,
+    max_header: int = MAX_HEADER_BYTES,
+    max_payload: int = MAX_PAYLOAD_BYTES,
+) -> tuple[dict[str, Any], memoryview]:
+    """(header, payload) of the next message; WireError when there is none, or a longer one than is
+    taken here, of which nothing is read."""
     start = _receive(connection, 8)
     if bytes(start[:4]) != MAGIC:
         raise WireError(f"expected a message, got {bytes(start)!r}")
     (length,) = struct.unpack("<I", start[4:])
-    if length > MAX_HEADER_BYTES:
-        raise WireError(f"a header of {length} bytes")
+    if length > max_header:
+        raise WireError(f"a header of {length} bytes; at most {max_header} are taken")
     try:
         header = json.loads(bytes(_receive(connection, length)))
-        size = int(header["bytes"])
-    except (ValueError, KeyError, TypeError) as error:
+        size = header["bytes"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"a header that is no JSON object with a size: {error!r}") from None
+    if not isinstance(header, dict) or type(size) is not int or not 0 <= size <= max_payload:
+        raise WireError(f"a payload of {size!r} bytes; at most {max_payload} are taken")
     return header, _receive(connection, size)
 
 

@@ -40,6 +40,7 @@ WITHOUT_JAX = [
     "errors",
     "batch",
     "plugins",
+    "parallel.gate",
     "core.metrics",
     "run.manifest",
     "run.samples",

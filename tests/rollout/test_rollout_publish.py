@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_vllm import STOP, FakeVllm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_rollout_vllm import DRAW, ask
 
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
@@ -19,9 +21,9 @@ from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher, reserve
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher, collect
 from jaxtrain.rollout.vllm.servers import Servers
-from jaxtrain_vllm import wire
+from jaxtrain_vllm import handshake, wire
 from jaxtrain_vllm.names import describe, read_shapes
-from jaxtrain_vllm.shelf import WeightShelf
+from jaxtrain_vllm.shelf import WeightShelf, connect
 
 SHAPES = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
 HELD = {name: list(shape) for name, shape in SHAPES.items()}
@@ -286,14 +288,82 @@ def join(payload):
 
 
 def test_a_stranger_who_knows_no_token_is_not_taken_for_a_worker():
+    """Nor is one that does, of a server that was never asked, or that sends more than a hello."""
     fake = FakeVllm(tensors=HELD)
     with open_weights([fake]) as (_, publisher, _):
         links = publisher.links
         with socket.create_connection((links.host, links.port)) as stranger:
-            wire.send_message(stranger, {"token": "guess", "server": fake.url})
+            wire.send_message(stranger, {"token": links.token, "server": fake.url})
             assert stranger.recv(1) == b""
         publisher.publish(0, draw_params())
         assert_holds(fake, draw_params())
+        info = links.describe(fake.url)
+        with connect({**info, "server": "http://other"}, 0, HELD) as other:
+            assert other.recv(1) == b""
+        with socket.create_connection((links.host, links.port)) as large:
+            handshake.introduce(large, links.token.encode())
+            header = json.dumps({"server": fake.url, "bytes": 2**30}).encode()
+            large.sendall(wire.MAGIC + len(header).to_bytes(4, "little") + header)
+            assert large.recv(1) == b""
+        assert len(links.wait_for(fake.url, 1, 1.0)) == 1
+
+
+ODD = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 2**70), st.floats(), st.text(max_size=4)),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["model.norm.weight", "x"]) | ODD,
+        "shape": st.lists(st.integers(-2, 2**40), max_size=3) | ODD,
+        "dtype": st.sampled_from(["bfloat16", "float32"]) | ODD,
+        "count": st.integers(-2, 40) | ODD,
+        "index_bytes": st.sampled_from([0, 1, 3, 4, 8]) | ODD,
+    },
+)
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "command": st.sampled_from(["stage", "status"]) | ODD,
+        "kind": st.sampled_from(["full", "delta"]) | ODD,
+        "version": st.integers(0, 3) | ODD,
+        "base": st.just(0) | ODD,
+        "checksum": ODD,
+        "tensors": st.lists(ITEM | ODD, max_size=3) | ODD,
+    },
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(MESSAGE, st.binary(max_size=80))
+def test_messages_that_make_no_sense_are_answered_and_change_nothing(header, payload):
+    shelf, first = WeightShelf(), collect(pieces(draw_params(0)), SHAPES, "bfloat16")
+    shelf.tensors, shelf.version, shelf.checksum = first, 0, wire.checksum(first)
+    answer = shelf.answer(header, memoryview(payload))
+    assert "error" in answer or answer == {"version": 0, "checksum": shelf.checksum}
+    assert len(json.dumps(answer)) < 2000
+    assert shelf.staged is None and wire.checksum(shelf.tensors) == shelf.checksum
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([b"JXW1", b"JXW2"]),
+    st.integers(0, 2**32 - 1) | st.none(),
+    st.sampled_from(
+        [b"[]", b"{}", b'{"bytes": -1}', b'{"bytes": 1e400}', b'{"bytes": 9}', b"[" * 5000]
+    )
+    | st.binary(max_size=30),
+)
+def test_a_damaged_message_is_no_message(magic, length, header):
+    ours, theirs = socket.socketpair()
+    with ours:
+        size = len(header) if length is None else length
+        theirs.sendall(magic + size.to_bytes(4, "little") + header)
+        theirs.close()
+        with pytest.raises(wire.WireError):
+            wire.receive_message(ours)
 
 
 def test_a_served_model_is_taken_apart_into_hugging_face_tensors():

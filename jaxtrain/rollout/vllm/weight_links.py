@@ -1,10 +1,10 @@
 """The trainer's end of the TCP links over which servers receive weights.
 
-Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), says who it
-is and what it holds, and then waits to be sent something; see `jaxtrain_vllm/wire.py`.
+Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), shows that
+it knows the token its server was sent (`parallel/gate.py`), says who it is and what it holds, and
+then waits to be sent something; see `jaxtrain_vllm/wire.py`.
 """
 
-import hmac
 import secrets
 import socket
 import threading
@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.gate import Gate, open_listeners
 from jaxtrain.rollout.vllm.control import ServerGone
 from jaxtrain_vllm import wire
 
 HELLO_SECONDS = 30.0
+ANSWER_BYTES = 2**16
+"""A worker's answer is a line of JSON without payload; only its hello is longer."""
 
 
 class Link:
@@ -34,7 +37,7 @@ class Link:
         try:
             self.connection.settimeout(timeout)
             wire.send_message(self.connection, header, payload)
-            return wire.receive_message(self.connection)[0]
+            return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
         except TimeoutError:
             self.close()
             raise ServerGone(f"a worker took longer than {timeout:g} s for weights") from None
@@ -50,21 +53,23 @@ class WeightLinks:
     """Listens for workers and keeps their links by server."""
 
     def __init__(self, host: str, port: int):
-        self.host, self.token = host, secrets.token_hex(16)
+        self.host, self.token = host, secrets.token_hex(32)
+        self._links: dict[str, list[Link]] = {}
+        self._expected: set[str] = set()
+        self._changed = threading.Condition()
         try:
-            self.listener = socket.create_server((host, port))
+            listeners = open_listeners([host], port)
         except OSError as error:
             raise UserError(
                 f"rollout.vllm.listen {host!r}, listen_port {port}: cannot listen there:"
                 f" {error.strerror or error}; name an address of this machine and a free port"
             ) from None
-        self.port = self.listener.getsockname()[1]
-        self._links: dict[str, list[Link]] = {}
-        self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="weight links", daemon=True).start()
+        self.gate = Gate("rollout.vllm.listen", listeners, self.token.encode(), self._admit)
+        self.port = self.gate.port
 
     def describe(self, server: str) -> dict[str, Any]:
-        """What a server must know to connect."""
+        """What a server must know to connect; from then on its workers are expected."""
+        self._expected.add(server)
         return {"host": self.host, "port": self.port, "token": self.token, "server": server}
 
     def forget(self, server: str) -> None:
@@ -85,31 +90,24 @@ class WeightLinks:
             return list(self._links[server])
 
     def close(self) -> None:
-        self.listener.close()
+        self.gate.close()
         for server in list(self._links):
             self.forget(server)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+    def _admit(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        """Take in whoever knows the token; hang up on anybody else."""
+        """Take in a worker by its hello; hang up on one whose server was not asked."""
         try:
             connection.settimeout(HELLO_SECONDS)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello, _ = wire.receive_message(connection)
-            known = hmac.compare_digest(str(hello.get("token")), self.token)
+            hello, _ = wire.receive_message(connection, max_payload=0)
         except (OSError, wire.WireError):
-            known = False
-        if not known:
+            hello = {}
+        server = hello.get("server")
+        if not isinstance(server, str) or server not in self._expected:
             connection.close()
             return
         with self._changed:
-            self._links.setdefault(str(hello.get("server")), []).append(Link(connection, hello))
+            self._links.setdefault(server, []).append(Link(connection, hello))
             self._changed.notify_all()

@@ -1,0 +1,197 @@
+"""A listening port where nobody is heard before he has shown that he knows the run's token.
+
+    gate thread   accepts, exchanges `jaxtrain_vllm.handshake` with all who came, side by side
+        |         in its own thread, each within 10 s and 36 bytes at a time
+        v
+    admit(connection)   only who knows the token; everybody else is hung up on
+
+A stranger costs a socket and a hundred bytes: no thread, no buffer of a size that he names. With
+more than `MAX_WAITING` of them the oldest has to go. Nothing of what they send is ever printed.
+"""
+
+import errno
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxtrain_vllm import handshake
+
+MAX_WAITING = 64
+"""Connections that have not shown the token yet."""
+TELL_SECONDS = 60.0
+"""At most one line on strangers in that time."""
+
+
+class Waiting:
+    """A connection that has not shown the token yet."""
+
+    def __init__(self, connection: socket.socket, address: str, token: bytes):
+        self.connection, self.address = connection, address
+        self.visitor = handshake.Visitor(token)
+        self.read = b""
+        self.deadline = time.monotonic() + handshake.SECONDS
+
+
+class Gate:
+    """Owns the listening sockets and a thread; `close` ends both.
+
+    admit(connection): called in the gate's thread with each blocking socket that is one of us; it
+    must not wait for anything. say: takes the line on strangers; standard error by default.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listeners: Sequence[socket.socket],
+        token: bytes,
+        admit: Callable[[socket.socket], None],
+        say: Callable[[str], None] | None = None,
+    ):
+        self.name, self.listeners, self.token, self.admit = name, list(listeners), token, admit
+        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self.port = self.listeners[0].getsockname()[1]
+        self.refused = 0
+        """Connections hung up on so far."""
+        self._told, self._told_at = 0, -TELL_SECONDS
+        self._waiting: dict[socket.socket, Waiting] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._closed = False
+        for own in (*self.listeners, self._woken):
+            own.setblocking(False)
+            self._selector.register(own, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take nobody in any more; who was admitted stays connected."""
+        self._closed = True
+        try:
+            self._wake.send(b"x")
+        except OSError:
+            return  # closed before
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._closed:
+            deadlines = [waiting.deadline for waiting in self._waiting.values()]
+            pause = max(min(deadlines) - time.monotonic(), 0) if deadlines else None
+            for key, _ in self._selector.select(pause):
+                if key.fileobj in self.listeners:
+                    self._accept(key.fileobj)  # pyright: ignore[reportArgumentType]
+                elif waiting := self._waiting.get(key.fileobj):  # pyright: ignore
+                    self._hear(waiting)
+            now = time.monotonic()
+            for waiting in [w for w in self._waiting.values() if w.deadline <= now]:
+                self._refuse(waiting, "silent or too slow")
+        for waiting in list(self._waiting.values()):
+            waiting.connection.close()
+        for own in (*self.listeners, self._wake, self._woken):
+            own.close()
+        self._selector.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except BlockingIOError:
+            return  # gone again
+        except OSError:
+            time.sleep(0.1)  # no file descriptor is left; those who wait give theirs back in time
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._refuse(next(iter(self._waiting.values())), "too many at once")
+        connection.setblocking(False)
+        self._waiting[connection] = Waiting(connection, str(address[0]), self.token)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, waiting: Waiting) -> None:
+        try:
+            more = waiting.connection.recv(waiting.visitor.wanted - len(waiting.read))
+            if not more:
+                self._refuse(waiting, "hung up")
+                return
+            waiting.read += more
+            if not waiting.read.startswith(handshake.MAGIC[: len(waiting.read)]) and (
+                waiting.visitor.wanted == handshake.GREETING_BYTES
+            ):
+                raise handshake.NotWelcome("no greeting of this protocol")
+            if len(waiting.read) < waiting.visitor.wanted:
+                return
+            reply = waiting.visitor.hear(waiting.read)
+            waiting.read = b""
+            if reply is not None:
+                # 64 bytes into an empty buffer; whoever does not even read them is no loss.
+                waiting.connection.sendall(reply)
+                return
+        except BlockingIOError:
+            return
+        except handshake.NotWelcome as error:
+            self._refuse(waiting, str(error))
+            return
+        except OSError:
+            self._refuse(waiting, "hung up")
+            return
+        self._forget(waiting)
+        waiting.connection.setblocking(True)
+        waiting.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A machine that vanishes closes nothing.
+        waiting.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.admit(waiting.connection)
+
+    def _forget(self, waiting: Waiting) -> None:
+        del self._waiting[waiting.connection]
+        self._selector.unregister(waiting.connection)
+
+    def _refuse(self, waiting: Waiting, why: str) -> None:
+        self._forget(waiting)
+        try:
+            waiting.connection.recv(2**16)  # with bytes unread the end would be a reset
+        except OSError:
+            pass
+        waiting.connection.close()
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._told_at >= TELL_SECONDS:
+            count, self._told, self._told_at = self.refused - self._told, self.refused, now
+            others = f" ({count - 1} before it)" if count > 1 else ""
+            self.say(
+                f"{self.name}, port {self.port}: hung up on a connection from {waiting.address}"
+                f"{others} that did not show this run's token: {why}"
+            )
+
+
+def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Listening sockets on one port of this machine, 0 for any free one, at those addresses.
+
+    "" is every address of both kinds. An address that this machine does not have is left out where
+    another one is left; raises OSError where none is.
+    """
+    if "" in hosts:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return [socket.create_server(("", port), family=family, dualstack_ipv6=dual)]
+    found: list[socket.socket] = []
+    absent: OSError | None = None
+    for host in hosts:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            found.append(socket.create_server((host, port), family=family))
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno in _NO_SUCH_ADDRESS:
+                absent = error
+                continue
+            for opened in found:
+                opened.close()
+            raise
+        port = found[-1].getsockname()[1]
+    if not found:
+        raise absent or OSError("no address to listen at")
+    return found
+
+
+LOOPBACK = ("127.0.0.1", "::1")
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

@@ -1,0 +1,91 @@
+"""Both ends of a connection show that they know one secret, before anything else is read.
+
+    who connects                                  who listens
+    b"JXH1" + 32 random bytes  ---------------->
+        <-----------  32 random bytes + HMAC-SHA256(token, "listener" + both)
+    HMAC-SHA256(token, "visitor" + both)  ------>    only now the first payload
+
+The token itself never travels, an old answer is of no use, and a stranger who listens where the
+real one should be is found out as well. All lengths are fixed. What follows is neither encrypted
+nor signed.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+MAGIC = b"JXH1"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
+SECONDS = 10.0
+"""How long a whole handshake may take."""
+
+
+class NotWelcome(OSError):
+    """The other side does not know the token, or speaks another protocol."""
+
+
+class Visitor:
+    """The listener's half for one connection, as bytes in and out."""
+
+    def __init__(self, token: bytes):
+        self._token = token
+        self._expected: bytes | None = None
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of the next message."""
+        return GREETING_BYTES if self._expected is None else PROOF_BYTES
+
+    def hear(self, message: bytes) -> bytes | None:
+        """What to answer to the next message, of `wanted` bytes; None: they are one of us.
+
+        Raises NotWelcome.
+        """
+        if self._expected is None:
+            if not message.startswith(MAGIC):
+                raise NotWelcome("no greeting of this protocol")
+            nonces = message[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
+            self._expected = _prove(self._token, b"visitor", nonces)
+            return nonces[NONCE_BYTES:] + _prove(self._token, b"listener", nonces)
+        if not hmac.compare_digest(message, self._expected):
+            raise NotWelcome("another token")
+        return None
+
+
+def introduce(connection: socket.socket, token: bytes, seconds: float = SECONDS) -> None:
+    """The visitor's half, over a connected socket, within `seconds`; its time-out is left at None.
+
+    Raises NotWelcome where the listener hangs up or does not know the token itself.
+    """
+    deadline = time.monotonic() + seconds
+    own = secrets.token_bytes(NONCE_BYTES)
+    try:
+        connection.settimeout(seconds)
+        connection.sendall(MAGIC + own)
+        reply = b""
+        while len(reply) < REPLY_BYTES:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            more = connection.recv(REPLY_BYTES - len(reply))
+            if not more:
+                raise NotWelcome("the listener hung up on the greeting")
+            reply += more
+        nonces = own + reply[:NONCE_BYTES]
+        if not hmac.compare_digest(reply[NONCE_BYTES:], _prove(token, b"listener", nonces)):
+            raise NotWelcome("the listener has another token")
+        connection.sendall(_prove(token, b"visitor", nonces))
+        connection.settimeout(None)
+    except TimeoutError:
+        raise NotWelcome(f"no answer to the greeting within {seconds:g} s") from None
+    except NotWelcome:
+        raise
+    except OSError as error:
+        raise NotWelcome(f"the listener hung up on the greeting: {error}") from None
+
+
+def _prove(token: bytes, who: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, who + nonces, hashlib.sha256)
