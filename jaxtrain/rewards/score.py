@@ -52,12 +52,12 @@ class Rewards:
             **{name: [value] * len(episodes) for name, value in row.items()},
             "prompts": [episode.prompt for episode in episodes],
             "completions": [episode.completion for episode in episodes],
-            "completion_ids": [drawn_tokens(episode) for episode in episodes],
+            "completion_ids": [episode.drawn_tokens for episode in episodes],
         }
         found = await asyncio.gather(*(self.call(one, arguments) for one in self.functions))
         labels = [one.label for one in self.functions]
         return [
-            {**episode.rewards, **dict(zip(labels, values, strict=True))}
+            {**episode.all_rewards, **dict(zip(labels, values, strict=True))}
             for episode, *values in zip(episodes, *found, strict=True)
         ]
 
@@ -103,11 +103,6 @@ class Rewards:
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
-
-
-def drawn_tokens(episode: Episode) -> list[int]:
-    """The tokens that the policy drew, in order."""
-    return [t for t, drawn in zip(episode.tokens, episode.sampled, strict=True) if drawn]
 
 
 def _parameter(option: str) -> str:

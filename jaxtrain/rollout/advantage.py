@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.rollout.types import Group
+from jaxtrain.rollout.types import Episode, Group
 
 EPSILON = 1e-4
 """Added to standard deviations before dividing, as TRL does."""
@@ -24,6 +24,27 @@ def reward_table(groups: Sequence[Group], names: Sequence[str]) -> np.ndarray:
         ],
         np.float64,
     ).reshape(-1, len(names))
+
+
+def turn_tables(groups: Sequence[Group], names: Sequence[str]) -> list[np.ndarray]:
+    """Rewards [N, K] of the groups' episodes as seen from each turn: what is still to come, that is
+    the rewards of the whole episode (`reward_table`, the first entry) less those that earlier turns
+    have earned. As many tables as the longest list of rewarded turns; an episode that was over
+    before has the rest of it to come: what it was given as a whole."""
+    table_NK = reward_table(groups, names)
+    episodes = [episode for group in groups for episode in group.episodes]
+    tables = [table_NK]
+    for turn in range(max((len(episode.turn_rewards) for episode in episodes), default=0) - 1):
+        earned_NK = np.array(
+            [[_of_turn(episode, turn).get(name, 0.0) for name in names] for episode in episodes],
+            np.float64,
+        ).reshape(table_NK.shape)
+        tables.append(tables[-1] - earned_NK)
+    return tables
+
+
+def _of_turn(episode: Episode, turn: int) -> dict[str, float]:
+    return episode.turn_rewards[turn] if turn < len(episode.turn_rewards) else {}
 
 
 def weigh(

@@ -4,6 +4,11 @@
                     ├─ answer 2 (advantage -0.3)      trained tokens are never shared
                     └─ answer 3 (advantage -0.9)
 
+An episode of several token sequences (a template that rewrites history) gives a branch for each:
+what they have in common before a sequence's first drawn token is computed once, and each drawn
+token is trained in the sequence that it was drawn in. Averages count episodes, not sequences; a
+ratio by sequence is that of each token sequence.
+
 What the loss is a mean of is decided here, by weights and constant denominators, for a minibatch of
 N episodes with n_i trained tokens each:
 
@@ -26,13 +31,16 @@ from jaxtrain.data.pack import Fields, fit_rows, lay_out
 from jaxtrain.data.prefixes import Branch, Saving, measure_saving, merge_prefixes
 from jaxtrain.data.steps import Shape
 from jaxtrain.data.tree import Tree
-from jaxtrain.rollout.types import Episode, Group
+from jaxtrain.rollout.types import Episode, Group, TokenSequence
 
 EPISODE = "episode"
 """Host-only stream: number of the token's episode in the round, from 0; -1 is context."""
+TURN = "turn"
+"""Host-only stream: number of the token's turn in its episode, from 0; -1 is context."""
 STREAMS = {
     **dict.fromkeys(("advantage", "sampler_logp", "old_logp", "ref_logp"), np.float32),
     EPISODE: np.int32,
+    TURN: np.int32,
 }
 
 Average = Literal["token", "sequence", "sum", "microstep", "constant"]
@@ -83,14 +91,11 @@ def label(groups: Sequence[Group], labels: Labels) -> Labelled:
             group = groups[index]
             branches = []
             for place, episode in enumerate(group.episodes):
-                if len(episode.tokens) > row_tokens:
+                if any(len(one.tokens) > row_tokens for one in episode.sequences):
                     too_long += 1
                     continue
-                branch = make_branch(
-                    episode, float(group.advantages[place]), int(first[index]) + place, labels
-                )
-                if branch is not None:
-                    branches.append(branch)
+                advantages_T = np.atleast_1d(np.asarray(group.advantages[place], np.float64))
+                branches += make_branches(episode, advantages_T, int(first[index]) + place, labels)
                 episodes += 1
             trees += grow(branches, row_tokens, labels.share_prompts)
         if not trees:
@@ -105,24 +110,46 @@ def label(groups: Sequence[Group], labels: Labels) -> Labelled:
     return Labelled(batches, saving, trained, efficiency, too_long)
 
 
-def make_branch(episode: Episode, advantage: float, number: int, labels: Labels) -> Branch | None:
-    """An episode's tokens with weights and streams; None when nothing of it is trained."""
-    trained = np.array(episode.sampled, bool)
-    trained[:1] = False  # nothing predicts a first token
-    cut_off = labels.mask_truncated and episode.finish_reason == "length"
-    count = 0 if cut_off else int(trained.sum())
-    if count == 0:
-        return None
-    weight = 1.0 / count if labels.average == "sequence" else 1.0
+def make_branches(
+    episode: Episode, advantages_T: np.ndarray, number: int, labels: Labels
+) -> list[Branch]:
+    """A branch for each of an episode's sequences of which something is trained, with weights and
+    streams. advantages [turns]; the last one goes for all later turns."""
+    if labels.mask_truncated and episode.finish_reason == "length":
+        return []
+    masks = [np.array(one.sampled, bool) for one in episode.sequences]
+    for mask in masks:
+        mask[:1] = False  # nothing predicts a first token
+    count = sum(int(mask.sum()) for mask in masks)
+    weight = 1.0 / max(count, 1) if labels.average == "sequence" else 1.0
+    return [
+        make_branch(one, mask, weight, advantages_T, number, labels)
+        for one, mask in zip(episode.sequences, masks, strict=True)
+        if mask.any()
+    ]
+
+
+def make_branch(
+    one: TokenSequence,
+    trained: np.ndarray,
+    weight: float,
+    advantages_T: np.ndarray,
+    number: int,
+    labels: Labels,
+) -> Branch:
+    """One sequence's tokens; `trained` [n] are those that weigh."""
     weights_n = trained * weight
-    length = len(episode.tokens)
+    length = len(one.tokens)
+    turns = np.asarray(one.turns, np.int64) if one.turns else np.zeros(length, np.int64)
+    advantages_n = advantages_T[np.clip(turns, 0, len(advantages_T) - 1)]
     return Branch(
-        np.asarray(episode.tokens, np.int32),
+        np.asarray(one.tokens, np.int32),
         {name: weights_n for name in labels.components},
         {
-            "advantage": np.where(trained, advantage, 0.0),
-            "sampler_logp": np.where(trained, episode.logprobs, 0.0),
+            "advantage": np.where(trained, advantages_n, 0.0),
+            "sampler_logp": np.where(trained, one.logprobs, 0.0),
             EPISODE: np.where(trained, number, -1),
+            TURN: np.where(trained, turns, -1),
             "old_logp": np.zeros(length),
             "ref_logp": np.zeros(length),
         },

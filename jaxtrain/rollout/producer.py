@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.errors import Interrupted, RunStopped, UserError
-from jaxtrain.rollout.advantage import is_flat, reward_table
+from jaxtrain.rollout.advantage import is_flat, turn_tables
 from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Group, Sampling
 
@@ -106,8 +106,9 @@ class GroupPlayer:
         """Whether all its rewards are equal."""
         names = reward_names([group])
         weights = [self.rules.weights.get(name, 1.0) for name in names]
-        table = reward_table([group], names)
-        return is_flat(table, weights, self.rules.combine, self.rules.clip)
+        rules = self.rules
+        tables = turn_tables([group], names)
+        return all(is_flat(table, weights, rules.combine, rules.clip) for table in tables)
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:

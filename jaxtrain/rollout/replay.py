@@ -29,7 +29,8 @@ class ReplayBuffer:
         so far; a full buffer lets the least informative one go."""
         for group in groups:
             spread = float(np.std(group.totals, ddof=1)) if len(group.totals) > 1 else 0.0
-            score = float(np.abs(group.advantages).sum()) * spread
+            sizes_G = np.abs(np.reshape(group.advantages, (len(group.advantages), -1))).mean(1)
+            score = float(sizes_G.sum()) * spread
             if self.size == 0 or group.replayed or not score > 0:
                 continue
             self._count += 1

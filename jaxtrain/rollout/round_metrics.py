@@ -42,7 +42,7 @@ def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1.0 - ended.mean()),
-        "num_tokens": float(sum(len(episode.tokens) for episode in episodes)),
+        "num_tokens": float(sum(episode.num_tokens for episode in episodes)),
     }
     if ended.any():
         found["completions/mean_terminated_length"] = float(lengths[ended].mean())

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import RunStopped
-from jaxtrain.rollout.advantage import compute_advantages, reward_table, weigh
+from jaxtrain.rollout.advantage import compute_advantages, turn_tables, weigh
 from jaxtrain.rollout.labels import Labelled, Labels, label
 from jaxtrain.rollout.producer import Producer, Slot, reward_names
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -48,7 +48,8 @@ class Estimator:
 class Table:
     """The rewards of a part, for whoever must compute its advantages anew."""
 
-    rewards_NK: np.ndarray
+    rewards_TNK: list[np.ndarray]
+    """As seen from each turn: see advantage.turn_tables."""
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
 
@@ -193,31 +194,35 @@ class RoundSource:
         """Fill in totals and advantages of the round's groups."""
         names = reward_names(groups)
         weights = tuple(self.producer.rules.weights.get(name, 1.0) for name in names)
-        rewards_NK = reward_table(groups, names)
         sizes = tuple(len(group.episodes) for group in groups)
-        self.table = Table(rewards_NK, weights, sizes)
-        advantages_N = self.advantages(self.table)
-        totals_N = weigh(rewards_NK, weights, self.estimator.clip)
+        self.table = Table(turn_tables(groups, names), weights, sizes)
+        advantages_NT = self.advantages(self.table)
+        totals_N = weigh(self.table.rewards_TNK[0], weights, self.estimator.clip)
         bounds = np.cumsum(sizes)[:-1]
         for group, own, totals in zip(
-            groups, np.split(advantages_N, bounds), np.split(totals_N, bounds), strict=True
+            groups, np.split(advantages_NT, bounds), np.split(totals_N, bounds), strict=True
         ):
             group.advantages, group.totals = own, totals
 
     def advantages(self, table: Table, penalty_N: np.ndarray | None = None) -> np.ndarray:
-        """Advantages [N] of a table of rewards, less a penalty of each episode."""
+        """Advantages [N, turns] of a table of rewards, less a penalty of each episode; one turn
+        where no single turns are rewarded."""
         estimator = self.estimator
-        return compute_advantages(
-            table.rewards_NK,
-            table.sizes,
-            table.weights,
-            baseline=estimator.baseline,
-            scale=estimator.scale,
-            combine=estimator.combine,
-            clip=estimator.clip,
-            penalty_N=penalty_N,
-            whiten=estimator.whiten,
-        )
+        found = [
+            compute_advantages(
+                rewards_NK,
+                table.sizes,
+                table.weights,
+                baseline=estimator.baseline,
+                scale=estimator.scale,
+                combine=estimator.combine,
+                clip=estimator.clip,
+                penalty_N=penalty_N,
+                whiten=estimator.whiten,
+            )
+            for rewards_NK in table.rewards_TNK
+        ]
+        return np.stack(found, axis=1)
 
     def _hand_out(self, taken: Taken, found: Labelled | None) -> list[Batch]:
         """The batches; what was taken for them is done and counted, as it was not before."""

@@ -118,22 +118,41 @@ class EpisodeFailed(Exception):
 
 
 @dataclass(eq=False)
+class TokenSequence:
+    """Tokens as the policy saw them, of which it drew some; all lists are equally long."""
+
+    tokens: list[int]
+    """Prompt included, exactly as the policy saw and drew them: never re-tokenised."""
+    sampled: list[bool]
+    """Whether the policy drew the token, here: these are trained."""
+    logprobs: list[float]
+    """The sampler's log-prob of each drawn token; 0.0 elsewhere."""
+    versions: list[int]
+    """Policy version of each drawn token; -1 elsewhere and where it is not known."""
+    turns: list[int] = field(default_factory=list)
+    """Number of the turn that each drawn token belongs to, from 0; -1 elsewhere. Empty: nobody
+    counts turns, all are the first."""
+
+
+@dataclass(eq=False)
 class Episode:
     """One played episode, single turn or many.
 
     Episode(tokens=[1, 5, 52, 7, 2], sampled=[False, False, True, True, True],
             logprobs=[0, 0, -0.1, -1.2, -0.01], versions=[-1, -1, 3, 3, 3], finish_reason="stop",
             completion="7 it is")
+
+    Where a chat template rewrites what was said earlier (Qwen3's drops thoughts), a turn is drawn
+    behind other tokens than the last one, and the episode has several sequences: `earlier` and the
+    one of the episode's own lists. A token that was drawn is `sampled` in one of them, the one that
+    it was drawn in; wherever else it stands it is context.
     """
 
     tokens: list[int]
-    """All of it, prompt included, exactly as the policy saw and drew it: never re-tokenised."""
+    """See TokenSequence, also for the next three."""
     sampled: list[bool]
-    """Whether the policy drew the token; these are trained."""
     logprobs: list[float]
-    """The sampler's log-prob of each drawn token; 0.0 elsewhere."""
     versions: list[int]
-    """Policy version of each drawn token; -1 elsewhere and where it is not known."""
     finish_reason: str
     """Of the last turn: "length" means that the answer was cut off."""
     completion: Any = ""
@@ -141,20 +160,58 @@ class Episode:
     prompt: Any = ""
     """What reward functions get as prompt: text, or a list of messages."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Rewards that the environment gives itself, by name."""
+    """Rewards that the environment gives the whole episode itself, by name."""
     metrics: dict[str, float | tuple[float, float]] = field(default_factory=dict)
     """Other numbers to be averaged and logged, such as {"turns": 2, "accuracy": (1, 3)}: a pair is
     a (sum, weight), here one of three questions, and the mean is that over all questions."""
+    turns: list[int] = field(default_factory=list)
+    """As TokenSequence.turns."""
+    turn_rewards: list[dict[str, float]] = field(default_factory=list)
+    """Rewards that the environment gives single turns, by name: entry k is turn k's. They come on
+    top of `rewards`; a name may be in both."""
+    earlier: list[TokenSequence] = field(default_factory=list)
+    """The sequences before the last one, in the order in which they were begun."""
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """All of them, in the order in which they were begun."""
+        own = TokenSequence(self.tokens, self.sampled, self.logprobs, self.versions, self.turns)
+        return [*self.earlier, own]
+
+    @property
+    def all_rewards(self) -> dict[str, float | None]:
+        """The environment's rewards by name, those of turns added up."""
+        found = dict(self.rewards)
+        for rewards in self.turn_rewards:
+            for name, value in rewards.items():
+                found[name] = (found.get(name) or 0.0) + value
+        return found
+
+    @property
+    def drawn_tokens(self) -> list[int]:
+        """The tokens that the policy drew, in order."""
+        return [
+            token
+            for one in self.sequences
+            for token, drawn in zip(one.tokens, one.sampled, strict=True)
+            if drawn
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, each by itself."""
+        return sum(len(one.tokens) for one in self.sequences)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy drew."""
-        return sum(self.sampled)
+        return sum(sum(one.sampled) for one in self.sequences)
 
     @property
     def min_version(self) -> int:
         """Oldest policy version of a drawn token; -1 where none is known."""
-        return min((v for v in self.versions if v >= 0), default=-1)
+        known = (v for one in self.sequences for v in one.versions if v >= 0)
+        return min(known, default=-1)
 
 
 class Env(Protocol):
@@ -181,11 +238,14 @@ class Group:
     rewards: list[dict[str, float | None]]
     """One dict of rewards by name for each episode; None: that reward had nothing to say."""
     advantages: Any = None
-    """float64 [G]; filled when the round is complete."""
+    """float64 [G], or [G, turns] where single turns are rewarded; filled when the round is
+    complete."""
     totals: Any = None
     """float64 [G] weighted sum of the rewards."""
     replayed: bool = False
     """Whether it was trained before and came out of the replay buffer."""
+    dataset: int = 0
+    """Index of the prompt's dataset in data.datasets."""
 
     @property
     def min_version(self) -> int:

@@ -22,7 +22,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.relay import broadcast
-from jaxtrain.rollout.labels import EPISODE, STREAMS, Labels
+from jaxtrain.rollout.labels import EPISODE, STREAMS, TURN, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.rounds import Estimator
@@ -279,16 +279,18 @@ class Preparation:
         assert source is not None, "process 0 penalises"
         table = source.table
         assert table is not None, "a round was handed out"
-        kl_N = np.zeros(len(table.rewards_NK))
+        kl_N = np.zeros(len(table.rewards_TNK[0]))
         for batch in batches:
             mask = batch.weights["pg"] != 0
             gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
             np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
-        advantages_N = source.advantages(table, self.task.beta * kl_N)
+        advantages_NT = source.advantages(table, self.task.beta * kl_N)
+        last = advantages_NT.shape[1] - 1
         changed = []
         for batch in batches:
             place = np.maximum(batch.streams[EPISODE], 0).astype(int)
-            found = np.where(batch.weights["pg"] != 0, advantages_N[place], 0.0)
+            turn = np.clip(batch.streams[TURN], 0, last).astype(int)
+            found = np.where(batch.weights["pg"] != 0, advantages_NT[place, turn], 0.0)
             streams = {**batch.streams, "advantage": found.astype(np.float32)}
             changed.append(batch._replace(streams=streams))
         return changed, float(kl_N.mean())

@@ -138,8 +138,8 @@ def env_row(row: dict[str, Any]) -> dict[str, Any]:
 def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
     """(what --output keeps of it, what people read: a line a turn, and the rewards)."""
     lines = [f"{role:>10}: {text}" for role, text in list_turns(episode)]
-    lines += [f"{'reward':>10}: {name} {value}" for name, value in episode.rewards.items()]
-    kept = {"completion": episode.completion, "rewards": episode.rewards}
+    lines += [f"{'reward':>10}: {name} {value}" for name, value in episode.all_rewards.items()]
+    kept = {"completion": episode.completion, "rewards": episode.all_rewards}
     return kept, "\n".join(lines) + "\n"
 
 

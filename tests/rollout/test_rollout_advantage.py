@@ -8,8 +8,10 @@ from jaxtrain.rollout.advantage import (
     compute_advantages,
     is_flat,
     leave_one_out,
+    turn_tables,
     weigh,
 )
+from jaxtrain.rollout.types import Episode, Group
 
 REWARDS = np.array([[1.0], [0.0], [0.0], [1.0], [1.0], [3.0]])
 """Two groups: 1, 0, 0, 1 and 1, 3."""
@@ -124,3 +126,29 @@ def test_opposite_rewards_are_flat_as_a_sum_only():
     assert not is_flat(rewards, (1.0, 1.0), "normalise_then_sum")
     # A reward that is only reported decides nothing.
     assert is_flat(np.array([[1.0, 0.0], [1.0, 1.0]]), (1.0, 0.0), "normalise_then_sum")
+
+
+def test_a_turn_is_judged_by_what_was_still_to_come():
+    """Three episodes of one prompt: step rewards (1, 0, 2), (0) and (1, 1), then 1, 0 and nothing
+    for the whole. Still to come from turn 0, 1, 2: 4, 3, 3; 0, 0, 0; 2, 1, 0. With `goal` weighing
+    2: 5, 4, 4; 0, 0, 0; 2, 1, 0. Compared as ever: less the mean of the three."""
+    turns = [[{"step": 1.0}, {}, {"step": 2.0}], [{"step": 0.0}], [{"step": 1.0}, {"step": 1.0}]]
+    episodes = [
+        Episode([1, 2], [False, True], [0, -1], [-1, 0], "stop", rewards=given, turn_rewards=steps)
+        for steps, given in zip(turns, [{"goal": 1.0}, {"goal": 0.0}, {}], strict=True)
+    ]
+    group = Group(0, {}, episodes, [episode.all_rewards for episode in episodes])
+    assert group.rewards == [{"goal": 1.0, "step": 3.0}, {"goal": 0.0, "step": 0.0}, {"step": 2.0}]
+    tables = turn_tables([group], ["goal", "step"])
+    found = [
+        compute_advantages(table, [3], (2.0, 1.0), baseline="group", scale="none")
+        for table in tables
+    ]
+    want = np.array([[5, 0, 2], [4, 0, 1], [4, 0, 0]])
+    np.testing.assert_allclose(found, want - want.mean(1, keepdims=True), rtol=1e-12)
+    # What equals in sum may differ in when it was earned: such a group teaches something.
+    for steps, earned in zip([(1.0, 0.0), (0.0, 1.0)], episodes[:2], strict=True):
+        earned.rewards, earned.turn_rewards = {}, [{"step": value} for value in steps]
+    late = Group(0, {}, episodes[:2], [episode.all_rewards for episode in episodes[:2]])
+    flat = [is_flat(table, (1.0,), "sum_then_normalise") for table in turn_tables([late], ["step"])]
+    assert flat == [True, False]

@@ -17,8 +17,8 @@ from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import Objective, policy_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
-from jaxtrain.rollout.labels import EPISODE, Labels, label
-from jaxtrain.rollout.types import Episode, Group
+from jaxtrain.rollout.labels import EPISODE, TURN, Labels, label
+from jaxtrain.rollout.types import Episode, Group, TokenSequence
 
 VOCABULARY = 31
 ARCHITECTURE = {
@@ -50,6 +50,47 @@ def make_episode(rng, prompt, turns=1, finish="stop"):
     logprobs = [float(rng.normal(-2, 0.3)) if s else 0.0 for s in sampled]
     versions = [0 if s else -1 for s in sampled]
     return Episode(tokens, sampled, logprobs, versions, finish)
+
+
+def make_rewritten(rng, prompt, turns=3):
+    """A conversation whose template drops the thought of a turn once the next one is asked for."""
+    history, sequences = list(prompt), []
+    for turn in range(turns):
+        thought, answer, question = (
+            rng.integers(0, VOCABULARY, int(rng.integers(1, 4))).tolist() for _ in range(3)
+        )
+        drawn, start = [*thought, *answer], len(history)
+        sequences.append(
+            TokenSequence(
+                [*history, *drawn],
+                [False] * start + [True] * len(drawn),
+                [0.0] * start + rng.normal(-2, 0.3, len(drawn)).tolist(),
+                [-1] * start + [0] * len(drawn),
+                [-1] * start + [turn] * len(drawn),
+            )
+        )
+        history += answer + question
+    *earlier, last = sequences
+    return Episode(
+        last.tokens,
+        last.sampled,
+        last.logprobs,
+        last.versions,
+        "stop",
+        turns=last.turns,
+        earlier=earlier,
+    )
+
+
+def make_rewritten_groups(turn_advantages=False):
+    rng = np.random.default_rng(5)
+    groups = []
+    for draw, size in enumerate((3, 2)):
+        prompt = rng.integers(0, VOCABULARY, 4).tolist()
+        episodes = [make_rewritten(rng, prompt, turns=1 + i) for i in range(size)]
+        groups.append(Group(draw, {}, episodes, [{} for _ in episodes]))
+        groups[-1].advantages = rng.normal(size=(size, 3) if turn_advantages else size)
+    return groups
 
 
 def make_groups(seed=0, sizes=(4, 3, 2)):
@@ -98,8 +139,16 @@ def loss_and_gradient(labelled, objective):
     return functools.reduce(lambda x, y: jax.tree.map(np.add, x, y), found)
 
 
-@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_a_group_tree_is_its_flat_rows(average):
+@pytest.mark.parametrize(
+    ("average", "make"),
+    [
+        ("token", make_groups),
+        ("sequence", make_groups),
+        ("constant", make_groups),
+        ("sequence", make_rewritten_groups),
+    ],
+)
+def test_a_group_tree_is_its_flat_rows(average, make):
     """Loss and gradients; answers that are equal stay two branches."""
     objective = Objective(
         ratio="sequence" if average == "sequence" else "token",
@@ -110,7 +159,7 @@ def test_a_group_tree_is_its_flat_rows(average):
     with jax.enable_x64(True):
         found = [
             loss_and_gradient(
-                label(make_groups(), make_labels(average=average, share_prompts=share, longest=9)),
+                label(make(), make_labels(average=average, share_prompts=share, longest=9)),
                 objective,
             )
             for share in (True, False)
@@ -139,6 +188,51 @@ def test_every_drawn_token_trains_once_and_nothing_else():
         advantages = np.concatenate([group.advantages for group in groups])
         places = batch.streams[EPISODE][mask]
         np.testing.assert_allclose(batch.streams["advantage"][mask], advantages[places], rtol=1e-6)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_rewritten_history_trains_each_drawn_token_where_it_was_drawn(share):
+    """With the log-prob that it was drawn with, the advantage of its episode's turn, and episodes
+    that count alike in a mean of sequences, however many sequences they have."""
+    groups = make_rewritten_groups(turn_advantages=True)
+    labelled = label(groups, make_labels(share_prompts=share, average="sequence"))
+    (batch,) = labelled.batches
+    check_batch(batch)
+    mask = batch.weights["pg"] != 0
+    found = sorted(
+        zip(
+            *(batch.streams[name][mask].tolist() for name in (EPISODE, TURN)),
+            batch.tokens[mask].tolist(),
+            batch.streams["sampler_logp"][mask].round(4).tolist(),
+            batch.streams["advantage"][mask].round(4).tolist(),
+            strict=True,
+        )
+    )
+    wanted, number = [], 0
+    for group in groups:
+        for episode, advantages in zip(group.episodes, group.advantages, strict=True):
+            for one in episode.sequences:
+                wanted += [
+                    (number, turn, token, logprob, advantages[turn])
+                    for token, drawn, logprob, turn in zip(
+                        one.tokens, one.sampled, one.logprobs, one.turns, strict=True
+                    )
+                    if drawn
+                ]
+            number += 1
+    assert len(found) == len(wanted) == labelled.trained_tokens
+    np.testing.assert_allclose(found, sorted(wanted), atol=1e-3)
+    weights = np.bincount(batch.streams[EPISODE][mask], batch.weights["pg"][mask])
+    np.testing.assert_allclose(weights, np.ones(number), rtol=1e-6)
+    # The questions and kept answers that two sequences show are computed once.
+    saved = labelled.saving.saved_tokens
+    prompts = sum(4 * (sum(len(e.sequences) for e in g.episodes) - 1) for g in groups)
+    assert saved > prompts if share else saved == 0
+    short = max(len(one.tokens) for e in groups[0].episodes[:2] for one in e.sequences)
+    cut = label(groups, make_labels(row_tokens=short))
+    assert cut.too_long == sum(
+        any(len(one.tokens) > short for one in e.sequences) for g in groups for e in g.episodes
+    )
 
 
 def test_the_tokens_saved_are_the_shared_prompts():
