@@ -45,8 +45,12 @@ class VllmConfig(Section):
     """Pause between two looks at a server's health."""
     wait_seconds: float = Field(600.0, gt=0)
     """How long to wait for a server: at the start, and when all of them are gone."""
+    progress_seconds: float = Field(120.0, gt=0)
+    """A server that draws no token for so long, though requests wait there, hangs, whatever its
+    /health says: they are asked elsewhere, and it is taken back once it draws one again."""
     sync_seconds: float = Field(600.0, gt=0)
-    """Longest wait for one server to take new weights."""
+    """Longest wait for the servers to take new weights, all steps together; then the run goes on
+    with those that have."""
     sleep: bool = False
     """Let the servers give their GPU memory back while the trainer works: one GPU for both. Only
     with rollout.mode sync."""

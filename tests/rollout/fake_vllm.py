@@ -3,7 +3,7 @@
 It "draws" token 100 + i at place i of a row, 3 when the row is complete, each with log-prob -0.5.
 Weights arrive through the same shelf and wire as in the real plugin. `script` says what becomes of
 the next requests for tokens, in order: "ok", an HTTP status, "stall", "cut" (hang up half way) or
-bytes to answer.
+bytes to answer. `hangs` stops the engine but not the server, `trouble` single control calls.
 """
 
 import asyncio
@@ -36,6 +36,14 @@ class FakeVllm:
         self.healthy = True
         self.max_rank = 64
         self.refuse_stage = False
+        self.hangs = False
+        """Whether the engine does nothing any more, though the server goes on answering."""
+        self.tells = True
+        """Whether /metrics counts tokens."""
+        self.trouble: dict[str, str] = {}
+        """{path of a control call, or "links": "stall" or "drip"}: never answered, or a byte at a
+        time."""
+        self.tokenise = None
         self.port = 0
         self.start()
 
@@ -87,6 +95,8 @@ class FakeVllm:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/tokenize", self._tokenize)
         for path, method in CONTROL.items():
             getattr(app.router, f"add_{method}")(path, getattr(self, "_" + path.split("/")[-1]))
         runner = web.AppRunner(app, shutdown_timeout=0.01)
@@ -108,6 +118,14 @@ class FakeVllm:
             body = json.loads(await request.text() or "null")
             self.log.append((request.path, dict(request.query) or body))
             request[BODY] = body
+        trouble = self.trouble.get(request.path)
+        if trouble == "stall":
+            await asyncio.sleep(60)
+        if trouble == "drip":
+            request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 600\r\n\r\n")
+            for _ in range(600):
+                request.transport.write(b" ")
+                await asyncio.sleep(0.05)
         return await handler(request)
 
     # -- tokens
@@ -143,6 +161,8 @@ class FakeVllm:
 
     async def _draw(self, request, body, prompt, params):
         """(tokens, label of each, finish reason), or a response that says something else."""
+        while self.hangs:
+            await asyncio.sleep(0.02)
         if params["top_k"] == 1:  # the client's look at the log-probs: not part of any script
             return [100], [self.label], "length"
         self.asked.append(body)
@@ -189,6 +209,17 @@ class FakeVllm:
             await asyncio.sleep(60)
         return web.Response(status=200 if self.healthy else 503)
 
+    async def _metrics(self, request):
+        lines = 'http_requests_total{status="2xx"} %d\n' % time.monotonic_ns()
+        if self.tells:
+            lines += 'vllm:generation_tokens_total{engine="0",model_name="a b"} %.1f\n' % self.drawn
+        return web.Response(text=lines)
+
+    async def _tokenize(self, request):
+        if self.tokenise is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"tokens": self.tokenise((await request.json())["prompt"])})
+
     async def _version(self, request):
         return web.json_response({"version": self.vllm_version})
 
@@ -211,7 +242,13 @@ class FakeVllm:
 
     def _listen(self, shelf: WeightShelf, link) -> None:
         answer = shelf.answer
-        shelf.answer = lambda h, p: {"error": "no"} if self.refuse_stage else answer(h, p)
+
+        def troubled(header, payload):
+            while self.trouble.get("links") == "stall":
+                time.sleep(0.02)
+            return {"error": "no"} if self.refuse_stage else answer(header, payload)
+
+        shelf.answer = troubled
         shelf.listen(link)
         shelf.answer = answer
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import socket
+import time
 
 import ml_dtypes
 import numpy as np
@@ -166,6 +167,33 @@ def test_a_server_that_fails_the_sync_is_dropped_and_the_others_go_on():
         answers = ask(engine, 4)
         assert {v for answer in answers for v in answer.versions} == {1}
         assert fakes[1].answered == 4
+    assert any("weight sync" in line and "dropped" in line for line in said)
+
+
+STEPS = ("/get_world_size", "links", "/pause", "/update_weights", "/finish_weight_update")
+
+
+@pytest.mark.parametrize(
+    "step, trouble",
+    [(step, "stall") for step in STEPS] + [("/pause", "drip"), ("/finish_weight_update", "drip")],
+)
+def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
+    """Whatever step hangs: all of them together have sync_seconds; then the others go on."""
+    fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
+    with open_weights(fakes, sync_seconds=0.5) as (engine, publisher, said):
+        publisher.publish(0, draw_params())
+        fakes[0].trouble[step] = trouble
+        started = time.monotonic()
+        publisher.publish(1, draw_params(1))
+        assert time.monotonic() - started < 2
+        assert {v for answer in ask(engine, 4) for v in answer.versions} == {1}
+        assert fakes[1].answered == 4
+        fakes[0].trouble.clear()
+        publisher.publish(2, draw_params(2))
+        deadline = time.monotonic() + 8
+        while publisher.servers.all[0].version != 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert_holds(fakes[0], draw_params(2))
     assert any("weight sync" in line and "dropped" in line for line in said)
 
 

@@ -14,8 +14,9 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import EpisodeFailed
+from jaxtrain.rollout.vllm.control import ServerGone, call
 from jaxtrain.rollout.vllm.engine import VllmEngine
-from jaxtrain.rollout.vllm.servers import Servers
+from jaxtrain.rollout.vllm.servers import PROBE_TEXT, Servers
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
 ANSWER = [100, 101, 102, STOP]
@@ -237,6 +238,83 @@ def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
             time.sleep(0.02)
         assert ask(engine, 4)[0].tokens == ANSWER and fakes[1].answered == 4
     assert any("was not answered within 0.1 s" in line for line in said)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_engine_that_hangs_behind_a_healthy_server_is_found_and_taken_back(tells):
+    """By the tokens that it counts, or where it tells none, by not drawing one that is asked."""
+    fakes = [FakeVllm(), FakeVllm()]
+    for fake in fakes:
+        fake.tells = tells
+    with opened(fakes, request_seconds=60, progress_seconds=0.3) as (engine, servers, said):
+        fakes[0].hangs = True
+        started = time.monotonic()
+        answers = ask(engine, 6)
+        assert [answer.tokens for answer in answers] == [ANSWER] * 6
+        assert time.monotonic() - started < 5 and servers.counters["servers_hung"] == 1
+        assert servers.all[0].state == "down" and fakes[0].answered == 0
+        fakes[0].hangs = False
+        deadline = time.monotonic() + 5
+        while servers.all[0].state == "down" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(ask(engine, 6)) == 6 and fakes[0].answered > 0
+    assert any("hung: no token for" in line and "progress_seconds" in line for line in said)
+    assert any("is back with version 0" in line for line in said)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_slow_engine_is_not_a_hung_one(tells):
+    fake = FakeVllm()
+    fake.token_seconds, fake.tells = 0.2, tells
+    with opened([fake], progress_seconds=0.3) as (engine, servers, _):
+        assert ask(engine, 2)[0].tokens == ANSWER
+        assert not servers.counters["servers_lost"] and not servers.counters["retries"]
+
+
+def test_an_idle_server_is_not_a_hung_one():
+    fake = FakeVllm()
+    with opened([fake], progress_seconds=0.1) as (engine, servers, _):
+        ask(engine)
+        time.sleep(0.4)
+        assert ask(engine)[0].tokens == ANSWER and not servers.counters["servers_lost"]
+
+
+@pytest.mark.parametrize("trouble", ["stall", "drip"])
+def test_a_control_call_ends_in_time_however_slowly_bytes_come(trouble):
+    fake = FakeVllm()
+    fake.trouble["/version"] = trouble
+    started = time.monotonic()
+    with pytest.raises(ServerGone, match="was not answered within 0.3 s"):
+        call(fake.url, "GET", "/version", timeout=0.3)
+    assert time.monotonic() - started < 2
+    fake.kill()
+
+
+def test_what_the_server_cuts_off_is_said_once_with_numbers():
+    """Of max_model_len 512, as the fake says of itself."""
+    fake = FakeVllm()
+    with opened([fake], SamplingConfig(temperature=1.0, max_new_tokens=511)) as (engine, _, said):
+        assert not any("max_model_len" in line for line in said)
+        for _ in range(2):
+            ask(engine, sampling=SamplingConfig(temperature=1.0, max_new_tokens=511))
+    told = [line for line in said if "max_model_len" in line]
+    assert len(told) == 1 and "takes 512 tokens" in told[0] and "are 513" in told[0]
+
+
+def test_another_tokenizer_is_told_with_the_first_difference():
+    ours = [ord(letter) for letter in PROBE_TEXT]
+    fakes = [FakeVllm(), FakeVllm(), FakeVllm()]
+    fakes[0].tokenise = lambda text: [ord(letter) for letter in text]
+    fakes[1].tokenise = lambda text: [*ours[:7], 5, 6]
+    config = VllmConfig(servers=[fake.url for fake in fakes])
+    said: list[str] = []
+    servers = Servers(config, DRAW, said.append, lambda text: [ord(letter) for letter in text])
+    servers.open()
+    servers.close()
+    told = [line for line in said if "tokenizer" in line]
+    assert len(told) == 1 and fakes[1].url in told[0] and "differ from place 7" in told[0]
+    for fake in fakes:
+        fake.kill()
 
 
 def test_an_answer_that_spans_a_change_of_weights_says_so():

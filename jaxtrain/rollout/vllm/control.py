@@ -3,16 +3,21 @@
 What asks for tokens is elsewhere (`engine.py`): that is many requests at once and asynchronous.
 """
 
+import contextlib
 import http.client
 import json
+import math
 import os
-import urllib.error
+import socket
+import threading
+import time
 import urllib.parse
-import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the key of servers that were started with one; vLLM reads it, too."""
+MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class ServerGone(Exception):
@@ -27,6 +32,17 @@ class ServerRefused(Exception):
         self.status, self.message = status, message
 
 
+class Deadline:
+    """One end for many steps."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    def left(self, most: float = math.inf) -> float:
+        """Seconds that a step may take, `most` at most; 0 once it has passed."""
+        return max(0.0, min(most, self._end - time.monotonic()))
+
+
 def headers() -> dict[str, str]:
     """Headers of every request."""
     key = os.environ.get(KEY_VARIABLE)
@@ -37,30 +53,66 @@ def headers() -> dict[str, str]:
 def call(
     url: str, method: str, path: str, body: Any = None, *, timeout: float, **query: str | int
 ) -> Any:
-    """The JSON of an answer, None for an empty one; ServerGone or ServerRefused otherwise."""
+    """The JSON of an answer, None for an empty one; ServerGone or ServerRefused otherwise.
+
+    timeout: seconds for all of it, however slowly bytes come.
+    """
     if query:
         path = f"{path}?{urllib.parse.urlencode(query)}"
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}{path}", data, headers(), method=method)
+    late = ServerGone(f"{path} was not answered within {timeout:.3g} s")
+    if timeout <= 0:
+        raise late
+    base = urllib.parse.urlsplit(url)
+    make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
+    expired = threading.Event()
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            raw = answer.read()
-    except urllib.error.HTTPError as error:
-        raise ServerRefused(error.code, explain(error.read())) from None
-    except TimeoutError:
-        raise ServerGone(f"{path} was not answered within {timeout:g} s") from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
-            raise ServerGone(f"{path} was not answered within {timeout:g} s") from None
-        raise ServerGone(str(getattr(error.reason, "strerror", None) or error.reason)) from None
-    except ConnectionError as error:
-        raise ServerGone(error.strerror or "hung up") from None
+        connection = make(base.hostname or "", base.port, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.connect()
+            with cut_after(timeout, connection.sock, expired):
+                connection.request(method, f"{base.path}{path}", data, headers())
+                answer = connection.getresponse()
+                raw = answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if expired.is_set() or isinstance(error, TimeoutError):
+            raise late from None
+        if isinstance(error, http.client.RemoteDisconnected | ConnectionError):
+            raise ServerGone(getattr(error, "strerror", None) or "hung up") from None
+        if isinstance(error, OSError):
+            raise ServerGone(error.strerror or str(error)) from None
         raise ServerGone(f"{path}: {error!r}") from None
+    if expired.is_set():
+        raise late
+    if not 200 <= answer.status < 300:
+        raise ServerRefused(answer.status, explain(raw))
     try:
         return json.loads(raw) if raw.strip() else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def cut_after(
+    seconds: float, connection: socket.socket, expired: threading.Event
+) -> Iterator[None]:
+    """Hang up on a connection that is still busy after so many seconds; `expired` says that it was.
+
+    A socket's own time-out is one for each piece that arrives, so a byte a second outlasts it.
+    """
+
+    def cut() -> None:
+        expired.set()
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, seconds), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def explain(raw: bytes, longest: int = 400) -> str:
@@ -68,7 +120,7 @@ def explain(raw: bytes, longest: int = 400) -> str:
     text = raw.decode(errors="replace")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text
     if isinstance(found, dict):
         found = found.get("error", found.get("detail", found))

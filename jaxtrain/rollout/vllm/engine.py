@@ -157,6 +157,7 @@ class VllmEngine:
         """(answer, version of each token) of one request to one server."""
         if 0 < server.max_model_len <= len(prompt):
             raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
+        self.servers.check_length(server, len(prompt), max_tokens)
         began = server.version
         model = self.servers.label(began) if self.adapters else server.model
         route = server.route
@@ -165,6 +166,7 @@ class VllmEngine:
         )
         self.servers.count("requests")
         status, raw = await self._post(line, server, body)
+        self.servers.note_progress(server)
         if status >= 500 or status in (408, 425, 429):
             raise Lost(f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}")
         if status == 404 and self.adapters:

@@ -53,7 +53,12 @@ def open_vllm(
         check_adapter(parts)
     engine = own = None
     if is_main_process():
-        servers = Servers(vllm, config.sampling, say)
+        servers = Servers(
+            vllm,
+            config.sampling,
+            say,
+            lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
+        )
         with ExitStack() as stack:
             stack.callback(servers.close)
             servers.open()

@@ -6,11 +6,12 @@
 Which of the two brings it makes no difference; `Server.sync_lock` keeps them apart.
 """
 
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.servers import Server, Servers
 
 CONTROL_SECONDS = 60.0
@@ -19,26 +20,41 @@ CONTROL_SECONDS = 60.0
 def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int) -> None:
     """Bring `version` to every server that is up or new, all at once.
 
-    A server that fails is dropped; returns as soon as the others hold the version, waits when there
-    are none, and raises RunStopped when that takes too long. Raises UserError when a server says
-    that the run is set up wrongly.
+    A server that fails, or is not done after sync_seconds, is dropped; returns as soon as the
+    others hold the version, waits when there are none, and raises RunStopped when that takes too
+    long. Raises UserError when a server says that the run is set up wrongly.
     """
+    limit = servers.config.sync_seconds
+    wanted = [server for server in servers.all if server.state != "down"]
+    failures: queue.Queue[tuple[Server, BaseException | None]] = queue.Queue()
 
-    def try_one(server: Server) -> UserError | None:
+    def try_one(server: Server) -> None:
         try:
             bring(server)
-        except (ServerGone, ServerRefused, RunStopped) as error:
-            servers.drop(server, f"weight sync: {error}")
-        except UserError as error:
-            return error
-        return None
+        except BaseException as error:  # handed over to the caller's thread
+            failures.put((server, error))
+        else:
+            failures.put((server, None))
 
-    wanted = [server for server in servers.all if server.state != "down"]
-    if wanted:
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            for error in pool.map(try_one, wanted):
-                if error is not None:
-                    raise error
+    deadline = Deadline(limit)
+    for server in wanted:
+        threading.Thread(target=try_one, args=(server,), daemon=True).start()
+    while wanted:
+        try:
+            server, error = failures.get(timeout=deadline.left())
+        except queue.Empty:
+            break
+        wanted.remove(server)
+        if isinstance(error, ServerGone | ServerRefused | RunStopped):
+            servers.drop(server, f"weight sync: {error}")
+        elif error is not None:
+            raise error
+    for server in wanted:
+        servers.drop(
+            server,
+            f"weight sync: version {version} not taken within {limit:g} s"
+            " (rollout.vllm.sync_seconds)",
+        )
     servers.wait_for(version)
 
 
@@ -59,7 +75,7 @@ def put_to_sleep(servers: Servers) -> None:
             servers.drop(server, f"/sleep: {error}")
 
 
-def wake(server: Server, *tags: str) -> None:
+def wake(server: Server, deadline: Deadline, *tags: str) -> None:
     """Bring memory back: of "weights", before they are replaced, or of "kv_cache", after."""
     for tag in tags:
-        call(server.url, "POST", "/wake_up", timeout=CONTROL_SECONDS, tags=tag)
+        call(server.url, "POST", "/wake_up", timeout=deadline.left(CONTROL_SECONDS), tags=tag)

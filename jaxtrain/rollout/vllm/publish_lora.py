@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
 from jaxtrain.rollout.vllm.servers import Server, Servers
 
@@ -70,21 +70,22 @@ class LoraPublisher:
 
     def bring(self, server: Server) -> None:
         """Have one server load the newest version."""
-        with server.sync_lock:
-            version = self.version
+        deadline = Deadline(self.servers.config.sync_seconds)
+        with server.alone(deadline):
+            epoch, version = server.epoch, self.version
             name = self.servers.label(version)
             if server.state != "up":
                 self._loaded[server].clear()  # it was restarted, or its state is not known
             if self.servers.asleep:
-                wake(server, "weights", "kv_cache")
-            self._load(server, name)
+                wake(server, deadline, "weights", "kv_cache")
+            self._load(server, name, deadline)
             self._loaded[server].add(name)
-            self.servers.mark_up(server, version)
+            self.servers.mark_up(server, version, epoch)
 
-    def _load(self, server: Server, name: str) -> None:
+    def _load(self, server: Server, name: str, deadline: Deadline) -> None:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
-            call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=CONTROL_SECONDS)
+            call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=deadline.left())
         except ServerRefused as error:
             if error.status == 400 and "already" in error.message:
                 return
@@ -145,6 +146,8 @@ class LoraPublisher:
         """Whether the server has let go of an adapter, so that its folder may be deleted."""
         if name not in self._loaded[server]:
             return True
+        if server.state == "down":
+            return True  # taken back, it counts as one that holds none
         try:
             body = {"lora_name": name}
             call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import TIED_COPY, Piece
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
 from jaxtrain.rollout.vllm.servers import Server, Servers
@@ -27,6 +27,8 @@ from jaxtrain.rollout.vllm.weight_links import Link, WeightLinks
 from jaxtrain_vllm import BACKEND, wire
 
 LINK_SECONDS = 60.0
+RESUME_SECONDS = 5.0
+"""For a server that is late: no longer waited for, but not left paused if that can be helped."""
 WORTH = 0.7
 """A delta larger than this share of the whole is not worth its trouble."""
 
@@ -98,22 +100,23 @@ class WeightPublisher:
 
     def bring(self, server: Server) -> None:
         """Bring the newest version to one server and see that it has arrived."""
-        with server.sync_lock:
-            edition = self.newest
+        deadline = Deadline(self.servers.config.sync_seconds)
+        with server.alone(deadline):
+            epoch, edition = server.epoch, self.newest
             assert edition is not None, "nothing was published yet"
-            links = self._find_links(server)
+            links = self._find_links(server, deadline)
             try:
-                self._stage(links, edition)
+                self._stage(links, edition, deadline)
             except ServerGone:
-                if server.state != "up":
+                if server.state != "up" or not deadline.left():
                     raise
                 # The link broke while nothing was sent; once more, over a new one.
                 self.links.forget(server.url)
-                links = self._find_links(server)
-                self._stage(links, edition)
-            self._commit(server, edition)
-            self._verify(server, links, edition)
-            self.servers.mark_up(server, edition.version)
+                links = self._find_links(server, deadline)
+                self._stage(links, edition, deadline)
+            self._commit(server, edition, deadline)
+            self._verify(server, links, edition, deadline)
+            self.servers.mark_up(server, edition.version, epoch)
 
     def _make_edition(self, version: int, params: Any) -> Edition:
         old = self.newest
@@ -134,9 +137,9 @@ class WeightPublisher:
             self._since_full = 0
         return Edition(version, tensors, wire.checksum(tensors), changes, base)
 
-    def _find_links(self, server: Server) -> list[Link]:
+    def _find_links(self, server: Server, deadline: Deadline) -> list[Link]:
         """The links to all workers of a server, made where there are none."""
-        count = self._ask_world_size(server)
+        count = self._ask_world_size(server, deadline)
         if server.state == "up":
             try:
                 return self.links.wait_for(server.url, count, 0.0)
@@ -145,7 +148,8 @@ class WeightPublisher:
         self.links.forget(server.url)
         info = {"init_info": self.links.describe(server.url)}
         try:
-            call(server.url, "POST", "/init_weight_transfer_engine", info, timeout=CONTROL_SECONDS)
+            limit = deadline.left(CONTROL_SECONDS)
+            call(server.url, "POST", "/init_weight_transfer_engine", info, timeout=limit)
         except ServerRefused as error:
             raise UserError(
                 f"{server.url} cannot take weights: {error.message}; start it with python -m"
@@ -153,14 +157,14 @@ class WeightPublisher:
                 f' \'{{"backend": "{BACKEND}"}}\', and see that rollout.vllm.listen is an address'
                 " of this machine that it reaches"
             ) from None
-        links = self.links.wait_for(server.url, count, LINK_SECONDS)
+        links = self.links.wait_for(server.url, count, deadline.left(LINK_SECONDS))
         for link in links:
             self._compare(server, link.hello.get("tensors"))
         return links
 
-    def _ask_world_size(self, server: Server) -> int:
+    def _ask_world_size(self, server: Server, deadline: Deadline) -> int:
         try:
-            found = call(server.url, "GET", "/get_world_size", timeout=30)
+            found = call(server.url, "GET", "/get_world_size", timeout=deadline.left(30))
             return int(found["world_size"])
         except ServerRefused as error:
             if error.status != 404:
@@ -195,21 +199,27 @@ class WeightPublisher:
                 f" model.path or a model of that shape:{listed}{more}"
             )
 
-    def _stage(self, links: list[Link], edition: Edition) -> None:
+    def _stage(self, links: list[Link], edition: Edition, deadline: Deadline) -> None:
         """Have every worker hold the version beside the one that it samples from."""
         for link in links:
             answer = {"error": "everything is to be sent"}
             if edition.changes is not None:
                 described, payload = wire.pack_delta(edition.changes)
-                answer = self._send(link, edition, "delta", described, payload)
+                answer = self._send(link, edition, "delta", described, payload, deadline)
             if "error" in answer:
                 described, payload = wire.pack_full(edition.tensors)
-                answer = self._send(link, edition, "full", described, payload)
+                answer = self._send(link, edition, "full", described, payload, deadline)
             if answer.get("staged") != edition.version:
                 raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
 
     def _send(
-        self, link: Link, edition: Edition, kind: str, described: list, payload: list
+        self,
+        link: Link,
+        edition: Edition,
+        kind: str,
+        described: list,
+        payload: list,
+        deadline: Deadline,
     ) -> dict[str, Any]:
         header = {
             "command": "stage",
@@ -219,46 +229,48 @@ class WeightPublisher:
             "checksum": edition.checksum,
             "tensors": described,
         }
-        answer = link.ask(header, payload, timeout=self.servers.config.sync_seconds)
+        answer = link.ask(header, payload, timeout=deadline.left())
         with self._lock:
             self._sent["sync/bytes"] = self._sent.get("sync/bytes", 0.0) + sum(
                 part.nbytes for part in payload
             )
         return answer
 
-    def _commit(self, server: Server, edition: Edition) -> None:
+    def _commit(self, server: Server, edition: Edition, deadline: Deadline) -> None:
         """Replace the weights that the server samples from; requests under way are kept."""
-        url, limit = server.url, self.servers.config.sync_seconds
+        url, left = server.url, deadline.left
         # Only the newer route says which weights drew a token; on the other one, cut and go on.
         mode = "keep" if server.route == GENERATE else "abort"
         if self.servers.asleep:
-            wake(server, "weights")
+            wake(server, deadline, "weights")
         server.updating = True
         started = time.perf_counter()
         try:
-            call(url, "POST", "/pause", timeout=limit, mode=mode)
+            call(url, "POST", "/pause", timeout=left(), mode=mode)
             try:
                 commit = {"version": edition.version, "checksum": edition.checksum}
                 label = {"weight_version": self.servers.label(edition.version)}
-                call(url, "POST", "/start_weight_update", timeout=limit)
-                call(url, "POST", "/update_weights", {"update_info": commit}, timeout=limit)
-                call(url, "POST", "/finish_weight_update", label, timeout=limit)
+                call(url, "POST", "/start_weight_update", timeout=left())
+                call(url, "POST", "/update_weights", {"update_info": commit}, timeout=left())
+                call(url, "POST", "/finish_weight_update", label, timeout=left())
                 if mode == "abort":
                     server.version = edition.version
             finally:
-                call(url, "POST", "/resume", timeout=CONTROL_SECONDS)
+                call(url, "POST", "/resume", timeout=max(RESUME_SECONDS, left(CONTROL_SECONDS)))
             if self.servers.asleep:
-                wake(server, "kv_cache")
+                wake(server, deadline, "kv_cache")
         finally:
             server.updating = False
         paused = time.perf_counter() - started
         with self._lock:
             self._sent["sync/pause_seconds"] = max(self._sent.get("sync/pause_seconds", 0), paused)
 
-    def _verify(self, server: Server, links: list[Link], edition: Edition) -> None:
+    def _verify(
+        self, server: Server, links: list[Link], edition: Edition, deadline: Deadline
+    ) -> None:
         """What the workers hold is what was sent; ServerGone otherwise."""
         for link in links:
-            answer = link.ask({"command": "status"}, timeout=CONTROL_SECONDS)
+            answer = link.ask({"command": "status"}, timeout=deadline.left())
             found = (answer.get("version"), answer.get("checksum"))
             if found != (edition.version, edition.checksum):
                 raise ServerGone(

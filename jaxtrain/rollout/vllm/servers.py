@@ -5,23 +5,26 @@
                             └─ only `up` servers that hold the newest weights get requests
 
 One watcher thread per server looks at /health, or at once when a request failed (`suspect`), drops
-a server that is gone, and takes one back that has returned: a restarted server knows nothing of the
-run, so it is inspected and given the weights again before it gets work. Everything here may be
-called from any thread.
+a server that is gone, or whose engine does nothing for the requests that it holds, and takes one
+back that has returned: a restarted server knows nothing of the run, so it is inspected, must draw a
+token, and is given the weights again before it gets work. Everything here may be called from any
+thread.
 """
 
+import contextlib
 import dataclasses
 import json
+import re
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import Sampling
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.messages import (
     COMPLETIONS,
     GENERATE,
@@ -36,6 +39,14 @@ HEALTH_TIMEOUT_SECONDS = 20.0
 MAX_STRIKES = 3
 """Unanswered looks at /health before a server counts as stalled."""
 PROBE_SECONDS = 120.0
+PROBE_TEXT = "The quick brown fox: naïve 3.14159 × 42 = ? \n\tdef f(x):  return x**2  # 東京 🙂"
+
+
+TOKEN_COUNTER = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens_total)_(?:total|sum)(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
+"""Lines of /metrics that change with every step of an engine that works."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,17 +72,40 @@ class Server:
     max_model_len: int = 0
     processed: bool = False
     """Whether its log-probs are of the distribution after temperature and truncation."""
+    progressed: float = 0.0
+    """When it was last seen to work on its requests (monotonic)."""
+    counted: tuple[float, ...] | None = None
+    """What it had counted of tokens then."""
+    short: bool = False
+    """Whether it was told that max_model_len is short."""
     sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     """Held while weights are brought to it."""
     nudge: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def alone(self, deadline: Deadline) -> Iterator[None]:
+        """Hold sync_lock; ServerGone when another sync keeps it for too long."""
+        if not self.sync_lock.acquire(timeout=deadline.left()):
+            raise ServerGone(f"an earlier sync is not over after {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            self.sync_lock.release()
 
 
 class Servers:
     """The servers of a run. `bring` is the publisher's function that gives a server the newest
     weights; it raises ServerGone, ServerRefused, UserError or RunStopped."""
 
-    def __init__(self, config: VllmConfig, sampling: Sampling, say: Callable[[str], None] = print):
-        self.config, self.sampling, self.say = config, sampling, say
+    def __init__(
+        self,
+        config: VllmConfig,
+        sampling: Sampling,
+        say: Callable[[str], None] = print,
+        tokenise: Callable[[str], list[int]] | None = None,
+    ):
+        """tokenise: the trainer's own token ids of a text, to be compared with the servers'."""
+        self.config, self.sampling, self.say, self.tokenise = config, sampling, say, tokenise
         self.session = secrets.token_hex(4)
         """Part of every version's label: no other run's weights pass for ours."""
         self.all = [Server(url.rstrip("/")) for url in config.servers]
@@ -154,6 +188,8 @@ class Servers:
             self._turn += 1
             at = {id(server): i for i, server in enumerate(ready)}
             chosen = min(ready, key=lambda s: (s.in_flight, (at[id(s)] - self._turn) % len(ready)))
+            if not chosen.in_flight:
+                chosen.progressed = time.monotonic()
             chosen.in_flight += 1
             return chosen
 
@@ -166,10 +202,18 @@ class Servers:
         with self._lock:
             self.counters[name] += number
 
-    def mark_up(self, server: Server, version: int) -> None:
-        """The server holds that version now and may be asked."""
+    def note_progress(self, server: Server) -> None:
+        """The server has answered, or is not expected to."""
+        server.progressed = time.monotonic()
+
+    def mark_up(self, server: Server, version: int, epoch: int | None = None) -> None:
+        """The server holds that version now and may be asked. epoch: when that was begun;
+        ServerGone where it was dropped since."""
         with self._lock:
+            if epoch not in (None, server.epoch):
+                raise ServerGone("it was given up before it held the weights")
             returned, server.state = server.state == "down", "up"
+            server.progressed = time.monotonic()
             server.version, server.strikes, server.why = version, 0, ""
             self.version = max(self.version, version)
         if returned:
@@ -230,6 +274,8 @@ class Servers:
             server.strikes = 0
             if server.state == "down" and self.version >= 0 and self.bring is not None:
                 self._take_back(server, self.bring)
+            elif server.state == "up":
+                self._check_progress(server)
 
     def _note_failure(self, server: Server, error: ServerGone | ServerRefused) -> None:
         server.strikes += 1
@@ -239,10 +285,43 @@ class Servers:
         elif late:
             server.nudge.set()
 
+    def _check_progress(self, server: Server) -> None:
+        """Drop a server that is healthy by its own word but does nothing for its requests."""
+        if not server.in_flight or server.updating or self.asleep:
+            self.note_progress(server)
+            return
+        epoch, limit = server.epoch, self.config.progress_seconds
+        if time.monotonic() - server.progressed < limit / 4:
+            return
+        counted = read_token_counters(server.url)
+        if counted is not None and counted != server.counted:
+            server.counted = counted
+            self.note_progress(server)
+        silent = time.monotonic() - server.progressed
+        if silent < limit:
+            return
+        if counted is None:
+            # It does not tell what it does: ask for one token, behind what waits there.
+            try:
+                self._probe(server.route, server.url, server.model, min(limit, PROBE_SECONDS))
+                return self.note_progress(server)
+            except (ServerGone, ServerRefused, UserError):
+                if time.monotonic() - server.progressed < limit:
+                    return
+        if server.epoch == epoch and server.in_flight:
+            self.count("servers_hung")
+            self.drop(
+                server,
+                f"hung: no token for {silent:.0f} s with {server.in_flight} requests under way,"
+                " though /health says 200; rollout.vllm.progress_seconds",
+            )
+
     def _take_back(self, server: Server, bring: Callable[[Server], None]) -> None:
         try:
             self._inspect(server)
             bring(server)
+            while server.state == "up" and server.version < self.version:
+                bring(server)  # another version was published meanwhile
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except (UserError, RunStopped) as error:
@@ -265,10 +344,59 @@ class Servers:
             raise UserError(
                 f"{url}/v1/models does not list a model; is this a vLLM server?"
             ) from None
+        self._end_pause(url)
         server.route = self._find_route(url, model)
         server.processed = self._probe(server.route, url, model) == 0.0
         self._check_logprobs(server)
+        self._compare_tokens(url, model)
+        self.check_length(server, 1, self.sampling.max_new_tokens)
         server.model = model
+
+    def _end_pause(self, url: str) -> None:
+        """A sync that broke off, of this run or an earlier one, may have left it paused: no request
+        would ever be answered."""
+        try:
+            found = call(url, "GET", "/is_paused", timeout=30)
+            if isinstance(found, dict) and found.get("is_paused") is True:
+                call(url, "POST", "/resume", timeout=30)
+                self.say(f"vllm {url} was paused, which a sync that broke off leaves behind")
+        except ServerRefused:
+            pass  # it was started without these routes
+
+    def check_length(self, server: Server, prompt: int, new: int) -> None:
+        """Say once when a prompt and its answer are longer than what the server takes."""
+        limit = server.max_model_len
+        if 0 < limit < prompt + new and not server.short:
+            server.short = True
+            self.say(
+                f"warning: vllm {server.url} takes {limit} tokens (max_model_len), but a prompt of"
+                f" {prompt} and sampling.max_new_tokens {new} are {prompt + new}: such answers are"
+                f" cut off at {max(0, limit - prompt)} tokens; start it with --max-model-len"
+                f" {prompt + new} or more"
+            )
+
+    def _compare_tokens(self, url: str, model: str) -> None:
+        """Say when the server's tokenizer is another than the trainer's."""
+        if self.tokenise is None:
+            return
+        body = {"model": model, "prompt": PROBE_TEXT, "add_special_tokens": False}
+        try:
+            found = call(url, "POST", "/tokenize", body, timeout=30)
+            theirs = [int(token) for token in found["tokens"]]
+        except (ServerRefused, KeyError, TypeError, ValueError):
+            return  # started without a tokenizer: it gets and gives ids all the same
+        ours = self.tokenise(PROBE_TEXT)
+        if theirs != ours:
+            place = next(
+                (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if len({*pair}) > 1),
+                min(len(ours), len(theirs)),
+            )
+            self.say(
+                f"warning: vllm {url} has another tokenizer than the trainer: {len(theirs)} tokens"
+                f" of a text of {len(ours)} here, which differ from place {place} on (there"
+                f" {theirs[place : place + 3]}, here {ours[place : place + 3]}); start it with the"
+                " tokenizer of model.path, or stop texts are looked for in other words than ours"
+            )
 
     def _check_version(self, url: str, version: object) -> None:
         try:
@@ -292,12 +420,14 @@ class Servers:
             return COMPLETIONS
         return GENERATE
 
-    def _probe(self, route: str, url: str, model: str) -> float:
+    def _probe(
+        self, route: str, url: str, model: str, timeout: float = PROBE_SECONDS
+    ) -> float:
         """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
         truncation."""
         sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
         body = build_request(route, [1], sampling, (), max_tokens=1, seed=0, model=model)
-        raw = call(url, "POST", route, body, timeout=PROBE_SECONDS)
+        raw = call(url, "POST", route, body, timeout=timeout)
         try:
             return parse_answer(route, json.dumps(raw).encode(), 1).logprobs[0]
         except GarbageAnswer as error:
@@ -319,6 +449,21 @@ class Servers:
                 " and 0 (or keep temperature 1 and start the server with --logprobs-mode"
                 " raw_logprobs)"
             )
+
+
+def read_token_counters(url: str) -> tuple[float, ...] | None:
+    """What a server has counted of tokens since its start; None where it does not say."""
+    try:
+        text = call(url, "GET", "/metrics", timeout=HEALTH_TIMEOUT_SECONDS)
+    except (ServerGone, ServerRefused):
+        return None
+    if not isinstance(text, str):
+        return None
+    found = TOKEN_COUNTER.findall(text)
+    try:
+        return tuple(float(number) for number in found) or None
+    except ValueError:
+        return None
 
 
 def _tell(server: Server) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.gate import Gate, open_listeners
-from jaxtrain.rollout.vllm.control import ServerGone
+from jaxtrain.rollout.vllm.control import ServerGone, cut_after
 from jaxtrain_vllm import wire
 
 HELLO_SECONDS = 30.0
@@ -33,16 +33,17 @@ class Link:
     def ask(
         self, header: dict[str, Any], payload: Sequence[np.ndarray] = (), *, timeout: float
     ) -> dict[str, Any]:
-        """The answer to a message; ServerGone when the link breaks."""
+        """The answer to a message, within `timeout` seconds; ServerGone when the link breaks."""
+        late = threading.Event()
         try:
-            self.connection.settimeout(timeout)
-            wire.send_message(self.connection, header, payload)
-            return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
-        except TimeoutError:
-            self.close()
-            raise ServerGone(f"a worker took longer than {timeout:g} s for weights") from None
+            self.connection.settimeout(None)
+            with cut_after(timeout, self.connection, late):
+                wire.send_message(self.connection, header, payload)
+                return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
         except (OSError, wire.WireError) as error:
             self.close()
+            if late.is_set():
+                raise ServerGone(f"a worker took longer than {timeout:.3g} s for weights") from None
             raise ServerGone(f"the link to a worker broke: {error}") from None
 
     def close(self) -> None:
