@@ -135,7 +135,7 @@ def run_eval(argv: list[str]) -> int:
     """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
     parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
     args = parser.parse_args(argv)
-    runs = [word for word in args.overrides if "=" not in word]
+    runs = [os.path.expanduser(word) for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(runs) + bool(args.config) != 1:
         raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
@@ -165,11 +165,17 @@ def run_eval(argv: list[str]) -> int:
 def run_generate(argv: list[str]) -> None:
     """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
     parser = argparse.ArgumentParser("jaxtrain generate", description=run_generate.__doc__)
-    parser.add_argument("model", help="a run's output_dir, a Hugging Face folder or a Hub id")
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
     parser.add_argument("overrides", nargs="*", help="sampling.key=value and the like")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    parser.add_argument("--input", type=Path, help="jsonl with prompt or messages in each line")
-    parser.add_argument("--output", type=Path, help="jsonl to write the answers to")
+    parser.add_argument(
+        "--input", type=expand_path, help="jsonl with prompt or messages in each line"
+    )
+    parser.add_argument("--output", type=expand_path, help="jsonl to write the answers to")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
         "--env",
@@ -186,8 +192,8 @@ def run_generate(argv: list[str]) -> None:
 def run_export(argv: list[str]) -> None:
     """Write a checkpoint as a Hugging Face model folder."""
     parser = argparse.ArgumentParser("jaxtrain export", description=run_export.__doc__)
-    parser.add_argument("run", type=Path, help="a run's output_dir")
-    parser.add_argument("--output", type=Path, help="default: RUN/model")
+    parser.add_argument("run", type=expand_path, help="a run's output_dir")
+    parser.add_argument("--output", type=expand_path, help="default: RUN/model")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as loaded")
     args = parser.parse_args(argv)
@@ -199,9 +205,11 @@ def run_export(argv: list[str]) -> None:
 def run_merge(argv: list[str]) -> None:
     """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
     parser = argparse.ArgumentParser("jaxtrain merge", description=run_merge.__doc__)
-    parser.add_argument("source", type=Path, help="a run's output_dir or a PEFT folder")
-    parser.add_argument("--base", help="folder or Hub id; default: what the adapter names")
-    parser.add_argument("--output", type=Path, help="default: SOURCE/merged")
+    parser.add_argument("source", type=expand_path, help="a run's output_dir or a PEFT folder")
+    parser.add_argument(
+        "--base", type=os.path.expanduser, help="folder or Hub id; default: what the adapter names"
+    )
+    parser.add_argument("--output", type=expand_path, help="default: SOURCE/merged")
     parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
     parser.add_argument(
@@ -219,12 +227,15 @@ def run_merge(argv: list[str]) -> None:
 def run_plot(argv: list[str]) -> None:
     """Draw the curves of one or more runs into a PNG."""
     parser = argparse.ArgumentParser("jaxtrain plot", description=run_plot.__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="output_dirs")
-    parser.add_argument("--output", type=Path, help="default: curves.png in the first run")
+    parser.add_argument("runs", nargs="+", type=expand_path, help="output_dirs")
+    parser.add_argument("--output", type=expand_path, help="default: curves.png in the first run")
     args = parser.parse_args(argv)
+    from jaxtrain.run.belongings import record_output
     from jaxtrain.run.plot import plot_runs
 
     output = args.output or args.runs[0] / "curves.png"
+    if args.output is None:
+        record_output(output)
     plot_runs(args.runs, output)
     print(output)
 
@@ -245,10 +256,17 @@ def run_schema(argv: list[str]) -> None:
     print(json.dumps(Config.model_json_schema(), indent=2))
 
 
+def expand_path(text: str) -> Path:
+    """A path of the command line; a leading ~ is somebody's home, also after `--output=`."""
+    return Path(os.path.expanduser(text))
+
+
 def config_parser(verb: str, required: bool = True, first: str = "") -> argparse.ArgumentParser:
     """The options that every verb with a config shares."""
     parser = argparse.ArgumentParser(f"jaxtrain {verb}")
-    parser.add_argument("--config", required=required, help="TOML or YAML file")
+    parser.add_argument(
+        "--config", type=os.path.expanduser, required=required, help="TOML or YAML file"
+    )
     parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
     return parser
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 
 
 class AdapterConfig(Section):
@@ -32,7 +32,7 @@ class AdapterConfig(Section):
     """Train the token embedding in full (a tied head is the same table)."""
     train_head: bool = False
     """Train the output head in full (a tied embedding is the same table)."""
-    path: str | None = None
+    path: Place | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
     quantize: Literal["none", "nf4", "int8"] = "none"
     """Store the frozen matrices in fewer bits, quantised as they are read. nf4: 4 bits with double

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from jaxtrain.config.base import Section, known_in
+from jaxtrain.config.base import Place, Section, known_in
 
 FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
 
@@ -12,7 +12,7 @@ FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "compl
 class DatasetConfig(Section):
     """One source of examples: an entry of data.datasets or data.eval_datasets."""
 
-    path: str
+    path: Place
     """File (jsonl, json, csv, parquet, arrow), folder of such files, Hub id, or
     "builtin:calculator" (conversations that the project generates), or for task tree
     "builtin:caterpillar" (random trees)."""
@@ -43,7 +43,7 @@ class DatasetConfig(Section):
     and a dataset that is used up starts over."""
     max_rows: int | None = Field(None, ge=1)
     """Use only the first rows of the split."""
-    tools: str | None = None
+    tools: Place | None = None
     """JSON file with the tool schemas of trajectories that do not bring their own (task tree)."""
     options: dict[str, Any] = {}
     """Options of a builtin generator, such as num_rows and seed."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from jaxtrain.config.base import Section, known_in
+from jaxtrain.config.base import Place, Section, known_in
 
 BUILTIN = ("single_turn", "calculator")
 
@@ -18,7 +18,7 @@ class EnvConfig(Section):
     tool and is asked on, over rows of builtin:calculator. Or an own class, made with (tokenizer,
     **options), whose `async run(row, engine, sampling, index)` plays an episode: an entry point's
     name, "package.module:Class" or "file.py:Class"; or python, and the class in path."""
-    path: str | None = None
+    path: Place | None = None
     """Of kind python: "package.module:Class" or "file.py:Class"."""
     prompt_column: str = "prompt"
     """Of kind single_turn: the column with the prompt, a text or messages; messages is read where

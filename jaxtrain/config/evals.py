@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
 
@@ -14,7 +14,7 @@ from jaxtrain.config.env import EnvConfig
 class EvalSetConfig(Section):
     """One set of problems, answered k times each through an environment and judged by rewards."""
 
-    path: str
+    path: Place
     """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
     name: str | None = None
     """What metrics call it. Unset: the file's name."""

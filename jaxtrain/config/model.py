@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 
 DTYPE = Literal["float32", "bfloat16", "float64"]
 
@@ -12,7 +12,7 @@ DTYPE = Literal["float32", "bfloat16", "float64"]
 class ModelConfig(Section):
     """A Hugging Face checkpoint to start from, or an architecture to start at random."""
 
-    path: str | None = None
+    path: Place | None = None
     """Hugging Face folder or Hub id with config.json (and safetensors, unless init = "random")."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained: load the weights at path; random: only its config.json is used."""
@@ -21,9 +21,9 @@ class ModelConfig(Section):
     family: str | None = None
     """Module with the architecture's code, where config.json's is neither built in nor an entry
     point's: "package.module" or "file.py" (docs/extending.md)."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """File with a Jinja chat template that replaces the tokenizer's own; "builtin": the one shipped
     here, for any ChatML tokenizer."""
     param_dtype: DTYPE = "float32"

@@ -5,13 +5,13 @@ from typing import Any
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 
 
 class RewardConfig(Section):
     """One reward function; a completion's reward is the weighted sum of all of them."""
 
-    function: str
+    function: Place
     """A built-in (math, exact_match, format, regex, length, json_schema, python_tests), an entry
     point's name, "package.module:function" or "file.py:function". It is called as TRL calls one,
     with `prompts`, `completions` and the columns of the row, and returns a number or None each."""

@@ -4,14 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from jaxtrain.config.base import Section, known_in
+from jaxtrain.config.base import Place, Section, known_in
 
 
 class RunConfig(Section):
     """What is run, for how long, and where it lands."""
 
-    output_dir: str = "runs/default"
-    """Folder of the run: checkpoints, metrics.jsonl, logs, plots and the exported model."""
+    output_dir: Place = "runs/default"
+    """Folder of the run: checkpoints, metrics.jsonl, logs, plots and the exported model. Its
+    run.json names what the run makes there; a folder in which something else has such a name, or
+    that holds a model, is refused."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps to train. Give this or num_epochs; streaming data needs this."""
     num_epochs: float | None = Field(None, gt=0)
@@ -22,7 +24,7 @@ class RunConfig(Section):
     """auto: go on from the newest good checkpoint in output_dir, if there is one; required: fail
     without one; never: refuse an output_dir that holds a run, unless overwrite is set."""
     overwrite: bool = False
-    """Delete the run that output_dir holds and start again."""
+    """Delete what the run in output_dir made, by its run.json, and start again."""
     allow_config_change: bool = False
     """Resume although the saved config differs in keys that shape the result."""
     export: bool = True

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("", "0.0.0.0", "::")
@@ -30,7 +30,7 @@ class VllmConfig(Section):
     """full, delta: address of this machine under which the servers reach the trainer."""
     listen_port: int = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
-    adapter_dir: str | None = None
+    adapter_dir: Place | None = None
     """lora: folder for the adapters, which the servers see under the same path. Unset:
     OUTPUT_DIR/adapters."""
     keep_adapters: int = Field(2, ge=2)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.run.belongings import record_output, remove, require_replaceable
 
 
 def export_model(held: Held, config: Config, folder: Path, dtype: str | None = None) -> None:
-    """Write the trained model to `folder` as a whole or not at all; an older one is replaced.
+    """Write the trained model to `folder` as a whole or not at all; the run's older one is
+    replaced, anything else that is there is refused.
 
     A full model; of a run with adapters a PEFT folder. dtype None keeps each tensor's dtype of the
     folder that the run started from, or that of what was trained. Every process takes part; the
@@ -38,23 +39,29 @@ def export_model(held: Held, config: Config, folder: Path, dtype: str | None = N
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to, which takes the place of `folder` when the block ends well."""
-    folder = Path(folder)
+    """An empty folder to write to, which takes the place of `folder` when the block ends well.
+
+    Raises UserError where `folder` is there and no run's own: see run.belongings.
+    """
+    folder = Path(os.path.abspath(folder))
+    require_replaceable(folder)
+    record_output(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    retired = folder.with_name(f".{folder.name}.old")
     try:
+        remove(unfinished)
         unfinished.mkdir(parents=True)
         yield unfinished
         if folder.exists():
-            retired = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(retired, ignore_errors=True)
+            remove(retired)
             os.replace(folder, retired)
-            shutil.rmtree(retired, ignore_errors=True)
+            remove(retired)
         os.replace(unfinished, folder)
     except OSError as error:
         raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(unfinished)
 
 
 def write_card(config: Config, step: int) -> str:

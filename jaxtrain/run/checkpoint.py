@@ -13,8 +13,11 @@ checkpoint that was never finished (dropped) from one that was damaged later (se
 
 import contextlib
 import logging
+import re
 import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +40,9 @@ from jaxtrain.run.checkpoint_folder import (
     remove_folder,
 )
 from jaxtrain.run.manifest import find_damage, is_sealed, read_manifest, write_manifest
+
+ODD = re.compile(r"[\[\]*?\\]")
+"""Characters of a path that Orbax takes for patterns, or for a slash."""
 
 
 class Restored(NamedTuple):
@@ -189,7 +195,23 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 enable_async_checkpointing=self.background, save_root_metadata=False
             )
-            self._orbax = ocp.CheckpointManager(self.folder, options=options)
+            self._orbax = ocp.CheckpointManager(self._plain_folder(), options=options)
+
+    def _plain_folder(self) -> Path:
+        """The folder under a path that Orbax can use.
+
+        Orbax looks for the pieces of a checkpoint with patterns made of the whole path, so that
+        those below "run[1]" are not found, and takes a backslash for a slash (etils.epath). It then
+        gets a link to the folder from a place without such characters.
+        """
+        if not ODD.search(str(self.folder)):
+            return self.folder
+        odd = ODD.search(tempfile.gettempdir())
+        place = tempfile.mkdtemp(prefix="jaxtrain-", dir="/tmp" if odd else None)
+        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+        link = Path(place) / "checkpoints"
+        link.symlink_to(self.folder)
+        return link
 
     def _seal(self, step: int, shapes: dict, metrics: dict[str, float]) -> None:
         """Wait for Orbax, record the files, then delete what is not kept (the seal thread)."""

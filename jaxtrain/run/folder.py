@@ -1,6 +1,7 @@
 """The folder of a run: who may use it, what it holds, and where a resumed run goes on.
 
 .lock            held while a process trains here; the system frees it when the process dies
+run.json         the names of what the run makes here, which alone it may replace: belongings.py
 config.json      resolved config of the newest attempt
 attempts.jsonl   one line for each start: when, command, versions, devices
 checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
@@ -12,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Collection
 from fnmatch import fnmatchcase
@@ -22,16 +22,18 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.errors import UserError
+from jaxtrain.run.belongings import delete_own, read_names, require_own, take_names
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
 
-CONTENT = (
-    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
-    " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"
+ALWAYS = (
+    "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
+    " heartbeat.json nonfinite_batch_step_*.npz"
 ).split()
-"""What a run leaves in its folder, and all that run.overwrite deletes."""
+"""What any run makes in its folder."""
 
 FREE_KEYS = (
     "run.output_dir",
@@ -106,12 +108,16 @@ class RunFolder:
         run = self.config.run
         if run.overwrite and run.resume == "required":
             raise UserError('run.overwrite is true and run.resume is "required"; keep one')
+        names = list_names(self.config)
         try:
+            require_own(self.path, names)
+            self._check_inputs(names)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / ".lock", self.path)
             if run.overwrite:
-                delete_run(self.path)
+                delete_own(self.path)
             self._check_resume()
+            take_names(self.path, names)
             attempts = self.path / "attempts.jsonl"
             self.attempt = 1 + (len(attempts.read_text().splitlines()) if attempts.exists() else 0)
             write_atomically(self.path / "config.json", self.config.model_dump_json(indent=2))
@@ -126,6 +132,20 @@ class RunFolder:
         except UserError:
             self.__exit__()
             raise
+
+    def _check_inputs(self, names: Collection[str]) -> None:
+        """Refuse to read from what this run replaces, or with run.overwrite deletes."""
+        home, own = os.path.realpath(self.path), {*names, *(read_names(self.path) or ())}
+        for key, value in list_places(self.config):
+            if not os.path.exists(value):
+                value = value.partition(":")[0]  # "file.py:name", "builtin:data"
+            first = os.path.relpath(os.path.realpath(value), home).split(os.sep)[0]
+            made_here = key in ("run.output_dir", "rollout.vllm.adapter_dir")
+            if not made_here and any(fnmatchcase(first, name) for name in own):
+                raise UserError(
+                    f"{key} {value!r} lies in {first!r} of run.output_dir {str(self.path)!r},"
+                    " which this run replaces; name another run.output_dir, or copy it elsewhere"
+                )
 
     def _check_resume(self) -> None:
         run = self.config.run
@@ -157,6 +177,21 @@ class RunFolder:
                 " set run.allow_config_change=true to go on with the new ones, or"
                 " run.overwrite=true to start again"
             )
+
+
+def list_names(config: Config) -> list[str]:
+    """What a run with this config makes in its folder."""
+    log, vllm = config.log, config.rollout.vllm
+    made = {
+        "curves.png": log.plot,
+        "tensorboard": log.tensorboard,
+        "wandb": log.wandb_project,
+        "wandb_id": log.wandb_project,
+        "profile": log.profile_start,
+        "model": config.run.export,
+        "adapters": config.rollout.engine == "vllm" and vllm.sync == "lora",
+    }
+    return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
 
 
 def find_changes(
@@ -226,17 +261,6 @@ def take_lock(path: Path, folder: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
     return descriptor
-
-
-def delete_run(folder: Path) -> None:
-    """Delete what a run left in `folder`, and nothing else."""
-    batches = [path.name for path in folder.glob("nonfinite_batch_step_*.npz")]
-    for name in [*CONTENT, *batches]:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def cut_lines(path: Path, step: int) -> None:

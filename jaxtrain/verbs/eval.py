@@ -15,6 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.problem_sets import open_problem_sets
+from jaxtrain.run.belongings import take_names
 from jaxtrain.run.samples import SAMPLES, append_samples
 from jaxtrain.run.sinks import JsonLines
 from jaxtrain.tasks import make_task
@@ -75,6 +76,7 @@ def generate_into(
             stack.callback(sets.close)
         if is_main_process():
             try:
+                take_names(folder.parent, [folder.name])
                 folder.mkdir(parents=True, exist_ok=True)
                 samples.write_text("")
             except OSError as error:

@@ -11,6 +11,7 @@ from jaxtrain.adapters.peft import CONFIG, open_peft, write_peft
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.export import replace_folder
 from jaxtrain.errors import UserError
+from jaxtrain.run.belongings import require_replaceable
 from jaxtrain.train.trained import open_trained
 
 
@@ -24,6 +25,7 @@ def merge_command(
 ) -> None:
     """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
     output = output or source / "merged"
+    require_replaceable(output)  # before anything is read
     if (source / CONFIG).is_file():
         base = base or open_peft(source).config.get("base_model_name_or_path")
         if not base:

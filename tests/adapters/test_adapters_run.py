@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -146,6 +147,21 @@ def test_export_merge_and_eval_give_the_same_loss(config, base, trained, tmp_pat
     for name, stored in one.tensors.items():
         everything = tuple(slice(0, size) for size in stored.shape)
         np.testing.assert_array_equal(one.fetch(name, everything), two.fetch(name, everything))
+
+
+def test_merge_overwrites_neither_base_nor_adapter(trained, base, tmp_path, monkeypatch, capsys):
+    mine = tmp_path / "base"
+    shutil.copytree(base, mine)
+    assert run("export", trained, "--output", tmp_path / "adapter") == 0
+    (tmp_path / "link").symlink_to(mine)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    monkeypatch.chdir(tmp_path)
+    for output in (mine, "base/", "link", "link/../base", tmp_path / "adapter", trained, "."):
+        for source in (tmp_path / "adapter", trained):
+            assert run("merge", source, "--base", mine, "--output", output) == 2, output
+            assert "is there already and holds" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert run("merge", trained) == run("merge", trained) == 0
 
 
 def test_generate_with_a_run_and_with_its_export(trained, capsys):

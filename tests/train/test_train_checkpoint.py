@@ -61,6 +61,18 @@ def write_run(folder, steps=(1, 2, 3), **options) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("name", ["run[1]", "a\\b", "*?", 'it\'s "$HOME" 🙂 {x} ~'])
+def test_a_folder_may_have_any_name(tmp_path, name):
+    write_run(tmp_path / name, steps=(1, 2), keep=1)
+    store = Checkpoints(tmp_path / name, say=print)
+    restored = store.restore(describe(make_arrays()))
+    store.close()
+    assert restored.step == 2
+    assert_same_bits(restored.arrays, make_arrays(2))
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["2"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def restore(folder, **options):
     said = []
     store = Checkpoints(folder, keep=9, say=said.append, **options)

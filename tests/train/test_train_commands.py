@@ -288,3 +288,43 @@ def test_mistakes_cost_seconds_and_one_message(config, tmp_path, capsys, overrid
 def test_verbs_name_what_is_missing(capsys, words, expected):
     assert run(*words) == 2
     assert expected in capsys.readouterr().err
+
+
+def list_bytes(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_export_overwrites_nothing_but_the_runs_own_model(trained, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "theirs"
+    shutil.copytree(trained / "model", model)
+    (model / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "file").write_text("mine")
+    before = list_bytes(tmp_path) | list_bytes(trained)
+    monkeypatch.chdir(model)
+    places = [model, f"{model}/", tmp_path / "link", ".", "../theirs", tmp_path / "file"]
+    for output in [*places, trained, f"{trained}/", trained / "checkpoints", tmp_path]:
+        assert run("export", trained, "--output", output) == 2, output
+        assert "is there already and" in capsys.readouterr().err
+    assert run("export", trained, "--output", trained / "log.txt") == 2
+    for path, content in before.items():
+        assert path.read_bytes() == content, path
+    (tmp_path / "empty").mkdir()
+    for output in (tmp_path / "empty", trained / "model", trained / "model"):
+        assert run("export", trained, "--output", output) == 0
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.parametrize("name", ["run[1] *?\\ $HOME 'it' \"x\" 🙂 ~"])
+def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
+    folder = tmp_path / name
+    words = ("--config", config, "run.max_steps=1")
+    table = json.dumps(str(folder), ensure_ascii=False)
+    assert run(*words, f"run.output_dir={table}") == 0
+    assert run(*words[:2], f"run.output_dir={table}", "run.max_steps=2") == 0
+    assert "steps 2 to 2" in capsys.readouterr().out
+    assert run("export", folder, "--output", folder / "again") == 0
+    assert run("generate", folder / "again", "--prompt", "a", "sampling.max_new_tokens=1") == 0
+    assert run("plot", folder) == 0

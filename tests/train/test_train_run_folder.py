@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import Config
+from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
-from jaxtrain.run.folder import CONTENT, RunFolder, cut_lines, find_changes, flatten
+from jaxtrain.run.belongings import take_names
+from jaxtrain.run.folder import RunFolder, cut_lines, find_changes, flatten
 
 REPO = Path(__file__).parents[2]
 
@@ -22,7 +24,7 @@ def make_config(folder, **sections) -> Config:
         "data": {"datasets": [{"path": "a"}]},
     }
     for name, keys in sections.items():
-        table[name] = {**table.get(name, {}), **keys}
+        table[name] = {**table.get(name, {}), **keys} if isinstance(keys, dict) else keys
     return Config.model_validate(table)
 
 
@@ -153,16 +155,126 @@ def test_resume_never_and_required(tmp_path):
         open_run(tmp_path, run={"resume": "required", "overwrite": True})
 
 
+def list_files(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but the lock, links followed."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
 def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
     open_run(tmp_path)
     fake_steps(tmp_path)
-    (tmp_path / "notes.md").write_text("mine")
-    for name in CONTENT:
-        if not (tmp_path / name).exists():
-            (tmp_path / name).write_text("x")
+    (tmp_path / "model").mkdir()
+    for name in ("log.txt", "model/x", "curves.png", "nonfinite_batch_step_3.npz"):
+        (tmp_path / name).write_text("x")
+    take_names(tmp_path, ["eval"])
+    for name in ("eval", "merged", "profile", "notes"):  # the first one is the run's
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("x")
     open_run(tmp_path, run={"overwrite": True, "seed": 4})
     left = {p.name for p in tmp_path.iterdir()}
-    assert left == {".lock", "notes.md", "config.json", "attempts.jsonl"}
+    kept = {"merged", "profile", "notes"}
+    assert left == {".lock", "run.json", "config.json", "attempts.jsonl", *kept}
+    with pytest.raises(UserError, match="profile was not made by a run"):
+        open_run(tmp_path, log={"profile_start": 1}, run={"overwrite": True, "seed": 4})
+
+
+def test_overwrite_follows_no_link(tmp_path):
+    open_run(tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("x")
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "mine")
+    open_run(tmp_path / "run", run={"overwrite": True})
+    assert not (tmp_path / "run" / "model").exists() and (tmp_path / "mine" / "x").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["config.json", "model.safetensors", "tokenizer.json"],
+        ["adapter_config.json", "adapter_model.safetensors"],
+        ["model-00001-of-00002.safetensors"],
+        ["model/notes.txt"],
+        ["checkpoints/epoch1.pt"],
+        ["metrics.jsonl"],
+        ["nonfinite_batch_step_1.npz"],
+    ],
+)
+def test_a_folder_that_no_run_made_is_refused_whole(tmp_path, names, overwrite, monkeypatch):
+    folder = tmp_path / "theirs"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
+    before = list_files(folder)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    first = names[0].split("/")[0]
+    for given in (folder, f"{folder}/", tmp_path / "link", ".", "../theirs/../theirs"):
+        with pytest.raises(UserError, match=f"run.output_dir .*{first}.* was not made by a run"):
+            open_run(given, run={"overwrite": overwrite})
+    assert list_files(folder) == before and not (folder / ".lock").exists()
+
+
+def test_a_run_from_before_there_were_records_is_a_run(tmp_path):
+    open_run(tmp_path)
+    fake_steps(tmp_path)
+    (tmp_path / "run.json").unlink()
+    assert open_run(tmp_path).attempt == 2
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "eval").mkdir()
+    open_run(tmp_path, run={"overwrite": True})
+    assert not (tmp_path / "eval").exists() and not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"names": 3}', '{"names": [".."]}', '{"names": ["*"]}', "[" * 9999]
+)
+def test_a_damaged_record_deletes_nothing(tmp_path, text):
+    open_run(tmp_path)
+    fake_steps(tmp_path)
+    (tmp_path / "run.json").write_text(text)
+    before = list_files(tmp_path)
+    with pytest.raises(UserError, match="run.json is damaged"):
+        open_run(tmp_path, run={"overwrite": True})
+    assert list_files(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_reads_nothing_that_it_replaces(tmp_path, overwrite, monkeypatch):
+    folder = tmp_path / "run"
+    open_run(folder)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(folder / "model")
+    monkeypatch.chdir(tmp_path)
+    for given in (folder / "model", "run/model/", "link", "run/../run/model"):
+        for key in ("tokenizer", "chat_template"):
+            with pytest.raises(UserError, match=f"model.{key} .* lies in 'model' of run.output_d"):
+                open_run(folder, run={"overwrite": overwrite}, model={key: str(given)})
+    with pytest.raises(UserError, match="data.datasets.0.path .* lies in 'samples.jsonl'"):
+        open_run(folder, data={"datasets": [{"path": "run/samples.jsonl"}]})
+    assert (folder / "model" / "config.json").exists()
+
+
+def test_home_is_expanded_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = make_config(
+        "~/run",
+        model={"tokenizer": "~/tok", "chat_template": "~/t.jinja"},
+        data={"datasets": [{"path": "~/x.jsonl", "tools": "~/t.json"}]},
+        rewards=[{"function": "~/r.py:f"}],
+        env={"kind": "~/env.py:Env"},
+        task={"kind": "rl"},
+        sampling={"temperature": 1.0},
+    )
+    places = dict(list_places(config))
+    assert len(places) >= 6 and not any(value.startswith("~") for value in places.values())
+    assert config.run.output_dir == f"{tmp_path}/run"
+    assert config.env.kind == f"{tmp_path}/env.py:Env"
 
 
 def test_rewind_cuts_later_and_half_written_lines(tmp_path):
