@@ -95,12 +95,15 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
 
         return train(config, command)
 
-    return run_together(lambda: read_config(args), lambda config: config.parallel, work)
+    def join(config):
+        return config.parallel, Path(config.run.output_dir)
+
+    return run_together(lambda: read_config(args), join, work)
 
 
-def run_together(read: Callable, parallel: Callable, work: Callable) -> int:
-    """work(read()) on all processes that parallel(read()) and the environment tell of; what ends
-    one of them is told once."""
+def run_together(read: Callable, join: Callable, work: Callable) -> int:
+    """work(read()) on all processes that join(read()), a section `parallel` and the run's folder,
+    and the environment tell of; what ends one of them is told once."""
     from jaxtrain.parallel.processes import join_by_config, report, shutdown
 
     try:
@@ -109,7 +112,7 @@ def run_together(read: Callable, parallel: Callable, work: Callable) -> int:
         except UserError:
             join_by_config(None)  # so that this, too, is told once
             raise
-        join_by_config(parallel(wanted))
+        join_by_config(*join(wanted))
         code = work(wanted)
         shutdown()
         return code
@@ -159,7 +162,8 @@ def run_eval(argv: list[str]) -> int:
         evaluate_command(Path(runs[0]) if runs else None, args.config, overrides)
         return 0
 
-    return run_together(read, lambda parallel: parallel, work)
+    folder = Path(runs[0]) if runs else None
+    return run_together(read, lambda parallel: (parallel, folder), work)
 
 
 def run_generate(argv: list[str]) -> None:

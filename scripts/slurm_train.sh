@@ -21,5 +21,8 @@ set -eu
 VENV=${VENV:-.venv}
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxtrain}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+# Keeps strangers out of the run; srun hands it to every process.
+JAXTRAIN_TOKEN=${JAXTRAIN_TOKEN:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n')}
+export JAXTRAIN_TOKEN
 # --kill-on-bad-exit=0: processes end each other by themselves, with one line on the cause.
 exec srun --kill-on-bad-exit=0 "$VENV/bin/python" -m jaxtrain.main "$@"

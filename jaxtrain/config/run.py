@@ -51,7 +51,8 @@ class ParallelConfig(Section):
     (MASTER_ADDR, WORLD_SIZE, RANK, LOCAL_RANK), or a TPU pod's own. auto takes the first that is
     there; coordinator replaces all of them."""
     coordinator: str | None = None
-    """host:port of process 0, where there is no launcher; goes with num_processes, process_id."""
+    """host:port of process 0, where there is no launcher; goes with num_processes, process_id. The
+    processes know each other by a token: see docs/distributed.md."""
     num_processes: int | None = Field(None, ge=1)
     """Number of processes, with coordinator."""
     process_id: int | None = Field(None, ge=0)

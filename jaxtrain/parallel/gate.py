@@ -181,7 +181,7 @@ def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             found.append(socket.create_server((host, port), family=family))
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno in _NO_SUCH_ADDRESS:
+            if is_absent(error):
                 absent = error
                 continue
             for opened in found:
@@ -191,6 +191,11 @@ def open_listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
     if not found:
         raise absent or OSError("no address to listen at")
     return found
+
+
+def is_absent(error: OSError) -> bool:
+    """Whether this machine has no such address, rather than no such port free."""
+    return isinstance(error, socket.gaierror) or error.errno in _NO_SUCH_ADDRESS
 
 
 LOOPBACK = ("127.0.0.1", "::1")

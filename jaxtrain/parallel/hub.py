@@ -2,9 +2,11 @@
 
 A small program of its own, started by process 0 beside it, so that it outlives any of them:
 
-    process 0 ──┐  hello, beat, barrier, stop, end        a JSON object a line, over TCP
+    process 0 ──┐  hello, beat, barrier, note, stop, end  a JSON object a line, over TCP
     process 1 ──┼──────────────────────────────────> hub    hosts jax's coordination service, too
-    process 2 ──┘  <── start, say, open, halt, stop_at, quit
+    process 2 ──┘  <── start, say, open, note, halt, stop_at, quit
+
+Only who knows the run's token is heard (`gate.py`). A line that makes no sense changes nothing.
 
 Nothing here computes. What goes wrong is told once: the lowest process that is still there gets the
 line to print, the others only an exit code. The hub ends when the last connection has closed.
@@ -13,9 +15,17 @@ line to print, the others only an exit code. The hub ends when the last connecti
 import asyncio
 import json
 import os
+import socket
 import sys
 from typing import Any, NamedTuple
 
+from jaxtrain.parallel.gate import LOOPBACK, Gate, is_absent, open_listeners
+
+HELLO_SECONDS = 10.0
+MAX_LINE = 2**16
+"""Bytes; a longer line ends its connection."""
+MAX_TEXT = 2000
+"""Characters of a cause that is told to all."""
 GATHER = 1.5
 """Seconds from the first bad news to the verdict: one cause often reaches several processes."""
 
@@ -60,11 +70,16 @@ class Hub:
         """One process, from its hello to its end."""
         peer = None
         try:
-            hello = json.loads(await reader.readline())
-            if refusal := self.find_refusal(hello):
+            hello = json.loads(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
+            match hello:
+                case {"process": int(process), "of": int(size), "host": str(host)}:
+                    host = host[:200]
+                case _:
+                    return
+            if refusal := self.find_refusal(process, size, host):
                 send(writer, {"quit": 2, "tell": refusal})
                 return
-            peer = Peer(hello["process"], hello["host"], writer)
+            peer = Peer(process, host, writer)
             self.peers[peer.process], self.hosts[peer.process] = peer, peer.host
             if len(self.peers) == self.size:
                 self.tell_all({"start": self.service_port})
@@ -73,7 +88,7 @@ class Hub:
                 self.hear(peer, json.loads(line))
         except TimeoutError:
             why = f"gave no sign of life for {self.peer_timeout:g} s"
-        except (OSError, ValueError):  # the connection broke, in the middle of a line at worst
+        except (OSError, ValueError, RecursionError):  # it broke, in the middle of a line at worst
             pass
         finally:
             writer.close()
@@ -84,38 +99,41 @@ class Hub:
                 if not self.peers:
                     self.empty.set()
 
-    def find_refusal(self, hello: dict[str, Any]) -> str:
+    def find_refusal(self, process: int, size: int, host: str) -> str:
         """Why a process may not join; empty if it may."""
-        process, size = hello["process"], hello["of"]
         if size != self.size:
             return f"process {process} was told of {size} processes, process 0 of {self.size}"
+        if not 0 <= process < size:
+            return f"process {process} is none of the {size} processes, which are counted from 0"
         if process in self.hosts:
             return (
-                f"process {process} is here twice (on {self.hosts[process]} and {hello['host']});"
+                f"process {process} is here twice (on {self.hosts[process]} and {host});"
                 " give each its own parallel.process_id, or RANK"
             )
         return self.describe() if self.failures else ""
 
-    def hear(self, peer: Peer, message: dict[str, Any]) -> None:
+    def hear(self, peer: Peer, message: Any) -> None:
         """What a process says."""
         match message:
-            case {"end": code, "text": text, "rank": rank}:
+            case {"end": int(code), "text": str(text), "rank": int(rank)}:
                 self.done.add(peer.process)
                 self.fail(peer.process, Failure(rank, code, text))
             case {"bye": _}:
                 self.done.add(peer.process)
-            case {"barrier": name}:
+            case {"barrier": str(name)}:
                 came = self.barriers.setdefault(name, set())
                 if not came:
                     self.later(self.watch_barrier(name))
                 came.add(peer.process)
                 if len(came) == self.size:
                     self.tell_all({"open": name})
-            case {"stop": name}:
+            case {"note": str(name), "text": str(text)}:
+                self.tell_all({"note": name, "text": text})
+            case {"stop": str(name)}:
                 if not self.stopping:
                     self.stopping = name
                     self.tell_all({"halt": name})
-            case {"at": step}:
+            case {"at": int(step)}:
                 self.steps[peer.process] = step
                 if len(self.steps) == self.size:
                     self.tell_all({"stop_at": max(self.steps.values()), "name": self.stopping})
@@ -142,8 +160,9 @@ class Hub:
         first = {i: f for i, f in sorted(self.failures.items()) if f.rank == rank}
         texts = list(dict.fromkeys(f.text for f in first.values()))
         if len(texts) == 1 and 0 in first and rank:
-            return texts[0]
-        return "; ".join(f"process {i} on {self.hosts[i]}: {f.text}" for i, f in first.items())
+            return texts[0][:MAX_TEXT]
+        named = "; ".join(f"process {i} on {self.hosts[i]}: {f.text}" for i, f in first.items())
+        return named[:MAX_TEXT]
 
     async def watch_start(self) -> None:
         """Name those who are not there yet; give up after start_timeout."""
@@ -197,22 +216,40 @@ def name_processes(numbers: list[int]) -> str:
     return f"{'process' if len(numbers) == 1 else 'processes'} {shown}"
 
 
-async def run(port: int, size: int, *timeouts: float) -> None:
-    """Serve one run; prints "ready" or what is wrong with the port on standard output."""
+async def run(port: int, size: int, hosts: list[str], token: bytes, *timeouts: float) -> None:
+    """Serve one run; prints "ready" or what is wrong with the port on standard output.
+
+    hosts: the addresses of this machine to listen at; "" is all of them, which are taken as well
+    where it has none of the others (behind a translation of addresses).
+    """
     hub = Hub(size, *timeouts)
+    loop = asyncio.get_running_loop()
     try:
-        server = await asyncio.start_server(hub.serve, None, port)
+        try:
+            listeners = open_listeners(hosts, port)
+        except OSError as error:
+            if not is_absent(error):
+                raise
+            listeners = open_listeners([""], port)
     except OSError as error:
         print(error.strerror or error, flush=True)
         return
     hub.service_port = free_port()
     # Kept alive by this name. Its own watch over the processes is slower than the hub's on purpose.
-    service = start_service(hub.service_port, size)
+    service = start_service(hub.service_port, size, local=set(hosts) <= set(LOOPBACK))
+
+    async def serve(connection: socket.socket) -> None:
+        await hub.serve(*await asyncio.open_connection(sock=connection, limit=MAX_LINE))
+
+    def admit(connection: socket.socket) -> None:
+        loop.call_soon_threadsafe(lambda: hub.later(serve(connection)))
+
+    gate = Gate("the run's meeting point", listeners, token, admit)
     print("ready", flush=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    async with server:
-        await hub.watch_start()
-        await hub.empty.wait()
+    await hub.watch_start()
+    await hub.empty.wait()
+    gate.close()
     await asyncio.sleep(0.5)
     del service
     os._exit(0)  # the service would wait for processes that are gone
@@ -220,20 +257,32 @@ async def run(port: int, size: int, *timeouts: float) -> None:
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
-def start_service(port: int, size: int) -> Any:
-    """jax's coordination service, which jax.distributed would otherwise run inside process 0."""
+def start_service(port: int, size: int, *, local: bool) -> Any:
+    """jax's coordination service, which jax.distributed would otherwise run inside process 0.
+
+    It knows no token. local: nobody on another machine is to reach it.
+    """
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # no public name
 
-    return _jax.get_distributed_runtime_service(f"[::]:{port}", size, heartbeat_timeout=600)
+    return _jax.get_distributed_runtime_service(
+        f"{'localhost' if local else '[::]'}:{port}", size, heartbeat_timeout=600
+    )
 
 
 if __name__ == "__main__":
     os.setpgid(0, 0)  # a Ctrl-C on the terminal is for the processes
-    asyncio.run(run(int(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:])))
+    secret = bytes.fromhex(sys.stdin.read())
+    asyncio.run(
+        run(
+            int(sys.argv[1]),
+            int(sys.argv[2]),
+            json.loads(sys.argv[3]),
+            secret,
+            *map(float, sys.argv[4:]),
+        )
+    )

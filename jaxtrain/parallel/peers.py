@@ -18,35 +18,49 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.hub import MAX_LINE, MAX_TEXT
+from jaxtrain.parallel.run_token import RunToken
+from jaxtrain_vllm.handshake import NotWelcome, introduce
 
 
 class Peers:
     """The connection to the hub; one per process, open until the process ends."""
 
     def __init__(
-        self, address: str, process: int, size: int, start_timeout: float, peer_timeout: float
+        self,
+        address: str,
+        process: int,
+        size: int,
+        start_timeout: float,
+        peer_timeout: float,
+        run_token: RunToken,
+        listen_at: Sequence[str] = ("",),
     ):
         """Connects and waits until all `size` processes have come; `service_port` is then known.
 
-        Raises UserError when the hub is not there in time. The hub ends the process itself when
-        another one is missing.
+        listen_at: addresses for ports of this process that the others are to reach. Raises
+        UserError when the hub is not there in time, or does not know the run's token. The hub ends
+        the process itself when another one is missing.
         """
         self.process, self.size, self.start_timeout = process, size, start_timeout
+        self.listen_at, self.token = list(listen_at), b""
+        """The token is that by which the hub was entered."""
         self.host = address.rpartition(":")[0].strip("[]")
         """Process 0's machine, as this one reaches it."""
         self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
         self.stop_name = ""
         self._begun, self._halted, self._stop_at = 0, False, None
         self._open: set[str] = set()
+        self._notes: dict[str, str] = {}
         self._met: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._blamed = threading.Event()
         self.service_port = 0
-        self._socket = self._connect(address)
+        self._socket = self._connect(address, run_token)
         self._lock = threading.Lock()
         self._send({"process": process, "of": size, "host": platform.node()})
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
@@ -63,6 +77,16 @@ class Peers:
         self._send({"barrier": name})
         with self._changed:
             self._changed.wait_for(lambda: name in self._open)
+
+    def note(self, name: str, text: str) -> None:
+        """Tell all processes a short text, once each name."""
+        self._send({"note": name, "text": text})
+
+    def wait_for_note(self, name: str) -> str:
+        """What some process tells under that name, as soon as it does."""
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._notes)
+            return self._notes[name]
 
     def ask_to_stop(self, name: str) -> None:
         """A signal of that name arrived here: all stop after one and the same step."""
@@ -87,30 +111,43 @@ class Peers:
         stumbled: the cause may well be another's end. Ends the process, but returns True where that
         was the very cause, so that the caller can show its traceback.
         """
-        self._send({"end": code, "text": text, "rank": 2 if stumbled else 1})
+        self._send({"end": code, "text": text[:MAX_TEXT], "rank": 2 if stumbled else 1})
         if not self._blamed.wait(15):
             print(f"error: {text}", file=sys.stderr, flush=True)
             os._exit(code)
         return True
 
-    def _connect(self, address: str) -> socket.socket:
+    def _connect(self, address: str, run_token: RunToken) -> socket.socket:
         host, _, port = address.rpartition(":")
         last = time.monotonic() + self.start_timeout
         while True:
-            try:
-                found = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-                found.settimeout(None)
+            problem = ""
+            for token in run_token.find():
+                try:
+                    found = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+                except OSError as error:
+                    problem = (
+                        f"could not reach process 0 at {address} within {self.start_timeout:g} s"
+                        f" ({error.strerror or error}); is it running, and may this machine open"
+                        " that port there (parallel.coordinator, parallel.start_timeout)?"
+                    )
+                    continue
+                try:
+                    introduce(found, token)
+                except NotWelcome as error:
+                    found.close()
+                    problem = (
+                        f"reached {address}, but it is not process 0 of this run ({error});"
+                        f" {run_token.advise()}"
+                    )
+                    continue
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.token = token
                 return found
-            except OSError as error:
-                if time.monotonic() > last:
-                    raise UserError(
-                        f"process {self.process} could not reach process 0 at {address} within"
-                        f" {self.start_timeout:g} s ({error.strerror or error}); is it running, and"
-                        " may this machine open that port there (parallel.coordinator,"
-                        " parallel.start_timeout)?"
-                    ) from None
-                time.sleep(0.2)
+            if time.monotonic() > last:
+                missing = f"found no token of process 0 at {address}; {run_token.advise()}"
+                raise UserError(f"process {self.process} {problem or missing}")
+            time.sleep(0.2)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -127,10 +164,10 @@ class Peers:
     def _listen(self) -> None:
         with self._socket.makefile("rb") as lines:
             try:
-                for line in lines:
+                while line := lines.readline(MAX_LINE):
                     self._hear(json.loads(line))
-            except OSError:
-                pass
+            except (OSError, ValueError, RecursionError):
+                pass  # it broke, in the middle of a line at worst
         leave(1, f"stopped: process {self.process} lost its connection to process 0's machine")
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -148,6 +185,8 @@ class Peers:
                     self.service_port = port
                 case {"open": name}:
                     self._open.add(name)
+                case {"note": name, "text": text}:
+                    self._notes[name] = text
                 case {"halt": name}:
                     self._halted, self.stop_name = True, name
                     self._send({"at": self._begun})

@@ -4,8 +4,12 @@
 none of this does anything.
 """
 
+import contextlib
+import ipaddress
+import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -20,8 +24,10 @@ from jax._src import distributed
 
 from jaxtrain.config import ParallelConfig
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.gate import LOOPBACK
 from jaxtrain.parallel.hub import free_port
 from jaxtrain.parallel.peers import Peers, leave
+from jaxtrain.parallel.run_token import LOCAL, VARIABLE, RunToken
 
 
 class Launch(NamedTuple):
@@ -153,9 +159,9 @@ def asked_to_stop() -> str:
     return _peers.stop_name if _peers is not None else ""
 
 
-def join_by_config(parallel: ParallelConfig | None) -> None:
+def join_by_config(parallel: ParallelConfig | None, folder: Path | None = None) -> None:
     """As section `parallel` and the environment say; without a section (the config could not be
-    read) as the environment alone does."""
+    read) as the environment alone does. folder: run.output_dir where it is known."""
     known = parallel or ParallelConfig()
     timeouts = Timeouts(known.start_timeout, known.meet_timeout, known.peer_timeout)
     explicit = (known.coordinator, known.num_processes, known.process_id)
@@ -163,24 +169,43 @@ def join_by_config(parallel: ParallelConfig | None) -> None:
         None if known.launcher == "none" else find_launch(known.launcher, *explicit, os.environ)
     )
     if launch is None and is_tpu_pod(known.launcher, os.environ):
-        join_tpu_pod(timeouts)
+        join_tpu_pod(timeouts, os.environ)
     else:
-        join(launch, os.environ, timeouts)
+        join(launch, os.environ, timeouts, folder)
 
 
-def join(launch: Launch | None, environ: Mapping[str, str], timeouts: Timeouts) -> None:
+def join(
+    launch: Launch | None,
+    environ: Mapping[str, str],
+    timeouts: Timeouts,
+    folder: Path | None = None,
+) -> None:
     """Meet the other processes and initialise jax.distributed; nothing with one process.
 
-    To be called before anything asks jax for devices. Raises UserError where they cannot be found.
+    To be called before anything asks jax for devices. folder: where the run's token may lie beside,
+    if no launcher gave one. Raises UserError where the others cannot be found.
     """
     global _peers
     if launch is None or launch.size == 1 or _peers is not None:
         return
     host, _, port = launch.address.rpartition(":")
+    hosts = choose_addresses(launch)
+    secret = RunToken(launch.address, folder, environ)
     if launch.process == 0:
-        start_hub(port, launch.size, timeouts)
+        start_hub(port, launch.size, hosts, secret.make(), timeouts)
+    if launch.process == 0 or hosts == [*LOOPBACK]:
         host = "localhost"
-    _peers = Peers(f"{host}:{port}", launch.process, launch.size, timeouts.start, timeouts.peer)
+    _peers = Peers(
+        f"{host}:{port}",
+        launch.process,
+        launch.size,
+        timeouts.start,
+        timeouts.peer,
+        secret,
+        hosts,
+    )
+    if launch.process == 0:
+        secret.remove()
     jax.distributed.initialize(
         f"{host}:{_peers.service_port}",
         launch.size,
@@ -193,12 +218,30 @@ def join(launch: Launch | None, environ: Mapping[str, str], timeouts: Timeouts) 
     )
 
 
-def start_hub(port: str, size: int, timeouts: Timeouts) -> None:
-    """The hub beside process 0; it ends by itself."""
-    command = [sys.executable, "-m", "jaxtrain.parallel.hub", port, str(size)]
+def choose_addresses(launch: Launch) -> list[str]:
+    """Where process 0 listens: as narrow as the launcher's words allow, "" being everywhere.
+
+    A name may stand for other addresses elsewhere than on process 0's machine.
+    """
+    host = launch.address.rpartition(":")[0].strip("[]")
+    if host in LOCAL or launch.local_size == launch.size:
+        return [*LOOPBACK]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return [""]
+    return [host, *LOOPBACK]
+
+
+def start_hub(port: str, size: int, hosts: list[str], token: bytes, timeouts: Timeouts) -> None:
+    """The hub beside process 0; it ends by itself. The token goes where no other user can look."""
+    command = [sys.executable, "-m", "jaxtrain.parallel.hub", port, str(size), json.dumps(hosts)]
     command += map(str, timeouts)
-    hub = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    assert hub.stdout is not None
+    hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert hub.stdin is not None and hub.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        hub.stdin.write(token.hex())
+        hub.stdin.close()
     answer = hub.stdout.readline().strip()
     if answer != "ready":
         raise UserError(
@@ -217,19 +260,28 @@ def is_tpu_pod(launcher: str, environ: Mapping[str, str]) -> bool:
     return launcher == "tpu"
 
 
-def join_tpu_pod(timeouts: Timeouts) -> None:
-    """As `join`, where jax knows by itself who takes part: the hub's address goes through jax."""
+def join_tpu_pod(timeouts: Timeouts, environ: Mapping[str, str]) -> None:
+    """As `join`, where jax knows by itself who takes part: the hub's address goes through jax, and
+    so does the token, unless the launcher gave one."""
     global _peers
     jax.distributed.initialize(initialization_timeout=int(timeouts.start))
     if jax.process_count() > 1:
         store = key_value_store()
         if jax.process_index() == 0:
-            port = str(free_port())
-            start_hub(port, jax.process_count(), timeouts)
-            store.key_value_set("jaxtrain_hub", f"{socket.gethostname()}:{port}")
-        address = store.blocking_key_value_get("jaxtrain_hub", int(timeouts.start * 1000))
+            port, token = str(free_port()), environ.get(VARIABLE) or secrets.token_hex(32)
+            start_hub(port, jax.process_count(), [""], token.encode(), timeouts)
+            told = "" if VARIABLE in environ else token
+            store.key_value_set("jaxtrain_hub", f"{socket.gethostname()}:{port} {told}")
+        found = store.blocking_key_value_get("jaxtrain_hub", int(timeouts.start * 1000))
+        address, _, told = found.partition(" ")
+        secret = RunToken(address, None, {VARIABLE: told} if told else environ)
         _peers = Peers(
-            address, jax.process_index(), jax.process_count(), timeouts.start, timeouts.peer
+            address,
+            jax.process_index(),
+            jax.process_count(),
+            timeouts.start,
+            timeouts.peer,
+            secret,
         )
 
 

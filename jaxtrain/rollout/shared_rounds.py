@@ -48,21 +48,22 @@ class SharedRounds:
 
     def __next__(self) -> list[Batch]:
         """The next round; raises Interrupted on all processes when the run is to stop."""
-        drawn = broadcast("a round", self._draw)
-        if drawn is None:
+        told = broadcast("a round", self._draw)
+        if told is None:
             raise Interrupted
+        drawn = Drawn(*told)
         self.part, self.last_part = drawn.part, drawn.last_part
         self.metrics, self._counters = drawn.metrics, drawn.counters
         return drawn.batches
 
-    def _draw(self) -> Drawn | None:
+    def _draw(self) -> tuple | None:
         assert self.own is not None, "process 0 draws"
         try:
             batches = next(self.own)
         except Interrupted:
             return None
         own = self.own
-        return Drawn(batches, own.part, own.last_part, own.metrics, own.counters())
+        return tuple(Drawn(batches, own.part, own.last_part, own.metrics, own.counters()))
 
     @property
     def version(self) -> int:

@@ -1,6 +1,7 @@
 """How processes find each other, and what the hub tells them: without jax, over local sockets."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -193,6 +194,36 @@ def test_all_stop_after_the_latest_step_that_anybody_began():
         return [await client.hear() for client in clients]
 
     assert play(scene) == [{"stop_at": 8, "name": "SIGTERM"}] * 3
+
+
+ODD = [
+    None,
+    [],
+    7,
+    {"end": "x"},
+    {"barrier": ["x"]},
+    {"at": None},
+    {"stop": 1},
+    {"note": 1, "text": 2},
+]
+
+
+def test_lines_that_make_no_sense_change_nothing():
+    """Of processes that know the token: another version of the program, say."""
+
+    async def scene(hub, clients, port):
+        for hello in (b"[]\n", b'{"process": 1}\n', b"\xff\n", b"[" * 5000 + b"\n", b"x" * 2**17):
+            reader, writer = await asyncio.open_connection("localhost", port)
+            writer.write(hello)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+        for message in ODD:
+            clients[1].say(message)
+        clients[2].say({"note": "port", "text": "12"})
+        return [await client.hear() for client in clients]
+
+    assert play(scene) == [{"note": "port", "text": "12"}] * 3
 
 
 def test_a_process_that_is_there_twice_or_of_another_size_is_refused():

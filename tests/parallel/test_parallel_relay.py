@@ -18,11 +18,38 @@ from jaxtrain.parallel.relay import Receiver, Sender
 ROOT = Path(__file__).parents[2]
 
 
-def test_values_and_parameters_reach_process_0_and_the_others():
+STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    json.dumps({"process": 1, "of": 2, "host": "x"}).encode() + b"\n",
+    b'{"process": 0, "of": 2, "host": "x"}\n{"end": 1, "text": "forged", "rank": 0}\n',
+    b"",
+    b"\x80\x05\x95" + bytes(2**20),
+]
+
+
+def pester(port: int, ended: threading.Event) -> int:
+    """Strangers at the hub, some of whom stay, until the run has ended; how many came through."""
+    kept, count = [], 0
+    while not ended.wait(0.05):
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
+            stranger.sendall(STRANGERS[count % len(STRANGERS)])
+        except OSError:
+            continue
+        count += 1
+        kept.append(stranger)
+    for stranger in kept:
+        stranger.close()
+    return count
+
+
+def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers_send(tmp_path):
+    ended = threading.Event()
     environ = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XDG_CACHE_HOME": str(tmp_path),
     }
     worker, port = Path(__file__).with_name("relay_worker.py"), str(free_port())
     running = [
@@ -35,12 +62,20 @@ def test_values_and_parameters_reach_process_0_and_the_others():
         )
         for process in range(2)
     ]
+    came = []
+    strangers = threading.Thread(target=lambda: came.append(pester(int(port), ended)))
+    strangers.start()
     try:
         told = [process.communicate(timeout=200) for process in running]
     finally:
+        ended.set()
+        strangers.join()
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [0, 0], told
+    assert came[0] > 10 and list(tmp_path.glob("**/*.token")) == []
+    assert not any("Traceback" in err or "forged" in err for _, err in told)
+    assert told[0][1].count("did not show this run's token") == 1
     found = [json.loads(out.splitlines()[-1]) for out, _ in told]
     for one in found:
         assert (one["one"], one["two"], one["total"]) == (17, "xxx", pytest.approx(0, abs=1e-4))
@@ -89,6 +124,13 @@ def test_processes_that_are_at_different_places_notice():
     sender.tell("a round", 1)
     with pytest.raises(AssertionError, match="shares 'a round', this process waits for 'answers'"):
         receiver.hear("answers")
+
+
+def test_a_port_that_another_listens_at_is_no_relay():
+    with socket.create_server(("localhost", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close()).start()
+        with pytest.raises(UserError, match="is not process 0 of this run"):
+            Receiver("localhost", other.getsockname()[1], bytes(32), timeout=5)
 
 
 def test_the_end_of_process_0_ends_the_wait():
