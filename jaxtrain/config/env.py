@@ -1,13 +1,13 @@
 """Section env: the world that the policy acts in."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from jaxtrain.config.base import Place, Section, known_in
 
-BUILTIN = ("single_turn", "calculator")
+BUILTIN = ("single_turn", "calculator", "tools")
 
 
 class EnvConfig(Section):
@@ -15,22 +15,36 @@ class EnvConfig(Section):
 
     kind: Annotated[str, AfterValidator(known_in("envs", (*BUILTIN, "python")))] = "single_turn"
     """single_turn: one answer to the row's prompt. calculator: the built-in agent, which calls its
-    tool and is asked on, over rows of builtin:calculator. Or an own class, made with (tokenizer,
-    **options), whose `async run(row, engine, sampling, index)` plays an episode: an entry point's
-    name, "package.module:Class" or "file.py:Class"; or python, and the class in path."""
+    tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
+    prompt with the functions of `tools`. Or an own one: a function `async run(row, chat,
+    **options)`, or a class, made with (tokenizer, **options), whose `async run(row, engine,
+    sampling, index)` plays an episode: an entry point's name, "package.module:name" or
+    "file.py:name"; or python, and that in path."""
     path: Place | None = None
-    """Of kind python: "package.module:Class" or "file.py:Class"."""
+    """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
-    """Of kind single_turn: the column with the prompt, a text or messages; messages is read where
-    a row has no such column."""
+    """Of kinds single_turn and tools: the column with the prompt, a text or messages; messages is
+    read where a row has no such column."""
     raw: bool = False
     """Of kind single_turn: continue texts as they are, without the chat template."""
     system: str | None = None
-    """Of kind single_turn: a system message before prompts that have none."""
+    """Of kinds single_turn and tools: a system message before prompts that have none."""
+    tools: list[Place] = []
+    """Of kind tools and of own functions: Python functions that the model may call, each
+    "file.py:function", "package.module:function" or an entry point's name. Their signatures and
+    docstrings (`Args:`) are what the model is told of them."""
+    tool_seconds: float = Field(30.0, gt=0)
+    """Longest call of a tool; then the model is told that it took too long."""
     max_turns: int = Field(8, ge=1)
-    """Assistant turns of one episode, tool calls included."""
+    """Assistant turns of one episode, tool calls included. An own function is held to it in
+    `chat.answer()`."""
+    history: Literal["template", "tokens"] = "template"
+    """Of all kinds with turns, own classes aside: what a turn is drawn behind. template: the
+    conversation as the chat template writes it, as when the model is used; where that rewrites
+    earlier turns (Qwen3's drops thoughts) the episode has several token sequences. tokens: always
+    the very tokens that were there before, thoughts included."""
     options: dict[str, Any] = {}
-    """Of an own class: its further keyword arguments."""
+    """Of an own function or class: its further keyword arguments."""
 
     @model_validator(mode="after")
     def check_keys_together(self) -> "EnvConfig":
@@ -51,7 +65,14 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
         yield f"env.options has no effect while env.kind is {env.kind}; remove it"
     given = env.model_dump(exclude_defaults=True)
     for key in ("system", "prompt_column", "raw"):
-        if key in given and env.kind != "single_turn":
+        readers = ("single_turn",) if key == "raw" else ("single_turn", "tools")
+        if key in given and env.kind not in readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    for key in ("tools", "tool_seconds", "history"):
+        others = ("single_turn",) if key == "history" else ("single_turn", "calculator")
+        if key in given and env.kind in others:
+            yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    if env.kind == "tools" and not env.tools:
+        yield 'env.kind tools needs functions: set env.tools, such as ["my_tools.py:search"]'
     if env.raw and env.system is not None:
         yield "env.system needs the chat template, which env.raw leaves out; remove one of them"

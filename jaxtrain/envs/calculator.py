@@ -10,13 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.data.calculator import SYSTEM, TOOLS
-from jaxtrain.envs.turns import (
-    Conversation,
-    Joint,
-    ToolCallError,
-    parse_tool_call,
-    strip_thinking,
-)
+from jaxtrain.envs.conversation import Conversation
+from jaxtrain.envs.history import TurnTemplate
+from jaxtrain.envs.turns import ToolCallError, parse_tool_calls, strip_thinking
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Engine, Episode, Sampling
 
@@ -79,13 +75,15 @@ def format_number(value: int | float) -> str:
 
 def answer_tool_call(text: str) -> dict[str, Any] | None:
     """The tool message that answers an assistant turn; None if the turn calls no tool."""
+    call = next(iter(parse_tool_calls(text)), None)
+    if call is None:
+        return None
     try:
-        call = parse_tool_call(text)
-        if call is None:
-            return None
-        if call["name"] != "calculator":
-            raise ToolCallError(f"no tool named {call['name']}")
-        expression = call["arguments"].get("expression")
+        if call.error is not None:
+            raise ToolCallError(call.error)
+        if call.name != "calculator":
+            raise ToolCallError(f"no tool named {call.name}")
+        expression = call.arguments.get("expression")
         if not isinstance(expression, str):
             raise ToolCallError("argument expression is missing")
         content = format_number(evaluate(expression))
@@ -108,9 +106,10 @@ class CalculatorEnv:
     questions. A row without `answers` is played to its last question and not judged.
     """
 
-    def __init__(self, tokenizer: Any, max_turns: int = 8):
-        self.max_turns = max_turns
-        self.joint = Joint(tokenizer)
+    def __init__(self, tokenizer: Any, max_turns: int = 8, rewritten: bool = True):
+        """rewritten: whether earlier turns are shown as the chat template rewrites them."""
+        self.max_turns, self.rewritten = max_turns, rewritten
+        self.template = TurnTemplate(tokenizer)
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
@@ -124,23 +123,30 @@ class CalculatorEnv:
                 f"env.kind calculator: a row has {len(answers)} answers to {1 + len(follow_ups)}"
                 " questions; it needs one for each message of the user"
             )
-        talk = Conversation(self.joint, prompt, row.get("tools") or TOOLS, engine, sampling, index)
+        chat = Conversation(
+            self.template,
+            engine,
+            sampling,
+            index,
+            schemas=row.get("tools") or TOOLS,
+            name="solved",
+            rewritten=self.rewritten,
+        )
+        chat.say(prompt)
         num_right = 0
-        while (text := await talk.answer()) is not None:
-            reply = answer_tool_call(text)
+        while (answer := await chat.draw()).finished:
+            reply = answer_tool_call(answer.raw)
             if reply is None:
-                if answers is not None and not check_answer(text, answers[num_right]):
+                if answers is not None and not check_answer(answer.raw, answers[num_right]):
                     break
                 num_right += 1
                 reply = next(asking, None)
-            if reply is None or talk.num_turns >= self.max_turns:
+            if reply is None or chat.num_turns >= self.max_turns:
                 break
-            talk.tell(reply)
+            chat.say(reply)
         if answers is None:
-            return talk.end({})
-        return talk.end(
-            {"solved": num_right / len(answers)}, accuracy=(float(num_right), float(len(answers)))
-        )
+            return chat.finish()
+        return chat.finish(num_right / len(answers), accuracy=(num_right, len(answers)))
 
 
 def read_questions(row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:

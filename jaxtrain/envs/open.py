@@ -5,33 +5,65 @@ from typing import Any
 
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
+from jaxtrain.envs.chat import ChatEnv, check_options, takes_chat, use_tools
+from jaxtrain.envs.tools import load_tools
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Env
 
 BUILTIN = {
     "single_turn": "jaxtrain.envs.single_turn:SingleTurn",
     "calculator": "jaxtrain.envs.calculator:CalculatorEnv",
+    "tools": use_tools,
 }
 
 
-def open_env(config: EnvConfig, tokenizer: Any) -> Env:
-    """The environment that the section names; UserError where a class cannot be found or made."""
-    key, name = ("env.kind", config.kind) if config.path is None else ("env.path", config.path)
+def open_env(
+    config: EnvConfig, tokenizer: Any, row_tokens: int | None = None, section: str = "env"
+) -> Env:
+    """The environment that the section names; UserError where it cannot be found or made.
+
+    row_tokens: longest sequence that can be trained; conversations end there. section: its key.
+    """
+    key = f"{section}.kind" if config.path is None else f"{section}.path"
+    name = config.path or config.kind
     made = plugins.find("envs", name, BUILTIN, key=key)
     match config.kind:
         case "single_turn":
             return made(tokenizer, config.prompt_column, config.system, config.raw)
         case "calculator":
-            return made(tokenizer, config.max_turns)
+            return made(tokenizer, config.max_turns, config.history == "template")
+    tools = load_tools(config.tools, f"{section}.tools")
+    options, what = config.options, f"{key} {name!r}"
+    if config.kind == "tools":
+        options = {"column": config.prompt_column, "system": config.system}
+    play: Any = made
+    label = getattr(made, "__name__", name)
+    if inspect.isclass(made) or not (inspect.iscoroutinefunction(made) or takes_chat(made)):
+        env = make_env(made, tokenizer, options, f"{what} cannot be made with", section)
+        play, options = getattr(env, "run", None), {}
+        if not takes_chat(play):
+            if inspect.iscoroutinefunction(play) and not tools:
+                return env
+            raise UserError(
+                f"{what} needs a method `async def run(self, row, chat)`, or"
+                " `async def run(self, row, engine, sampling, index)` that returns an Episode"
+                + (f"; {section}.tools goes with the first" if tools else "")
+            )
+    check_options(what, play, options)
+    return ChatEnv(
+        tokenizer, play, config, name=label, tools=tools, options=options, row_tokens=row_tokens
+    )
+
+
+def make_env(made: Any, tokenizer: Any, options: dict[str, Any], what: str, section: str) -> Any:
+    """What a class or a factory makes; a class that plays a chat gets the tokenizer only if it asks
+    for it."""
+    arguments = (tokenizer,)
+    if takes_chat(getattr(made, "run", None)):
+        asked = list(inspect.signature(made).parameters)[:1] == ["tokenizer"]
+        arguments = (tokenizer,) if asked else ()
     try:
-        env = made(tokenizer, **config.options)
+        return made(*arguments, **options)
     except TypeError as error:
-        raise UserError(
-            f"{key} {name!r} cannot be made with (tokenizer, **env.options): {error}"
-        ) from None
-    if not inspect.iscoroutinefunction(getattr(env, "run", None)):
-        raise UserError(
-            f"{key} {name!r} needs a method `async def run(self, row, engine, sampling, index)`"
-            " that returns an Episode"
-        )
-    return env
+        given = "(tokenizer, **" if arguments else "(**"
+        raise UserError(f"{what} {given}{section}.options): {error}") from None

@@ -8,6 +8,29 @@ from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Engine, Episode, Sampling
 
 
+def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
+    """A row's prompt, a text or messages up to where the assistant speaks; UserError where there is
+    none."""
+    given = row.get(column, row.get("messages"))
+    if isinstance(given, str) and given:
+        return given
+    if not isinstance(given, list) or not given:
+        raise UserError(
+            f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"
+            f" keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names another column"
+        )
+    messages = list(given)
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise UserError(
+            f"env: a row's {column} is a list, but not of messages with role and content"
+        )
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()  # a conversation of SFT data: its answers are not the policy's
+    if not messages:
+        raise UserError("env: a row's messages are all the assistant's; nothing to answer")
+    return messages
+
+
 class SingleTurn:
     """Plays rows with a prompt: a text, or messages up to where the assistant speaks.
 
@@ -45,28 +68,17 @@ class SingleTurn:
 
     def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
         """(the prompt as reward functions get it, its tokens); UserError for an unusable row."""
-        given = row.get(self.column, row.get("messages"))
-        if isinstance(given, str) and given:
+        given = find_prompt(row, self.column)
+        if isinstance(given, str):
             if self.raw:
                 return given, encode(self.tokenizer, given, special=True)
             return given, self.render([{"role": "user", "content": given}], row)
-        if not isinstance(given, list) or not given:
-            raise UserError(
-                f"env: a row has no prompt; it needs {self.column!r} (a text or messages) or"
-                f" messages, found keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names"
-                " another column"
-            )
         if self.raw:
             raise UserError(
                 "env: a row's prompt is a list of messages, which needs a chat template; set"
                 " model.chat_template, and env.raw to false"
             )
-        messages = list(given)
-        while messages and messages[-1].get("role") == "assistant":
-            messages.pop()  # a conversation of SFT data: its answers are not the policy's
-        if not messages:
-            raise UserError("env: a row's messages are all the assistant's; nothing to answer")
-        return messages, self.render(messages, row)
+        return given, self.render(given, row)
 
     def render(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[int]:
         """Tokens of a conversation with the header of the turn that is to be written."""

@@ -86,13 +86,13 @@ ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @pytest.mark.parametrize(
     "template, message",
-    [(REWRITING, "rewrites"), (ENDLESS, "no end-of-turn"), (None, "has no chat template")],
+    [(REWRITING, "leaves out"), (ENDLESS, "no end-of-turn"), (None, "has no chat template")],
 )
 def test_many_turns_need_a_template_that_can_be_continued(template, message):
     other = load_tokenizer("builtin")
     other.chat_template = template
     with pytest.raises(UserError, match=message):
-        env = open_env(EnvConfig(kind="calculator"), other)
+        env = open_env(EnvConfig(kind="calculator", history="tokens"), other)
         play(env, CalculatorRows(1)[0], Script(other, [call("1 + 1")]))
 
 

@@ -1,0 +1,98 @@
+"""Environments that are one function, `async def run(row, chat, **options)`, and the built-in one
+of them: a model that answers with tools."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config import EnvConfig
+from jaxtrain.envs.conversation import Conversation
+from jaxtrain.envs.history import TurnTemplate
+from jaxtrain.envs.single_turn import find_prompt
+from jaxtrain.envs.tools import Tool, Toolbox
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import Engine, Episode, Sampling
+
+Play = Callable[..., Awaitable[Any]]
+
+
+class ChatEnv:
+    """`rollout.types.Env` of a function that plays one episode through a Conversation."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        play: Play,
+        config: EnvConfig,
+        *,
+        name: str,
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        row_tokens: int | None = None,
+    ):
+        """name: what its rewards are called. row_tokens: longest sequence that can be trained."""
+        self.template, self.play, self.config = TurnTemplate(tokenizer), play, config
+        self.name, self.tools, self.row_tokens = name, tools, row_tokens
+        self.options = dict(options or {})
+
+    async def run(
+        self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """One episode; UserError where the function returns something else."""
+        config = self.config
+        chat = Conversation(
+            self.template,
+            engine,
+            sampling,
+            index,
+            tools=Toolbox(self.tools, config.tool_seconds),
+            max_turns=config.max_turns,
+            name=self.name,
+            rewritten=config.history == "template",
+            row_tokens=self.row_tokens,
+        )
+        found = await self.play(dict(row), chat, **self.options)
+        if isinstance(found, Episode):
+            return found
+        if found is None or isinstance(found, int | float | Mapping):
+            return chat.finish(found)
+        raise UserError(
+            f"environment {self.name}: it returned {found!r:.80}; return chat.finish(reward=...), a"
+            " number, or nothing where section rewards judges"
+        )
+
+
+async def use_tools(
+    row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
+) -> Episode:
+    """The environment `tools`: the row's prompt, then turns and tool calls up to an answer."""
+    given = find_prompt(row, column)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if system is not None and messages[0].get("role") != "system":
+        chat.say(system, "system")
+    chat.say(messages)
+    await chat.answer()
+    return chat.finish()
+
+
+def takes_chat(function: Any) -> bool:
+    """Whether something is called with (row, chat), options aside, rather than with (row, engine,
+    sampling, index)."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    names = [name for name in names if name != "self"]
+    return len(names) == 2 or names[1:2] == ["chat"]
+
+
+def check_options(key: str, play: Play, options: Mapping[str, Any]) -> None:
+    """UserError where a function does not take (row, chat, **options)."""
+    if not inspect.iscoroutinefunction(play):
+        raise UserError(f"{key} is no coroutine function: write `async def run(row, chat)`")
+    try:
+        inspect.signature(play).bind({}, None, **options)
+    except TypeError as error:
+        raise UserError(
+            f"{key} cannot be called with (row, chat, **env.options): {error}"
+        ) from None

@@ -1,0 +1,249 @@
+"""What an own environment talks through: `say`, `draw`, `finish`.
+
+    async def capital(row, chat):
+        chat.say(f"What is the capital of {row['country']}?")
+        answer = await chat.draw()
+        return chat.finish(reward=float(row["capital"] in answer))
+
+What the model wrote stays as it wrote it, token for token, and alone is trained; what the world
+says (questions, tool results) is context. See history.py for what a turn is drawn behind.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.envs.history import History, TurnTemplate
+from jaxtrain.envs.tools import Toolbox, make_tool
+from jaxtrain.envs.turns import (
+    ToolCall,
+    parse_tool_calls,
+    split_thinking,
+    strip_tool_calls,
+)
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import Engine, Episode, EpisodeFailed, Sampling
+
+Rewards = float | Mapping[str, float | None] | None
+
+
+class Answer(str):
+    """An assistant turn: the text itself, without its thinking and its tool calls."""
+
+    raw: str
+    """All that was drawn but the token that ended it, special tokens included."""
+    thinking: str
+    tool_calls: list[ToolCall]
+    finished: bool
+    """Whether the model ended it; False: it was cut off, at sampling.max_new_tokens, at a stop
+    text, or because the row is full."""
+
+
+class Conversation:
+    """An episode while it is played; made anew for each."""
+
+    def __init__(
+        self,
+        template: TurnTemplate,
+        engine: Engine,
+        sampling: Sampling,
+        index: int,
+        *,
+        tools: Toolbox | None = None,
+        schemas: Sequence[Any] | None = None,
+        max_turns: int = 8,
+        name: str = "reward",
+        rewritten: bool = True,
+        row_tokens: int | None = None,
+    ):
+        """schemas: of tools that the environment answers itself. name: of rewards that are given
+        without one. rewritten: see History. row_tokens: longest sequence that can be trained."""
+        self.engine, self.sampling, self.index = engine, sampling, index
+        self.tools = Toolbox() if tools is None else tools
+        self.schemas = list(schemas or [])
+        self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
+        self.messages: list[dict[str, Any]] = []
+        """What was said, by whom: messages as chat templates take them. An environment may edit
+        the list, to sum up what lies far back: the next turn is drawn behind what it says then."""
+        self.num_turns = 0
+        """Assistant turns so far."""
+        self._history = History(template, rewritten)
+        self._said: list[dict[str, Any]] = []
+        self._drawn: list[dict[str, Any]] = []
+        """The message of each turn that was drawn."""
+        self._texts: list[str] = []
+        self._prompt_end = 0
+        self._finish_reason = "stop"
+        self._full = False
+        self._turn_rewards: list[dict[str, float]] = []
+
+    def use(self, *functions: Callable[..., Any]) -> None:
+        """Offer functions as tools: see tools.py. UserError where one has no schema."""
+        for function in functions:
+            self.tools.add(make_tool(function))
+
+    def say(self, content: Any, role: str = "user", **keys: Any) -> None:
+        """The world says something: a text, a whole message, or a list of messages.
+
+        keys: further ones of the message, such as name="search" with role="tool".
+        """
+        if isinstance(content, str):
+            self._add({"role": role, "content": content, **keys})
+            return
+        for message in [content] if isinstance(content, Mapping) else content:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise UserError(
+                    f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
+                    " list of such messages"
+                )
+            self._add(dict(message))
+
+    async def draw(self) -> Answer:
+        """The assistant's next turn. Tool calls in it are not made: see `answer` and `call`.
+
+        Raises EpisodeFailed where the row was full before, so that nothing more can be drawn.
+        """
+        if self._full:
+            raise EpisodeFailed("the conversation is longer than data.sequence_len")
+        if not self._drawn:
+            self._prompt_end = len(self._said)
+        messages, turns = self._stand_ins()
+        tokens = self._history.prepare(messages, turns, [*self.schemas, *self.tools.schemas])
+        sampling, room = self.sampling, None
+        if self.row_tokens is not None:
+            room = self.row_tokens - len(tokens)
+            if room < sampling.max_new_tokens:
+                sampling = sampling.model_copy(update={"max_new_tokens": max(room, 1)})
+        if room is not None and room <= 0:
+            self._full, self._finish_reason = True, "length"
+            return make_answer("", [], finished=False)
+        template = self._history.template
+        found = await self.engine.generate(list(tokens), sampling, template.ends, index=self.index)
+        turn = self._history.add(found)
+        self._full = room is not None and len(found.tokens) >= room
+        self._finish_reason = found.finish_reason
+        self.num_turns += 1
+        shown = template.tokenizer.decode(turn.tokens, skip_special_tokens=True)
+        message = {"role": "assistant", "content": shown}
+        self._drawn.append(message)
+        self._texts.append(shown)
+        self._add(message)
+        raw = template.tokenizer.decode(turn.tokens[:-1] if turn.finished else turn.tokens)
+        thinking, rest = split_thinking(raw, turn.opened)
+        answer = make_answer(
+            strip_tool_calls(rest).strip(), parse_tool_calls(rest), finished=turn.finished
+        )
+        answer.raw, answer.thinking = raw, thinking
+        return answer
+
+    async def answer(self) -> Answer:
+        """Draw turns and make the tool calls in them, until one calls nothing, is cut off, or is
+        the env.max_turns-th; that one."""
+        answer = await self.draw()
+        while answer.tool_calls and answer.finished and self.num_turns < self.max_turns:
+            await self.call(answer)
+            answer = await self.draw()
+        return answer
+
+    async def call(self, answer: Answer) -> list[str]:
+        """Make the tool calls of a turn, one after the other, and say what came of them."""
+        results = [await self.tools.answer(call) for call in answer.tool_calls]
+        self.say(results)
+        return [result["content"] for result in results]
+
+    def reward(self, value: float, name: str | None = None) -> None:
+        """A reward for the last turn; it adds to the episode's, and is credited to that turn and
+        those before it. Several of one name add up."""
+        if not self.num_turns:
+            raise UserError("chat.reward comes after chat.draw: no turn was drawn yet")
+        self._turn_rewards += [{} for _ in range(self.num_turns - len(self._turn_rewards))]
+        rewards, name = self._turn_rewards[-1], name or self.name
+        rewards[name] = rewards.get(name, 0.0) + read_reward(value, f"chat.reward({value!r:.80})")
+
+    def finish(self, reward: Rewards = None, **metrics: Any) -> Episode:
+        """The played episode.
+
+        reward: of the whole of it: a number, several by name, or None where section rewards
+        judges. metrics: further numbers to be logged as env/NAME, or pairs (sum, weight).
+        Raises EpisodeFailed where nothing was drawn, UserError for what is no number.
+        """
+        if not self.num_turns:
+            raise EpisodeFailed("its environment drew no answer")
+        what = f"chat.finish(reward={reward!r:.80})"
+        rewards: dict[str, float | None] = {}
+        if isinstance(reward, Mapping):
+            for name, value in reward.items():
+                rewards[str(name)] = None if value is None else read_reward(value, what)
+        elif reward is not None:
+            rewards[self.name] = read_reward(reward, what)
+        rewarded = self._turn_rewards
+        if rewarded:
+            rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]
+        *earlier, last = self._history.sequences
+        found: dict[str, Any] = {"turns": float(self.num_turns)}
+        if self.tools.tools:
+            found["tool_calls"] = float(self.tools.num_calls)
+            found["tool_errors"] = float(self.tools.num_errors)
+        return Episode(
+            last.tokens,
+            last.sampled,
+            last.logprobs,
+            last.versions,
+            self._finish_reason,
+            completion=self._said[self._prompt_end :],
+            prompt=self._said[: self._prompt_end],
+            rewards=rewards,
+            metrics={**found, **{name: read_metric(name, v) for name, v in metrics.items()}},
+            turns=last.turns,
+            turn_rewards=rewarded,
+            earlier=earlier,
+        )
+
+    def _add(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self._said.append(dict(message))
+
+    def _stand_ins(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """(the messages with a stand-in for each drawn turn that nobody edited, these turns)."""
+        numbers = {id(message): number for number, message in enumerate(self._drawn)}
+        found, turns = [], []
+        for message in self.messages:
+            number = numbers.get(id(message))
+            if number is not None and message.get("content") == self._texts[number]:
+                turns.append(number)
+                content = self._history.template.stand_in(number, self._history.turns[number])
+                message = {**message, "content": content}
+            found.append(message)
+        return found, turns
+
+
+def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) -> Answer:
+    """An answer with nothing but its text and calls."""
+    answer = Answer(text)
+    answer.raw, answer.thinking = text, ""
+    answer.tool_calls, answer.finished = list(tool_calls), finished
+    return answer
+
+
+def read_reward(value: Any, what: str) -> float:
+    """A reward as float, NaN where it is that; UserError for what is no number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.inf
+    if isinstance(value, str) or math.isinf(number):
+        raise UserError(f"{what}: a reward is a finite number")
+    return number
+
+
+def read_metric(name: str, value: Any) -> Any:
+    """A metric as float or a pair of them; UserError for anything else."""
+    try:
+        if isinstance(value, tuple | list):
+            total, weight = value
+            return float(total), float(weight)
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"chat.finish({name}={value!r:.80}): a metric is a number, or a pair (sum, weight)"
+        ) from None
