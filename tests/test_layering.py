@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["jaxtrain_kernels"],
     ["errors", "batch"],
-    ["plugins"],
+    ["plugins", "sandbox"],
     ["config"],
     ["hf", "parallel"],
     ["layers"],
@@ -48,6 +48,7 @@ WITHOUT_JAX = [
     "data",
     "envs",
     "rewards",
+    "sandbox",
     "rollout.types",
     "rollout.mismatch",
     "rollout.vllm.engine",
