@@ -107,7 +107,11 @@ class CheckpointConfig(Section):
     """When state is saved and what is kept."""
 
     every: int = Field(200, ge=1)
-    """Steps between checkpoints; the last step and a stop by signal always save one."""
+    """Steps between checkpoints. The last step, a stop by signal and an end by an error always save
+    one: after an error the last good state."""
+    every_minutes: float | None = Field(30.0, gt=0)
+    """Also save when so many minutes have passed since the last checkpoint, after the round that is
+    under way; null: only by steps."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)

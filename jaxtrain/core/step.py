@@ -53,7 +53,8 @@ class StepOutput(NamedTuple):
     micro_loss: jax.Array
     """[A] share of each microstep in the loss: tells which one was not finite."""
     finite: jax.Array
-    """False: loss or gradients were not finite and the state was left as it was."""
+    """False: loss or gradients were not finite, here or in the step before, and the state was left
+    as it was."""
 
 
 def abstract_state(
@@ -121,11 +122,13 @@ def make_step(
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
 ) -> Callable[..., tuple[State, StepOutput]]:
-    """Compile-ready `(state, batch [A, B, T], frozen={}) -> (state, output)`.
+    """Compile-ready `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
     build: makes of all parameters what the loss takes first, a model or models by role. The state
     is donated. `frozen` are the parameters that are not trained, by path: arguments, so that they
-    are never constants of the program, and never differentiated.
+    are never constants of the program, and never differentiated. `fine`: `finite` of the step
+    before. Who reads a step late has dispatched the next one already; it then changes nothing, and
+    the state is still that from before the bad step.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
@@ -133,7 +136,12 @@ def make_step(
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
-    def step(state: State, batch: Batch, frozen: Params | None = None) -> tuple[State, StepOutput]:
+    def step(
+        state: State,
+        batch: Batch,
+        frozen: Params | None = None,
+        fine: jax.Array | bool = True,
+    ) -> tuple[State, StepOutput]:
         frozen = {**(frozen or {}), **state.copies}
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
@@ -156,7 +164,7 @@ def make_step(
             (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, batch)
 
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
+        finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
-from jaxtrain.errors import Interrupted
 from jaxtrain.models.parameters import Params, Rebuild
-from jaxtrain.parallel.relay import broadcast
+from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.rollout.rounds import RoundSource
 from jaxtrain.rollout.types import Publisher
 
@@ -47,22 +46,16 @@ class SharedRounds:
         return self
 
     def __next__(self) -> list[Batch]:
-        """The next round; raises Interrupted on all processes when the run is to stop."""
-        told = broadcast("a round", self._draw)
-        if told is None:
-            raise Interrupted
-        drawn = Drawn(*told)
+        """The next round. What goes wrong on process 0 is raised on all processes; Interrupted is
+        one of these, when the run is to stop."""
+        drawn = Drawn(*broadcast_or_raise("a round", self._draw))
         self.part, self.last_part = drawn.part, drawn.last_part
         self.metrics, self._counters = drawn.metrics, drawn.counters
         return drawn.batches
 
-    def _draw(self) -> tuple | None:
+    def _draw(self) -> tuple:
         assert self.own is not None, "process 0 draws"
-        try:
-            batches = next(self.own)
-        except Interrupted:
-            return None
-        own = self.own
+        own, batches = self.own, next(self.own)
         return tuple(Drawn(batches, own.part, own.last_part, own.metrics, own.counters()))
 
     @property
@@ -114,9 +107,14 @@ class SharedPublisher:
         self.own, self.gather = own, gather
 
     def publish(self, version: int, params: Params, rebuild: Rebuild) -> dict[str, float]:
-        """As the own one; the others return as soon as their part is gathered."""
-        gathered = self.gather(params)
-        return {} if self.own is None else self.own.publish(version, gathered, rebuild)
+        """As the own one, whose errors all processes raise; the others wait for it."""
+        gathered, own = self.gather(params), self.own
+
+        def send() -> dict[str, float]:
+            assert own is not None, "process 0 publishes"
+            return own.publish(version, gathered, rebuild)
+
+        return broadcast_or_raise("the weights are out", send)
 
     def sleep(self) -> None:
         """See types.Publisher."""

@@ -16,8 +16,8 @@ from jaxtrain.core.step import make_eval
 from jaxtrain.core.task import Task
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
-from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import EvaluationWeights
@@ -90,7 +90,7 @@ class Evaluation:
             return {}
         here = held.params() if self.served else self.weights(held.params())
         rebuild = held.roles.rebuild(held.roles.trained)
-        return broadcast("answers", lambda: self.answer(here, rebuild, held.step))
+        return broadcast_or_raise("answers", lambda: self.answer(here, rebuild, held.step))
 
     def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
         """As `generate`, on process 0."""

@@ -30,6 +30,7 @@ from jaxtrain.run.sinks import Sinks
 from jaxtrain.run.watchdog import Signals, Watchdog
 from jaxtrain.tasks import make_task
 from jaxtrain.train.evaluate import Evaluation
+from jaxtrain.train.saving import Saves
 from jaxtrain.train.session import Session, open_session, start_state
 from jaxtrain.train.step_metrics import Pending, StepReader
 
@@ -103,7 +104,7 @@ def train(config: Config, command: list[str]) -> int:
 
 def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
     """The run's checkpoints by section `checkpoint`."""
-    options = config.checkpoint.model_dump(exclude={"every"})
+    options = config.checkpoint.model_dump(exclude={"every", "every_minutes"})
     return Checkpoints(folder / "checkpoints", **options, say=sinks.say, saved=sinks.saved)
 
 
@@ -121,7 +122,7 @@ class Loop:
     ):
         self.session, self.config = session, session.config
         self.sinks, self.watchdog, self.signals = sinks, watchdog, signals
-        self.checkpoints, self.evaluation = checkpoints, evaluation
+        self.saves, self.evaluation = Saves(session, checkpoints, sinks.say), evaluation
         self.reader = StepReader(session)
         self.pending: Pending | None = None
         self.shapes: set[tuple[int, ...]] = set()
@@ -130,7 +131,21 @@ class Loop:
         """Numbers about rounds that wait for the next line."""
 
     def go(self, profile: ProfileWindow) -> None:
-        """Train until the last step or a signal; the state is saved at the end of either."""
+        """Train until the last step, a signal or an error; the state is saved at the end of each,
+        after an error the last good one."""
+        session = self.session
+        try:
+            self.train_rounds(profile)
+            profile.close(session.state)
+            if session.step > session.start:
+                self.save()
+        except Exception as error:  # whatever it is, it goes on from here
+            with self.watchdog.phase("saving what was trained"):
+                self.saves.rescue(error, self.report, self.latest)
+            raise
+
+    def train_rounds(self, profile: ProfileWindow) -> None:
+        """All rounds, with what is due between them."""
         session = self.session
         if self.config.eval.at_start and session.step == 0:
             session.rounds.ready(session)
@@ -140,9 +155,6 @@ class Loop:
             if not self.train_round(profile):
                 break
             self.act(before)
-        profile.close(session.state)
-        if session.step > session.start:
-            self.save()
 
     def train_round(self, profile: ProfileWindow) -> bool:
         """What is trained under one version of the weights; it may come in parts.
@@ -171,8 +183,12 @@ class Loop:
             self.note(found)
             last = round_.last
         if session.step > before:
+            if rounds.pauses:
+                self.report()  # nobody shall get the weights of a bad step
             session.task.after_round(session, before)
-            self.note(rounds.finish(session, interrupted=interrupted))
+            found = rounds.finish(session, interrupted=interrupted)
+            self.saves.mark()
+            self.note(found)
         return not interrupted
 
     def note(self, found: dict[str, float]) -> None:
@@ -187,12 +203,11 @@ class Loop:
         profile.before(session.step + 1, session.state)
         compiled = self.announce(batch)
         with self.watchdog.phase("running a step (a new shape compiles first)"):
-            placed = feed(batch, session.parts.mesh)
-            session.state, output = session.run_step(session.state, placed, session.frozen)
-            self.report()
-        session.step += 1
-        counters = session.rounds.counters()
-        self.pending = Pending(session.step, output, batch, counters, found, compiled)
+            output = session.update(feed(batch, session.parts.mesh))
+            last, counters = self.pending, session.rounds.counters()
+            self.pending = Pending(session.step, output, batch, counters, found, compiled)
+            if last is not None:
+                self.read(last)
 
     def stopping(self) -> bool:
         """Whether a signal, here or on another process, forbids the next step on all of them."""
@@ -221,17 +236,20 @@ class Loop:
         if last or self.due(self.config.eval.every, before):
             self.report()
             self.evaluate()
-        if self.due(self.config.checkpoint.every, before) and not last:
+        if not last and self.saves.due(before):
             self.save()
 
     def due(self, every: int | None, before: int) -> bool:
         return bool(every) and self.session.step // every > before // every
 
     def report(self) -> None:
-        """Read and report the step that is still pending; raises RunStopped if not finite."""
-        if self.pending is None:
-            return
+        """Read and report the step that is still pending; raises NotFinite if it is not."""
         pending, self.pending = self.pending, None
+        if pending is not None:
+            self.read(pending)
+
+    def read(self, pending: Pending) -> None:
+        """Read and report a step; raises NotFinite."""
         self.latest = self.reader.read(pending)
         self.watchdog.beat(pending.step)
         self.round |= pending.round
@@ -257,13 +275,7 @@ class Loop:
         """Checkpoint the current state together with the data's cursor."""
         self.report()
         with self.watchdog.phase("saving a checkpoint"):
-            self.checkpoints.save(
-                self.session.step,
-                self.session.state.tree(),
-                self.session.rounds.state(),
-                metrics=self.latest,
-                config=self.config.model_dump(mode="json"),
-            )
+            self.saves.save(self.latest)
         self.reader.restart()
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrain.config import Config
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Held, Roles
@@ -44,6 +46,8 @@ class Session:
     start: int = 0
     """Steps that were done before this process."""
     step: int = 0
+    fine: Any = None
+    """Whether the last step was finite, on the devices; set once the state is."""
     folder: Path = Path()
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
     signals: Any = None
@@ -64,6 +68,14 @@ class Session:
     def prepare(self, round: Round) -> Round:
         """See task.Live."""
         return self.task.prepare(round, self.scorer)
+
+    def update(self, batch: Any) -> Any:
+        """One optimizer step on a batch that lies on the mesh; returns its step.StepOutput, which
+        the devices may still be computing."""
+        self.state, output = self.run_step(self.state, batch, self.frozen, self.fine)
+        self.step += 1
+        self.fine = output.finite
+        return output
 
     def mix(self, role: str, share: float) -> None:
         """See task.Live."""
@@ -125,6 +137,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     no more memory than training.
     """
     seed = session.config.run.seed
+    session.fine = jax.device_put(True, session.state.step.sharding)
     restored = checkpoints.restore(session.state.tree())
     if restored is None:
         trained, session.frozen, copies = session.roles.open(seed)

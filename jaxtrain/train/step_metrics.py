@@ -14,8 +14,9 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optim import is_vector
-from jaxtrain.errors import RunStopped
 from jaxtrain.models.parameters import split_model
+from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.train.saving import NotFinite
 from jaxtrain.train.session import Session
 
 
@@ -54,11 +55,11 @@ class StepReader:
         self.throughput = Throughput(session.parts.mesh.size, peak)
 
     def read(self, pending: Pending) -> dict[str, float]:
-        """Wait for the step and return its values; raises RunStopped if it was not finite."""
+        """Wait for the step and return its values; raises NotFinite if it was not."""
         output = jax.device_get(pending.output)
         now = time.monotonic()
         if not output.finite:
-            raise RunStopped(self.explain(pending, output))
+            raise NotFinite(self.explain(pending, output), pending.step)
         tokens, spans = count_work(pending.batch)
         flops = model_flops(self.matmul_params, tokens, self.model.stack.mixing_flops(spans))
         if pending.compiled:
@@ -87,12 +88,17 @@ class StepReader:
         path = self.session.folder / f"nonfinite_batch_step_{pending.step}.npz"
         fields = {f: v for f, v in pending.batch._asdict().items() if isinstance(v, np.ndarray)}
         weights = {f"weights.{name}": value for name, value in pending.batch.weights.items()}
-        np.savez(path, **fields, **weights)
+        kept = f"Its batch is in {path}"
+        try:
+            if is_main_process():
+                np.savez(path, **fields, **weights)
+        except OSError as error:
+            kept = f"Its batch could not be written ({error.strerror or error})"
         where = f"the loss of microstep {bad[0]}" if bad else "a gradient (the loss was finite)"
         return (
             f"step {pending.step}: {where} is not finite (gradient norm {output.grad_norm:g}). The"
-            f" weights were left as they were before it and nothing was saved since. Its batch is"
-            f" in {path}. Lower optim.learning_rate, raise optim.warmup_steps, or look at the data"
+            f" weights were left as they were before it. {kept}. Lower optim.learning_rate, raise"
+            " optim.warmup_steps, or look at the data"
         )
 
 
