@@ -1,10 +1,13 @@
 """Section data: what is read, how it becomes tokens, how tokens become rows."""
 
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.env import EnvConfig
 
 FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
 
@@ -47,6 +50,19 @@ class DatasetConfig(Section):
     """JSON file with the tool schemas of trajectories that do not bring their own (task tree)."""
     options: dict[str, Any] = {}
     """Options of a builtin generator, such as num_rows and seed."""
+    env: EnvConfig | None = None
+    """task.kind rl: what plays this dataset's rows, with the keys of section env. Unset: section
+    env itself."""
+    rewards: list[str] | None = None
+    """task.kind rl: which of the [[rewards]] judge this dataset's rows, by name. Unset: all; []:
+    none, because the environment judges."""
+
+    def label(self, others: Sequence["DatasetConfig"] = ()) -> str:
+        """Name in metrics: the file's, with a number where one of the others has it, too."""
+        stem = PurePath(self.path.rpartition(":")[2]).stem or self.path
+        label = f"{stem}-{self.name}" if self.name else stem
+        number = sum(other.label() == label for other in others)
+        return f"{label}-{number + 1}" if number else label
 
 
 class DataConfig(Section):

@@ -28,6 +28,9 @@ class EvalSetConfig(Section):
     """Only the first rows."""
     env: EnvConfig | None = None
     """What plays this set, with the keys of section env. Unset: section env itself."""
+    rewards: list[str] | None = None
+    """Which of the [[rewards]] judge this set's answers, by name. Unset: all; []: none, because the
+    environment judges."""
     k: int = Field(1, ge=1)
     """Answers to each problem: for avg@k and pass@k."""
     threshold: float = 1.0
@@ -55,12 +58,6 @@ def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     for index, one in enumerate(sets):
         if one.label in labels[:index]:
             yield f"eval.sets: two are called {one.label!r}; set eval.sets.{index}.name"
-        if (one.env or config.env).kind == "single_turn" and not config.rewards:
-            yield (
-                f"eval.sets.{index}: nothing judges the answers; add a [[rewards]] table with a"
-                f" function, or set eval.sets.{index}.env.kind (env.kind for all sets) to an"
-                ' environment that gives rewards: "calculator", or "python" and an own class'
-            )
         temperature = sampling.temperature if one.temperature is None else one.temperature
         if one.k > 1 and temperature == 0:
             yield (

@@ -7,6 +7,9 @@ from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
 
+SILENT = ("single_turn", "tools")
+"""Environments that give no rewards themselves."""
+
 
 class RewardConfig(Section):
     """One reward function; a completion's reward is the weighted sum of all of them."""
@@ -31,9 +34,40 @@ class RewardConfig(Section):
         return self.name or self.function.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 
-def find_reward_conflicts(rewards: list[RewardConfig]) -> Iterator[str]:
-    """One sentence for each impossible combination within the sections."""
-    labels = [reward.label for reward in rewards]
+def find_reward_conflicts(config: Any) -> Iterator[str]:
+    """One sentence for each impossible combination of the sections, and of what they judge."""
+    labels = [reward.label for reward in config.rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             yield f"rewards.{index}: two rewards are called {label!r}; set rewards.{index}.name"
+    draws = "rewards" in config.task.reads
+    judged = [(f"eval.sets.{index}", one) for index, one in enumerate(config.eval.sets)]
+    for index, dataset in enumerate(config.data.datasets):
+        key = f"data.datasets.{index}"
+        if draws:
+            judged.append((key, dataset))
+        yield from find_unread(key, dataset, "" if draws else ' while task.kind is not "rl"')
+    for index, dataset in enumerate(config.data.eval_datasets):
+        yield from find_unread(f"data.eval_datasets.{index}", dataset, "; use [[eval.sets]]")
+    for key, one in judged:
+        given = labels if one.rewards is None else one.rewards
+        for name in given:
+            if name not in labels:
+                known = ", ".join(labels) or "none"
+                yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {known}"
+        if (one.env or config.env).kind in SILENT and not given:
+            yield (
+                f"{key}: nothing judges the answers; add a [[rewards]] table with a function, or"
+                f" set {key}.env.kind (env.kind for all) to an environment that gives rewards:"
+                ' "calculator", or an own one'
+            )
+    for index, label in enumerate(labels if judged else []):
+        if all(one.rewards is not None and label not in one.rewards for _, one in judged):
+            yield f"rewards.{index} ({label}) judges nothing; no dataset and no set names it"
+
+
+def find_unread(key: str, dataset: Any, why: str) -> Iterator[str]:
+    """One sentence for each key of a dataset that only sampling reads, where nothing is sampled."""
+    for name in ("env", "rewards"):
+        if why and getattr(dataset, name) is not None:
+            yield f"{key}.{name} has no effect{why}; remove it"

@@ -1,6 +1,6 @@
 """Section rollout: who samples, how much, and how far ahead of the trainer."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -50,8 +50,8 @@ class RolloutConfig(Section):
     """Share of the run after which prompts without any reward are asked again; 1: never."""
     reroll_max_groups: int = Field(1, ge=1)
     """Prompts of a round that may be such ones."""
-    samples: int = Field(2, ge=0)
-    """Answers of a round that samples.jsonl keeps: the best and the worst."""
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = 2
+    """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
     reward_workers: int = Field(1, ge=1)
     """Processes that run the reward functions."""
     vllm: VllmConfig = VllmConfig()

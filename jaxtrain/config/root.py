@@ -114,7 +114,7 @@ def find_conflicts(config: Config):
     if config.eval.every and not evaluates:
         yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     yield from find_adapter_conflicts(config.adapter)
-    yield from find_reward_conflicts(config.rewards)
+    yield from find_reward_conflicts(config)
     yield from find_eval_set_conflicts(config)
     yield from find_unused_sections(config)
     yield from config.task.find_conflicts(config)

@@ -1,6 +1,7 @@
 """Rewards: every function on a group of completions, side by side, with counts of what failed."""
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,14 @@ class Rewards:
         self.say = say
         self.failed_in_a_row: Counter[str] = Counter()
         self.told: set[tuple[str, str]] = set()
+
+    def only(self, names: Sequence[str] | None) -> "Rewards":
+        """The same with the functions of these names alone (None: all): one pool of workers, one
+        count of failures."""
+        some = copy.copy(self)
+        if names is not None:
+            some.functions = [one for one in self.functions if one.label in names]
+        return some
 
     def check(self) -> None:
         """Look up every function in a worker; UserError where one cannot be imported."""

@@ -76,7 +76,7 @@ class ProblemSets:
                 rows,
                 self.envs[index],
                 engine,
-                self.rewards,
+                self.rewards.only(one.rewards),
                 set_sampling(self.sampling, one),
                 one.k,
             )
@@ -109,7 +109,12 @@ def open_problem_sets(
         stack.callback(rewards.close)
         made = ProblemSets(
             config.eval.sets,
-            [open_env(one.env or config.env, parts.tokenizer) for one in config.eval.sets],
+            [
+                open_env(config.env, parts.tokenizer)
+                if one.env is None
+                else open_env(one.env, parts.tokenizer, section=f"eval.sets.{index}.env")
+                for index, one in enumerate(config.eval.sets)
+            ],
             rewards,
             seed_sampling(config),
             show=config.eval.show,

@@ -58,46 +58,58 @@ class Rules:
     max_asks: int = 1
     """Prompts that a slot may take until a group is kept."""
     retries: int = 2
+    datasets: tuple[str, ...] = ()
+    """Names of the datasets, where there are several."""
 
 
 class GroupPlayer:
     """Plays one prompt G times and judges the answers."""
 
-    def __init__(self, env: Env, engine: Engine, rewards: Any, sampling: Sampling, rules: Rules):
+    def __init__(
+        self,
+        env: Env,
+        engine: Engine,
+        rewards: Any,
+        sampling: Sampling,
+        rules: Rules,
+        own: Sequence[tuple[Env, Any]] = (),
+    ):
         """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
-        the environment gave among them."""
+        the environment gave among them. own: environment and rewards of each dataset, where they
+        differ."""
         self.env, self.engine, self.rewards = env, engine, rewards
-        self.sampling, self.rules = sampling, rules
+        self.sampling, self.rules, self.own = sampling, rules, own
 
     async def play(self, ask: Ask, slot: Slot) -> Group | None:
         """The group of a prompt; None when an episode failed too often."""
         size = self.rules.group_size
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
+        env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
         found = await asyncio.gather(
-            *(self.play_one(ask.row, first + member, slot) for member in range(size))
+            *(self.play_one(env, ask.row, first + member, slot) for member in range(size))
         )
         episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
         if len(episodes) < size:
             reason = next(str(e) for e in found if isinstance(e, EpisodeFailed))
             slot.dropped[f"failed: {reason}"] += 1
             return None
-        scores = await self.rewards.score(episodes, ask.row)
+        scores = await rewards.score(episodes, ask.row)
         if not scores[0]:
             raise UserError(
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
                 " that gives rewards itself for rows such as these"
             )
-        return Group(ask.draw, ask.row, episodes, scores)
+        return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset)
 
     async def play_one(
-        self, row: dict[str, Any], index: int, slot: Slot
+        self, env: Env, row: dict[str, Any], index: int, slot: Slot
     ) -> Episode | EpisodeFailed:
         """One episode, played again when it fails."""
         failure = EpisodeFailed("never played")
         for attempt in range(self.rules.retries + 1):
             slot.redone += attempt > 0
             try:
-                return await self.env.run(row, self.engine, self.sampling, index)
+                return await env.run(row, self.engine, self.sampling, index)
             except EpisodeFailed as error:
                 failure = error
         return failure

@@ -19,6 +19,8 @@ class Ask(NamedTuple):
     attempt: int
     """0, or more when it is asked again because no episode was rewarded."""
     row: dict[str, Any]
+    dataset: int = 0
+    """Index of the dataset that it comes from."""
 
 
 class Prompts:
@@ -55,12 +57,12 @@ class Prompts:
         if again and self._again:
             draw, attempt = self._again.popleft()
             self._retried.append((draw, attempt))
-            return Ask(draw, attempt, self._row(draw))
+            return self._ask(draw, attempt)
         while self._next in self._beyond:
             self._next += 1
         draw = self._next
         self._next += 1
-        return Ask(draw, 0, self._row(draw))
+        return self._ask(draw, 0)
 
     def mark_done(self, ask: Ask, *, again: bool = False) -> None:
         """A prompt is done; `again`: it shall be asked once more, later."""
@@ -101,6 +103,6 @@ class Prompts:
         self._again = deque((draw, attempt) for draw, attempt in state["again"])
         self._retried = []
 
-    def _row(self, draw: int) -> dict[str, Any]:
+    def _ask(self, draw: int, attempt: int) -> Ask:
         dataset, index = self.order[draw]
-        return self.datasets[dataset][index]
+        return Ask(draw, attempt, self.datasets[dataset][index], dataset)

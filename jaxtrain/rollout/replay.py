@@ -61,5 +61,9 @@ class ReplayBuffer:
         for index in chosen:
             _, number, _, old = entries[index]
             drawn.add(number)
-            found.append(Group(old.draw, old.row, old.episodes, old.rewards, replayed=True))
+            found.append(
+                Group(
+                    old.draw, old.row, old.episodes, old.rewards, replayed=True, dataset=old.dataset
+                )
+            )
         return found

@@ -10,18 +10,18 @@ from jaxtrain.rollout.producer import reward_names
 from jaxtrain.rollout.types import Episode, Group
 
 
-def describe_rewards(groups: Sequence[Group], weights: dict[str, float]) -> dict[str, float]:
-    """Mean rewards and how they spread, under TRL's names. Groups dropped as zero_advantage count,
-    so that the mean is that of all prompts."""
+def describe_rewards(
+    groups: Sequence[Group], weights: dict[str, float], datasets: Sequence[str] = ()
+) -> dict[str, float]:
+    """Mean rewards and how they spread, under TRL's names, and by dataset where there are several.
+    Groups dropped as zero_advantage count, so that the mean is that of all prompts."""
     names = reward_names(groups)
     if not names:
         return {}
     rewards_NK = reward_table(groups, names)
     totals_N = weigh(rewards_NK, [weights.get(name, 1.0) for name in names])
-    spreads = [
-        float(deviation(part))
-        for part in np.split(totals_N, np.cumsum([len(g.episodes) for g in groups])[:-1])
-    ]
+    parts = np.split(totals_N, np.cumsum([len(g.episodes) for g in groups])[:-1])
+    spreads = [float(deviation(part)) for part in parts]
     found = {
         "reward": nan_mean(totals_N),
         "reward_std": float(np.mean(spreads)),
@@ -30,6 +30,12 @@ def describe_rewards(groups: Sequence[Group], weights: dict[str, float]) -> dict
     for k, name in enumerate(names):
         found[f"rewards/{name}/mean"] = nan_mean(rewards_NK[:, k])
         found[f"rewards/{name}/std"] = float(deviation(rewards_NK[:, k]))
+    for index, name in enumerate(datasets):
+        own = [k for k, group in enumerate(groups) if group.dataset == index]
+        if own:
+            found[f"reward/{name}"] = nan_mean(np.concatenate([parts[k] for k in own]))
+            flat = np.isclose([spreads[k] for k in own], 0.0)
+            found[f"frac_reward_zero_std/{name}"] = float(np.mean(flat))
     return {name: value for name, value in found.items() if not np.isnan(value)}
 
 
@@ -63,21 +69,31 @@ def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def choose_samples(
-    groups: Sequence[Group], weights: dict[str, float], count: int
+    groups: Sequence[Group],
+    weights: dict[str, float],
+    count: int | None,
+    datasets: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Up to `count` lines for samples.jsonl: the best and the worst answers in turn."""
+    """Up to `count` lines for samples.jsonl: the best and the worst answers in turn; None: all, in
+    the order of their prompts."""
     scored = []
     for group in groups:
         for episode, rewards in zip(group.episodes, group.rewards, strict=True):
             there = {name: value for name, value in rewards.items() if value is not None}
             total = sum(weights.get(name, 1.0) * value for name, value in there.items())
-            scored.append((total, group.draw, episode, rewards))
-    order = sorted(range(len(scored)), key=lambda i: -scored[i][0])
-    best, worst = order[: (count + 1) // 2], order[len(order) - count // 2 :]
+            scored.append((total, group, episode, rewards))
+    if count is None:
+        chosen = sorted(range(len(scored)), key=lambda i: scored[i][1].draw)
+    else:
+        order = sorted(range(len(scored)), key=lambda i: -scored[i][0])
+        best, worst = order[: (count + 1) // 2], order[len(order) - count // 2 :]
+        chosen = dict.fromkeys([*best, *reversed(worst)])
     lines = []
-    for i in dict.fromkeys([*best, *reversed(worst)]):
-        total, draw, episode, rewards = scored[i]
-        line = {"prompt_number": draw, **describe_sample(episode, total, rewards)}
+    for i in chosen:
+        total, group, episode, rewards = scored[i]
+        line = {"prompt_number": group.draw, **describe_sample(episode, total, rewards)}
+        if datasets:
+            line["dataset"] = datasets[group.dataset]
         lines.append({**line, "policy_version": episode.min_version})
     return lines
 

@@ -92,12 +92,12 @@ class RoundSource:
         parts: int = 1,
         max_lag: int | None = None,
         replay: ReplayBuffer | None = None,
-        num_samples: int = 2,
+        num_samples: int | None = 2,
         counters: Callable[[], dict[str, float]] = dict,
     ):
         """parts: most parts of a round, each of which is labelled on its own. max_lag: groups with
-        older tokens are dropped; None: none is. counters: cumulative numbers of rewards and engines
-        that go into the metrics."""
+        older tokens are dropped; None: none is. num_samples: of a round; None: all. counters:
+        cumulative numbers of rewards and engines that go into the metrics."""
         assert prompts_per_round % parts == 0, (prompts_per_round, parts)
         self.producer, self.labels, self.estimator = producer, labels, estimator
         self.prompts_per_round, self.parts, self.max_lag = prompts_per_round, parts, max_lag
@@ -248,7 +248,11 @@ class RoundSource:
         if self.parts > 1:
             self.metrics["part"] = float(self.part)
             self.metrics["part/groups"] = float(len(taken.groups))
-        self.samples = choose_samples(judged, weights, self.num_samples) if self.last_part else []
+        self.samples = (
+            choose_samples(judged, weights, self.num_samples, self.producer.rules.datasets)
+            if self.last_part
+            else []
+        )
         return [] if found is None else found.batches
 
     def _describe(self, judged: list[Group]) -> dict[str, float]:
@@ -257,7 +261,7 @@ class RoundSource:
         groups = round.groups
         replayed = sum(group.replayed for group in groups)
         return {
-            **describe_rewards(judged, self.producer.rules.weights),
+            **describe_rewards(judged, self.producer.rules.weights, self.producer.rules.datasets),
             **describe_episodes([e for group in judged for e in group.episodes]),
             **{f"dropped/{reason}": float(n) for reason, n in round.drops.items()},
             "groups": float(len(groups)),

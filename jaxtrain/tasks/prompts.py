@@ -5,7 +5,7 @@ part where weights are gathered for the engine.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.relay import broadcast
-from jaxtrain.rewards import open_rewards
+from jaxtrain.rewards import Rewards, open_rewards
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.open import find_engine, seed_sampling
@@ -31,7 +31,7 @@ from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource
 from jaxtrain.rollout.shared_rounds import SharedRounds
-from jaxtrain.rollout.types import Engine, Publisher
+from jaxtrain.rollout.types import Engine, Env, Publisher
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PromptData:
         say(f"{len(prompts)} prompts, {total_steps} steps, {plan.updates} a round")
         rewards = open_rewards(config.rewards, rollout.reward_workers, say)
         stack.callback(rewards.close)
-        env = open_env(config.env, parts.tokenizer)
+        env, own = open_envs(config, parts.tokenizer, rewards)
         kind = find_engine(config)
         engine, publisher = kind.open(config, parts, say)
         assert engine is not None, "process 0 samples"
@@ -115,6 +115,7 @@ class PromptData:
             drop_flat=compares and rollout.zero_advantage != "keep",
             max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
             retries=rollout.retries,
+            datasets=label_datasets(data.datasets),
         )
         ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
         second_tries = SecondTries(
@@ -122,7 +123,7 @@ class PromptData:
         )
         producer = Producer(
             prompts,
-            GroupPlayer(env, engine, rewards, seed_sampling(config), rules),
+            GroupPlayer(env, engine, rewards, seed_sampling(config), rules, own),
             ahead=ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",
             streaming=rollout.streaming,
@@ -137,7 +138,7 @@ class PromptData:
             parts=plan.parts,
             max_lag=rollout.max_lag if rollout.mode == "async" else None,
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
-            num_samples=rollout.samples,
+            num_samples=None if rollout.samples == "all" else rollout.samples,
             counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
         )
         second_tries.source = source
@@ -159,6 +160,31 @@ class PromptData:
         """How many prompts there are."""
         for dataset in self.config.data.datasets:
             console.print(f"{dataset.path}: {len(open_rows(dataset)):,} prompts", markup=False)
+
+
+def open_envs(
+    config: Config, tokenizer: Any, rewards: Rewards
+) -> tuple[Env, list[tuple[Env, Rewards]]]:
+    """(the run's environment, environment and rewards of each dataset where one has its own)."""
+    row_tokens, datasets = config.data.sequence_len, config.data.datasets
+    env = open_env(config.env, tokenizer, row_tokens)
+    if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
+        return env, []
+    return env, [
+        (
+            env
+            if dataset.env is None
+            else open_env(dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env"),
+            rewards.only(dataset.rewards),
+        )
+        for index, dataset in enumerate(datasets)
+    ]
+
+
+def label_datasets(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
+    """What metrics call the datasets; nothing where there is one."""
+    labels = [dataset.label(datasets[:index]) for index, dataset in enumerate(datasets)]
+    return tuple(labels) if len(labels) > 1 else ()
 
 
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
