@@ -6,11 +6,16 @@ answers to a set of problems also `set`, those of a training round `prompt_numbe
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 SAMPLES = "samples.jsonl"
+TABLE_COLUMNS = ("step", "reward", "rewards", "prompt", "completion", "finish_reason", "tokens")
+MAX_ROWS = 64
+"""Answers of a table; samples.jsonl has all that were kept."""
+MAX_CELL = 4000
+"""Characters of a table's cell; the middle of longer ones is left out."""
 
 
 def append_samples(
@@ -23,3 +28,18 @@ def append_samples(
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     return lines
+
+
+def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """At most MAX_ROWS lines of samples.jsonl as rows of TABLE_COLUMNS, for people."""
+    return [[_cell(line.get(name)) for name in TABLE_COLUMNS] for line in lines[:MAX_ROWS]]
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
+        value = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    half = MAX_CELL // 2
+    return text if len(text) <= MAX_CELL else f"{text[:half]} ... {text[-half:]}"

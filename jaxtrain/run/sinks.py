@@ -20,7 +20,10 @@ from jaxtrain import plugins
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run.console import Console
-from jaxtrain.run.samples import append_samples
+from jaxtrain.run.samples import TABLE_COLUMNS, append_samples, table_rows
+
+TABLE_SECONDS = 60.0
+"""Least time between two tables of answers for Weights & Biases."""
 
 
 class Sink(Protocol):
@@ -246,6 +249,9 @@ class WandB:
         self._settings = {"project": project, "name": name, "dir": str(folder)}
         self._config, self._id_file = config.model_dump(mode="json"), folder / "wandb_id"
         self._run: Any = None
+        self._samples: dict[str, list[dict[str, Any]]] = {}
+        """Answers that wait for the numbers of their step: steps may only rise."""
+        self._last_table = -math.inf
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._has_key():
             raise UserError(
                 "log.wandb_project is set but Weights & Biases knows no API key: run `wandb login`,"
@@ -269,10 +275,33 @@ class WandB:
         self._id_file.write_text(self._run.id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
+        self._run.log({**values, **self._tables(step)}, step=step)
+
+    def sampled(self, lines: list[dict[str, Any]]) -> None:
+        newest: dict[str, list[dict[str, Any]]] = {}
+        for line in lines:
+            place = f"samples/{line['set']}" if "set" in line else "samples"
+            newest.setdefault(place, []).append(line)
+        self._samples |= newest
+
+    def _tables(self, step: int) -> dict[str, Any]:
+        """The newest answers, once a minute at most: every table is a file of its own."""
+        if time.monotonic() - self._last_table < TABLE_SECONDS:
+            return {}
+        due = [name for name, lines in self._samples.items() if lines[0]["step"] <= step]
+        if due:
+            self._last_table = time.monotonic()
+        return {
+            name: self._module.Table(list(TABLE_COLUMNS), table_rows(self._samples.pop(name)))
+            for name in due
+        }
 
     def close(self, summary: str | None) -> None:
         if self._run is not None:
+            self._last_table = -math.inf
+            if self._samples:
+                last = max(lines[0]["step"] for lines in self._samples.values())
+                self._run.log(self._tables(last), step=last)
             self._run.finish()
 
 

@@ -184,6 +184,7 @@ def fake_wandb(monkeypatch, key=None, fails=False):
         )
 
     module.init = init
+    module.Table = lambda columns, rows: [dict(zip(columns, row, strict=True)) for row in rows]
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     return module
@@ -202,6 +203,40 @@ def test_wandb_logs_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
     with Sinks(config, tmp_path) as sinks:
         sinks.start(10, 1)
     assert module.calls[3][1]["id"] == "abc" and module.calls[3][1]["resume"] == "allow"
+
+
+def test_wandb_gets_tables_of_answers_of_bounded_size(tmp_path, monkeypatch):
+    module = fake_wandb(monkeypatch)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = [{"role": "assistant", "content": "x" * 10_000}, {"role": "tool", "content": "y"}]
+    line = {"reward": 1.0, "rewards": {"a": 1.0}, "prompt": "p", "completion": said, "tokens": 3}
+    with Sinks(make_config(wandb_project="p"), tmp_path) as sinks:
+        sinks.start(10, 0)
+        sinks.sampled(2, [line] * 500)
+        sinks.write(1, {"loss": 1.0})  # numbers come a step late
+        sinks.write(2, {"loss": 0.5})
+        for step in (3, 4):  # within the minute
+            sinks.sampled(step, [{**line, "completion": f"{step}"}])
+            sinks.sampled(step, [{**line, "set": "sums"}])
+            sinks.write(step, {"loss": 0.1})
+    logs = [(step, values) for kind, *rest in module.calls[1:-1] for values, step in [rest]]
+    tables = [
+        (step, {k: v for k, v in values.items() if k.startswith("samples")})
+        for step, values in logs
+    ]
+    assert [(step, list(found)) for step, found in tables] == [
+        (1, []),
+        (2, ["samples"]),
+        (3, []),
+        (4, []),
+        (4, ["samples", "samples/sums"]),
+    ]
+    rows = tables[1][1]["samples"]
+    assert len(rows) == 64 and len(rows[0]["completion"]) < 4100
+    assert rows[0]["completion"].startswith("assistant: xxx")
+    assert rows[0]["completion"].endswith("tool: y") and rows[0]["rewards"] == '{"a": 1.0}'
+    assert [row["completion"] for row in tables[-1][1]["samples"]] == ["4"]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 504
 
 
 def test_wandb_without_a_key_or_with_a_refusal_stops_at_start(tmp_path, monkeypatch):
