@@ -1,12 +1,18 @@
 """The exceptions that end a run with a message instead of a traceback."""
 
+from jaxtrain.shown import printable, shorten
+
 
 class UserError(ValueError):
     """A mistake in a config, a data file, a checkpoint or a command line.
 
     The message names the key or file, what was found, what is allowed and what to do. `main`
-    prints it without a traceback and exits with code 2.
+    prints it without a traceback and exits with code 2. Whatever it quotes, it has no control
+    characters and fits on a page.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(shorten(printable(str(message))))
 
 
 class RunStopped(Exception):
@@ -14,6 +20,9 @@ class RunStopped(Exception):
 
     `main` prints the message and exits with code 1; whatever was saved before stays good.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(shorten(printable(str(message))))
 
 
 class Interrupted(Exception):

@@ -4,12 +4,17 @@ Heavy imports happen inside the verb that needs them, so `--help` and mistakes a
 """
 
 import argparse
+import io
+import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.shown import printable, show
 
 USAGE = """\
 usage:
@@ -28,6 +33,13 @@ RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own o
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are a UserError: one line, without control characters."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; {self.prog} -h tells what it takes")
+
+
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code (2: a mistake that the user can fix)."""
     verbs = {
@@ -41,6 +53,10 @@ def main(argv: list[str]) -> int:
         "docs": run_docs,
         "schema": run_schema,
     }
+    # Text that the terminal's encoding does not have is shown as escapes.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # transformers would tell of a missing PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     verb, rest = "train", argv
@@ -48,7 +64,7 @@ def main(argv: list[str]) -> int:
         verb, rest = argv[0], argv[1:]
     try:
         if verb not in verbs:
-            raise UserError(f"unknown verb {verb!r}; the verbs are {', '.join(verbs)}")
+            raise UserError(f"unknown verb {show(verb)}; the verbs are {', '.join(verbs)}")
         return verbs[verb](rest) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,13 +89,13 @@ def run_train(argv: list[str]) -> int:
     parser = config_parser("train")
     parser.add_argument("--dry-run", action="store_true", help="build all shapes, allocate nothing")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.dry_run or args.print_config:
         config = read_config(args)
     else:
         return train_together(args, ["jaxtrain", *argv])
     if args.print_config:
-        print(config.model_dump_json(indent=2))
+        print(json.dumps(config.saved(), indent=2))
         return 0
     from jaxtrain.verbs.dry_run import dry_run
 
@@ -128,7 +144,7 @@ def run_preprocess(argv: list[str]) -> None:
     """Tokenise everything, report what was dropped and why, show samples."""
     parser = config_parser("preprocess")
     parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.preprocess import preprocess
 
     preprocess(read_config(args), args.samples)
@@ -137,7 +153,7 @@ def run_preprocess(argv: list[str]) -> None:
 def run_eval(argv: list[str]) -> int:
     """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
     parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     runs = [os.path.expanduser(word) for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(runs) + bool(args.config) != 1:
@@ -168,7 +184,7 @@ def run_eval(argv: list[str]) -> int:
 
 def run_generate(argv: list[str]) -> None:
     """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
-    parser = argparse.ArgumentParser("jaxtrain generate", description=run_generate.__doc__)
+    parser = Parser("jaxtrain generate", description=run_generate.__doc__)
     parser.add_argument(
         "model",
         type=os.path.expanduser,
@@ -195,12 +211,12 @@ def run_generate(argv: list[str]) -> None:
 
 def run_export(argv: list[str]) -> None:
     """Write a checkpoint as a Hugging Face model folder."""
-    parser = argparse.ArgumentParser("jaxtrain export", description=run_export.__doc__)
+    parser = Parser("jaxtrain export", description=run_export.__doc__)
     parser.add_argument("run", type=expand_path, help="a run's output_dir")
     parser.add_argument("--output", type=expand_path, help="default: RUN/model")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as loaded")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.export import export_command
 
     export_command(args.run, args.output or args.run / "model", args.step, args.dtype)
@@ -208,7 +224,7 @@ def run_export(argv: list[str]) -> None:
 
 def run_merge(argv: list[str]) -> None:
     """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
-    parser = argparse.ArgumentParser("jaxtrain merge", description=run_merge.__doc__)
+    parser = Parser("jaxtrain merge", description=run_merge.__doc__)
     parser.add_argument("source", type=expand_path, help="a run's output_dir or a PEFT folder")
     parser.add_argument(
         "--base", type=os.path.expanduser, help="folder or Hub id; default: what the adapter names"
@@ -222,7 +238,7 @@ def run_merge(argv: list[str]) -> None:
         default="none",
         help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.merge import merge_command
 
     merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
@@ -230,10 +246,10 @@ def run_merge(argv: list[str]) -> None:
 
 def run_plot(argv: list[str]) -> None:
     """Draw the curves of one or more runs into a PNG."""
-    parser = argparse.ArgumentParser("jaxtrain plot", description=run_plot.__doc__)
+    parser = Parser("jaxtrain plot", description=run_plot.__doc__)
     parser.add_argument("runs", nargs="+", type=expand_path, help="output_dirs")
     parser.add_argument("--output", type=expand_path, help="default: curves.png in the first run")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     from jaxtrain.run.belongings import record_output
     from jaxtrain.run.plot import plot_runs
 
@@ -253,8 +269,6 @@ def run_docs(argv: list[str]) -> None:
 
 def run_schema(argv: list[str]) -> None:
     """Print the config's JSON schema, for editors."""
-    import json
-
     from jaxtrain.config import Config
 
     print(json.dumps(Config.model_json_schema(), indent=2))
@@ -265,9 +279,9 @@ def expand_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def config_parser(verb: str, required: bool = True, first: str = "") -> argparse.ArgumentParser:
+def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
     """The options that every verb with a config shares."""
-    parser = argparse.ArgumentParser(f"jaxtrain {verb}")
+    parser = Parser(f"jaxtrain {verb}")
     parser.add_argument(
         "--config", type=os.path.expanduser, required=required, help="TOML or YAML file"
     )
@@ -282,8 +296,14 @@ def read_config(args: argparse.Namespace):
     return load_config(args.config, args.overrides)
 
 
+def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A traceback, whose words may be a stranger's."""
+    print(printable("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr)
+
+
 def entry() -> None:
     """Console-script entry point."""
+    sys.excepthook = show_bug
     sys.exit(main(sys.argv[1:]))
 
 

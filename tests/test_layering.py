@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # the room itself; inside a room no two modules may need each other.
 LAYERS = [
     ["jaxtrain_kernels"],
-    ["errors", "batch"],
+    ["errors", "shown", "foreign", "batch"],
     ["plugins", "sandbox"],
     ["config"],
     ["hf", "parallel"],
@@ -38,6 +38,8 @@ RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 WITHOUT_JAX = [
     "config",
     "errors",
+    "shown",
+    "foreign",
     "batch",
     "plugins",
     "parallel.gate",

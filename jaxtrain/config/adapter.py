@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import WIDTH
 
 
 class AdapterConfig(Section):
@@ -14,7 +15,7 @@ class AdapterConfig(Section):
     kind: Literal["none", "lora", "dora"] = "none"
     """none: all weights are trained. lora: low-rank corrections of matrices. dora: LoRA with a
     trained length for every column of the matrix."""
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, le=WIDTH)
     """Rank of the corrections."""
     alpha: float = Field(32.0, gt=0)
     """The correction is scaled by alpha / rank."""

@@ -1,16 +1,31 @@
-"""What every section of the config has in common: frozen, typed, closed to unknown keys."""
+"""What every section of the config has in common: frozen, typed, bounded, closed."""
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from annotated_types import Le, Lt
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from jaxtrain import plugins
+from jaxtrain.config.bounds import LARGEST, find_misfits, find_numbers
+from jaxtrain.shown import show
+
+
+class Problems(ValueError):
+    """Several sentences, each about one mistake."""
+
+    def __init__(self, lines: Iterable[str]):
+        self.lines = list(lines)
+        super().__init__("; ".join(self.lines))
 
 
 class Section(BaseModel):
-    """A table of the config. The docstring under each field is its documentation everywhere."""
+    """A table of the config. The docstring under each field is its documentation everywhere.
+
+    Numbers are finite and at most LARGEST, but where their field says otherwise; true and false are
+    no numbers, nor the other way round. That holds for sections from outside as well.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -18,7 +33,30 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def check_kinds(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a number for true or false and the other way round, in lists and tables, too."""
+        if (name := info.field_name) in cls.model_fields:
+            for problem in find_misfits(value, cls.model_fields[name].annotation):
+                raise ValueError(problem)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers beyond LARGEST where the field has no bound of its own."""
+        if (name := info.field_name) in cls.model_fields:
+            field = cls.model_fields[name]
+            bounded = any(isinstance(one, Le | Lt) for one in field.metadata)
+            if not bounded and field.annotation is not None:
+                for number in find_numbers(value, field.annotation):
+                    if abs(number) > LARGEST:
+                        raise ValueError(f"must be at most {LARGEST:,}, found {show(number)}")
+        return value
 
 
 def known_in(group: str, builtin: Collection[str]) -> Callable[[str], str]:

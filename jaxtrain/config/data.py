@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.bounds import ITEMS, ROWS, TOKENS, WORKERS
 from jaxtrain.config.env import EnvConfig
 
 FORMATS = ("auto", "chat", "prompt_completion", "alpaca", "input_output", "completion")
@@ -72,16 +73,16 @@ class DataConfig(Section):
     """Training data, mixed by weight."""
     eval_datasets: list[DatasetConfig] = []
     """Held-out data for eval/loss."""
-    sequence_len: int = Field(2048, ge=8)
+    sequence_len: int = Field(2048, ge=8, le=TOKENS)
     """Tokens of a packed row."""
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: int = Field(1, ge=1, le=ROWS)
     """Rows per device in one forward pass."""
-    global_batch_size: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(None, ge=1, le=ITEMS)
     """Rows of a whole optimizer step. When set, gradient accumulation follows from it, so the same
     run can go on with another number of devices."""
     packing: bool = True
     """Pack several samples into a row (they never see each other); false: one sample a row."""
-    packing_window: int = Field(256, ge=1)
+    packing_window: int = Field(256, ge=1, le=ROWS)
     """Samples looked ahead at while rows are filled, longest first."""
     length_buckets: list[int] = []
     """Shorter row lengths that a step may be cut to, when all its rows fit: less padding for one
@@ -90,9 +91,9 @@ class DataConfig(Section):
     """What happens to a sample longer than sequence_len; completion text is always split."""
     shuffle: bool = True
     """Shuffle globally, anew each epoch, from run.seed."""
-    shuffle_buffer: int = Field(10_000, ge=1)
+    shuffle_buffer: int = Field(10_000, ge=1, le=ITEMS)
     """Rows that a streamed dataset is shuffled within."""
-    num_workers: int = Field(0, ge=0)
+    num_workers: int = Field(0, ge=0, le=WORKERS)
     """Processes that read and tokenise; 0: a thread of this one."""
-    prefetch: int = Field(2, ge=1)
+    prefetch: int = Field(2, ge=1, le=1024)
     """Batches prepared ahead of the step."""

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.base import Place, Problems, Section, known_in
+from jaxtrain.config.bounds import ROWS, SECONDS
 
 BUILTIN = ("single_turn", "calculator", "tools")
 
@@ -33,9 +34,9 @@ class EnvConfig(Section):
     """Of kind tools and of own functions: Python functions that the model may call, each
     "file.py:function", "package.module:function" or an entry point's name. Their signatures and
     docstrings (`Args:`) are what the model is told of them."""
-    tool_seconds: float = Field(30.0, gt=0)
+    tool_seconds: float = Field(30.0, gt=0, le=SECONDS)
     """Longest call of a tool; then the model is told that it took too long."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(8, ge=1, le=ROWS)
     """Assistant turns of one episode, tool calls included. An own function is held to it in
     `chat.answer()`."""
     history: Literal["template", "tokens"] = "template"
@@ -49,8 +50,8 @@ class EnvConfig(Section):
     @model_validator(mode="after")
     def check_keys_together(self) -> "EnvConfig":
         """Refuse keys that have no effect on this kind."""
-        for problem in find_env_conflicts(self):
-            raise ValueError(problem)
+        if problems := list(find_env_conflicts(self)):
+            raise Problems(problems)
         return self
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import ROWS, TOKENS
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
 
@@ -31,13 +32,13 @@ class EvalSetConfig(Section):
     rewards: list[str] | None = None
     """Which of the [[rewards]] judge this set's answers, by name. Unset: all; []: none, because the
     environment judges."""
-    k: int = Field(1, ge=1)
+    k: int = Field(1, ge=1, le=ROWS)
     """Answers to each problem: for avg@k and pass@k."""
     threshold: float = 1.0
     """An answer whose reward is at least this solves its problem."""
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=1000)
     """Unset: sampling.temperature."""
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1, le=TOKENS)
     """Unset: sampling.max_new_tokens."""
 
     @property

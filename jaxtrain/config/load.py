@@ -1,19 +1,20 @@
 """From a file and the command line to a Config, with errors that a person can act on."""
 
 import difflib
-import json
-import tomllib
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from jaxtrain import plugins
+from jaxtrain.config.overrides import change_table, lay_presets
 from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
+from jaxtrain.config.secrets import hides
+from jaxtrain.config.tables import read_table
+from jaxtrain.config.task import TaskSection
 from jaxtrain.errors import UserError
+from jaxtrain.shown import printable, shorten, show
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -70,20 +71,32 @@ KNOWN_ELSEWHERE = {
 REMOVED = ("eval.problems",)
 """Keys in the saved configs of older runs that shape nothing that a run has trained."""
 
+MOST_PROBLEMS = 8
+"""That one message names."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML (or YAML) file, apply `section.key=value` overrides and validate.
+    """Read a TOML, YAML or JSON file, apply `section.key=value` overrides and validate.
 
     Raises UserError with one line per problem.
     """
-    return validate_config(apply_overrides(read_table(path), list(overrides)), str(path))
+    table = lay_presets(read_table(path), list(Config.model_fields))
+    return validate_config(apply_overrides(table, overrides), str(path))
 
 
-def read_saved(text: str) -> Any:
-    """The JSON of a run's config, less what older versions wrote and nobody reads any more."""
-    table = json.loads(text)
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set `a.b.0.c=value` in nested dicts and lists; `section=name` lays a preset over one."""
+    return change_table(table, overrides, list(Config.model_fields))
+
+
+def read_saved(path: str | Path) -> dict[str, Any]:
+    """The config.json of a run, less what older versions wrote and nobody reads any more.
+
+    Raises UserError where it is missing, broken or no table.
+    """
+    table = read_table(path)
     for section, key in (name.split(".") for name in REMOVED):
-        if isinstance(table, dict) and isinstance(table.get(section), dict):
+        if isinstance(table.get(section), dict):
             table[section].pop(key, None)
     return table
 
@@ -93,8 +106,19 @@ def validate_config(table: dict[str, Any], origin: str) -> Config:
     task = table.get("task")
     if isinstance(task, dict) and find_tag(task) == OUTSIDE:
         key = f"{origin}:\n  task.kind"
-        method = plugins.find("tasks", str(task["kind"]), TASKS, key=key, modules=True)
-        table = {**table, "task": validate(method.Section, task, origin, "task.")}
+        if not isinstance(task["kind"], str):
+            raise UserError(f"{key}: must be a text, found {show(task['kind'])}")
+        method = plugins.find("tasks", task["kind"], TASKS, key=key, modules=True)
+        section = getattr(method, "Section", None)
+        if not (isinstance(section, type) and issubclass(section, TaskSection)):
+            raise UserError(f"{key} {show(task['kind'])} has no class Section, a TaskSection")
+        try:
+            made = validate(section, task, origin, "task.")
+        except UserError:
+            raise
+        except Exception as error:  # the border: validators of foreign code
+            raise UserError(f"{key} {show(task['kind'])}: {plugins.describe(error)}") from error
+        table = {**table, "task": made}
     return validate(Config, table, origin)
 
 
@@ -103,103 +127,40 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
     try:
         return section.model_validate(table)
     except ValidationError as error:
-        lines = [prefix + describe_error(detail, section) for detail in error.errors()]
-        shown = lines[:8] + ([f"... and {len(lines) - 8} more"] if len(lines) > 8 else [])
-        raise UserError(f"{origin}:\n" + "\n".join(f"  {line}" for line in shown)) from None
+        details = error.errors(include_url=False)
+        lines = [prefix + line for one in details[:99] for line in describe_error(one, section)]
+        count = max(len(details), len(lines))
+        shown = lines[:MOST_PROBLEMS]
+        if count > len(shown):
+            shown.append(f"... and {count - len(shown)} more")
+        listed = "\n".join(f"  {shorten(printable(line), 400)}" for line in shown)
+        raise UserError(f"{origin}:\n{listed}") from None
 
 
-def read_table(path: str | Path) -> dict[str, Any]:
-    """Parse a .toml, .yaml, .yml or .json file into nested dicts."""
-    path = Path(path)
-    if not path.is_file():
-        near = sorted(str(p) for p in Path("configs").glob("**/*.toml"))
-        hint = f"; the configs here are {', '.join(near)}" if near else ""
-        raise UserError(f"config file {str(path)!r} does not exist{hint}")
-    text = path.read_text()
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            table = yaml.safe_load(text) or {}
-        elif path.suffix == ".json":
-            table = json.loads(text)
-        elif path.suffix == ".toml":
-            table = tomllib.loads(text)
-        else:
-            raise UserError(f"config file {str(path)!r} must end in .toml, .yaml, .yml or .json")
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(table, dict):
-        raise UserError(f"{path} must hold sections, not a {type(table).__name__}")
-    return {
-        key: load_preset(key, value) if isinstance(value, str) else value
-        for key, value in table.items()
-    }
-
-
-def apply_overrides(table: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Set `a.b.0.c=value` in nested dicts and lists; `section=name` takes a whole preset."""
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"override {override!r} is not of the form section.key=value")
-        *parents, last = key.strip().split(".")
-        if not parents:
-            table[last] = load_preset(last, text)
-            continue
-        node: Any = table
-        for part, below in zip(parents, [*parents[1:], last], strict=True):
-            node = _child(node, part, override, empty=[] if below.isdigit() else {})
-        if isinstance(node, list):
-            node[_index(node, last, override)] = parse_value(text)
-        else:
-            node[last] = parse_value(text)
-    return table
-
-
-def parse_value(text: str) -> Any:
-    """A TOML value where it parses as one ("1e-5", "true", "[1, 2]", "'quoted'"), else the text."""
-    if text == "null":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def load_preset(section: str, name: str) -> dict[str, Any]:
-    """The shipped table `presets/<section>/<name>.toml`."""
-    if section not in Config.model_fields:
-        raise UserError(f"{section}={name}: {suggest(section, list(Config.model_fields))}")
-    folder = resources.files("jaxtrain") / "presets" / section
-    known = sorted(f.name[:-5] for f in folder.iterdir()) if folder.is_dir() else []
-    if name not in known:
-        allowed = f"known presets: {', '.join(known)}" if known else "this section has no presets"
-        raise UserError(
-            f"{section}={name}: no such preset; {allowed}; or set {section}.<key>=value"
-        )
-    return tomllib.loads((folder / f"{name}.toml").read_text())
-
-
-def describe_error(detail: Any, root: type[BaseModel] = Config) -> str:
-    """One line for one pydantic error: key, what was found, what is allowed."""
+def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
+    """Lines for one pydantic error: key, what was found, what is allowed."""
     location = list(detail["loc"])
-    key = ".".join(str(part) for part in location if not is_tag(location, part))
+    key = ".".join(shorten(str(part), 100) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return f"{key}: {suggest(str(location[-1]), section_keys(location[:-1], root))}"
+        return [f"{key}: {suggest(str(location[-1]), section_keys(location[:-1], root))}"]
     if kind == "missing":
-        return f"{key}: is required"
+        return [f"{key}: is required"]
     if kind == "value_error":
+        error = detail["ctx"]["error"]
         prefix = f"{key}: " if key else ""
-        return prefix + str(detail["ctx"]["error"])
+        return [prefix + line for line in getattr(error, "lines", [str(error)])]
     message = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{key}: {message}, found {detail['input']!r}"
+    found = "a value that is not shown" if hides(location) else show(detail["input"])
+    return [f"{key}: {message}, found {found}"]
 
 
 def suggest(key: str, allowed: list[str]) -> str:
     """Name the nearest allowed key, the section that has this one, or all that are allowed."""
-    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
+    # Looking for what is near takes the product of the lengths.
+    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
     if near and key not in KNOWN_ELSEWHERE:
-        return f"unknown key {key!r}; did you mean {near[0]!r}?"
+        return f"unknown key {show(key)}; did you mean {near[0]!r}?"
     elsewhere = KNOWN_ELSEWHERE.get(key) or next(
         (
             f"{name}.{key}"
@@ -209,8 +170,8 @@ def suggest(key: str, allowed: list[str]) -> str:
         None,
     )
     if elsewhere:
-        return f"unknown key {key!r}; here it is {elsewhere}"
-    return f"unknown key {key!r}; allowed here: {', '.join(allowed)}"
+        return f"unknown key {show(key)}; here it is {elsewhere}"
+    return f"unknown key {show(key)}; allowed here: {', '.join(allowed)}"
 
 
 def section_keys(location: list[Any], root: type[BaseModel] = Config) -> list[str]:
@@ -247,24 +208,3 @@ def members(annotation: Any) -> list[type[BaseModel]]:
 def section_type(annotation: Any) -> type[BaseModel] | None:
     """The first of them."""
     return next(iter(members(annotation)), None)
-
-
-def _child(node: Any, part: str, override: str, empty: dict | list) -> Any:
-    """The table or list below `node`; `empty` when it is not there yet."""
-    if isinstance(node, list):
-        return node[_index(node, part, override)]
-    child = node.setdefault(part, empty)
-    if not isinstance(child, dict | list):
-        raise UserError(f"override {override!r}: {part!r} holds a value, not a section")
-    return child
-
-
-def _index(node: list, part: str, override: str) -> int:
-    """A position in a list of tables; one past the end appends."""
-    if not part.isdigit() or int(part) > len(node):
-        raise UserError(
-            f"override {override!r}: {part!r} must be a position in a list of {len(node)}"
-        )
-    if int(part) == len(node):
-        node.append({})
-    return int(part)

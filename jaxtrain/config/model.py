@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import ROWS
 
 DTYPE = Literal["float32", "bfloat16", "float64"]
 
@@ -50,7 +51,7 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """Optimizer. muon is used for weight matrices, with adamw for all else."""
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0, le=1000)
     """Peak learning rate."""
     lr_scheduler: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     """Shape after warm-up. wsd stays constant, then decays over the last decay_ratio of the run."""
@@ -66,7 +67,7 @@ class OptimConfig(Section):
     """Shape of the wsd scheduler's final decay."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """Share of all steps that the wsd scheduler decays over."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=1000)
     """Decoupled weight decay, on matrices only (no norms, no biases, no embeddings)."""
     decay_embeddings: bool = False
     """Decay embeddings and the output head as well."""
@@ -74,9 +75,9 @@ class OptimConfig(Section):
     """First-moment decay (adamw, lion) or momentum (muon, sgd)."""
     beta2: float = Field(0.999, ge=0, lt=1)
     """Second-moment decay (adamw, lion)."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, le=1)
     """Term that keeps adamw's division finite."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the global gradient norm to this; unset to not clip."""
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1, le=ROWS)
     """Microsteps per optimizer step; the update equals that of one large batch exactly."""

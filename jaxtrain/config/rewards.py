@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import SECONDS
 
 SILENT = ("single_turn", "tools")
 """Environments that give no rewards themselves."""
@@ -22,7 +23,7 @@ class RewardConfig(Section):
     """What metrics call it. Unset: the function's own name."""
     weight: float = 1.0
     """Factor in the sum; 0 only reports it."""
-    timeout: float = Field(30.0, gt=0)
+    timeout: float = Field(30.0, gt=0, le=SECONDS)
     """Seconds for one group of completions; then its process is killed and the group's rewards of
     this function are missing (counted, and left out of the sum)."""
     options: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from jaxtrain.config.bounds import ROWS
 from jaxtrain.config.task import TaskSection
 from jaxtrain.config.vllm import find_vllm_conflicts
 
@@ -176,9 +177,9 @@ class RLTask(TaskSection):
     """Train only this share of the tokens of a microstep: those with the largest entropy."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus."""
-    num_minibatches: int = Field(1, ge=1)
+    num_minibatches: int = Field(1, ge=1, le=ROWS)
     """Optimizer steps that the answers of a round are split into."""
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: int = Field(1, ge=1, le=ROWS)
     """Passes over the answers of a round."""
     share_prompts: bool = True
     """Compute the prompt of a group once, its answers as branches of a tree; false: flat rows."""
@@ -208,6 +209,11 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield (
             f"task.baseline {task.knob('baseline')} compares answers to the same prompt; set"
             " rollout.group_size to 2 or more"
+        )
+    if task.importance_min is not None and task.importance_min > task.importance_max:
+        yield (
+            f"task.importance_min {task.importance_min} is above task.importance_max"
+            f" {task.importance_max}; give the lower bound first"
         )
     if task.reward_clip_range is not None:
         low, high = task.reward_clip_range

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
 from jaxtrain.config.vllm import VllmConfig
 
 
@@ -17,32 +18,32 @@ class RolloutConfig(Section):
     "file.py:Class"."""
     options: dict[str, Any] = {}
     """For an own kind of engine to read."""
-    prompts_per_step: int = Field(8, ge=1)
+    prompts_per_step: int = Field(8, ge=1, le=ITEMS)
     """Groups of a round, that is of task.num_minibatches optimizer steps."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=ROWS)
     """Answers to each prompt."""
     mode: Literal["sync", "prefetch", "async"] = "sync"
     """sync: a round is drawn after the last one was trained. prefetch: while it is trained. async:
     all the time, up to max_lag rounds ahead."""
-    max_lag: int = Field(1, ge=0)
+    max_lag: int = Field(1, ge=0, le=ROWS)
     """async: groups with a token from a policy older than this many rounds are dropped."""
     streaming: bool = False
     """Train each of a round's task.num_minibatches as soon as enough groups for it are finished,
     while the others are still drawn, so that the slowest answers hold up one step, not the round.
     Short answers come first, and the ratio is that to the weights which the minibatch meets."""
-    devices: int = Field(0, ge=0)
+    devices: int = Field(0, ge=0, le=ROWS)
     """local: devices set aside for sampling, the last ones; 0: it shares those of the trainer."""
-    max_batch: int = Field(64, ge=1)
+    max_batch: int = Field(64, ge=1, le=ROWS)
     """local: answers that are decoded together."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
     term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""
-    max_refill: int = Field(4, ge=1)
+    max_refill: int = Field(4, ge=1, le=ROWS)
     """refill: prompts drawn for a round, as a multiple of prompts_per_step, before it goes on with
     what there is."""
-    retries: int = Field(2, ge=0)
+    retries: int = Field(2, ge=0, le=ROWS)
     """How often an episode that failed is played again before its group is dropped."""
-    replay_size: int = Field(0, ge=0)
+    replay_size: int = Field(0, ge=0, le=ITEMS)
     """Informative groups that are kept to stand in for those dropped as zero_advantage; 0: none."""
     replay_max_lag: int = Field(8, ge=1)
     """Rounds after which a kept group is let go."""
@@ -50,9 +51,9 @@ class RolloutConfig(Section):
     """Share of the run after which prompts without any reward are asked again; 1: never."""
     reroll_max_groups: int = Field(1, ge=1)
     """Prompts of a round that may be such ones."""
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = 2
+    samples: Annotated[int, Field(ge=0, le=ITEMS)] | Literal["all"] = 2
     """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
-    reward_workers: int = Field(1, ge=1)
+    reward_workers: int = Field(1, ge=1, le=WORKERS)
     """Processes that run the reward functions."""
     vllm: VllmConfig = VllmConfig()
     """Servers and weight sync; only with engine vllm."""

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from pydantic import Discriminator, InstanceOf, SerializeAsAny, Tag, model_validator
 
 from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Problems, Section
+from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
@@ -20,6 +21,7 @@ from jaxtrain.config.run import (
     RunConfig,
     find_parallel_conflicts,
 )
+from jaxtrain.config.secrets import redact
 from jaxtrain.config.task import (
     EvalConfig,
     SamplingConfig,
@@ -36,7 +38,7 @@ OUTSIDE = "outside"
 def find_tag(task: Any) -> str:
     """Which member of the union `Config.task` a table or a section belongs to."""
     kind = task.get("kind", "sft") if isinstance(task, dict) else getattr(task, "kind", None)
-    return kind if kind in TASKS else OUTSIDE
+    return kind if isinstance(kind, str) and kind in TASKS else OUTSIDE
 
 
 Task = Annotated[
@@ -70,9 +72,13 @@ class Config(Section):
     @model_validator(mode="after")
     def check_sections_together(self) -> "Config":
         """Refuse combinations that cannot run, naming both keys and a fix."""
-        for problem in find_conflicts(self):
-            raise ValueError(problem)
+        if problems := list(find_conflicts(self)):
+            raise Problems(problems)
         return self
+
+    def saved(self) -> dict[str, Any]:
+        """The config as JSON for whatever keeps or shows it: without secrets."""
+        return redact(self.model_dump(mode="json"))
 
 
 def find_conflicts(config: Config):
@@ -107,10 +113,13 @@ def find_conflicts(config: Config):
             "data.global_batch_size sets the gradient accumulation by itself; remove"
             " optim.gradient_accumulation_steps"
         )
+    yield from find_size_conflicts(config)
     yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.sets
     if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
+    if config.eval.at_start and not evaluates:
+        yield "eval.at_start has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     if config.eval.every and not evaluates:
         yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     yield from find_adapter_conflicts(config.adapter)
@@ -127,6 +136,38 @@ def find_conflicts(config: Config):
             f"model.compute_dtype {model.compute_dtype} is wider than model.param_dtype"
             f" {model.param_dtype}; lower the first or raise the second"
         )
+
+
+def find_size_conflicts(config: Config):
+    """Yield one sentence for each pair of sizes that cannot go together, or is beyond any use."""
+    run, data, optim = config.run, config.data, config.optim
+    length = getattr(config.task, "max_packed_tokens", None) or data.sequence_len
+    rows = data.micro_batch_size * length
+    if rows > PASS_TOKENS:
+        yield (
+            f"data.micro_batch_size {data.micro_batch_size:,} rows of {length:,} tokens are"
+            f" {rows:,} tokens in one forward pass of one device; at most {PASS_TOKENS:,}"
+        )
+    microsteps = optim.gradient_accumulation_steps
+    step = (data.global_batch_size or data.micro_batch_size * microsteps) * length
+    if step > STEP_TOKENS:
+        key = "optim.gradient_accumulation_steps"
+        key = "data.global_batch_size" if data.global_batch_size else key
+        yield f"{key} makes a step of {step:,} tokens; at most {STEP_TOKENS:,}"
+    if data.global_batch_size and data.global_batch_size % data.micro_batch_size:
+        yield (
+            f"data.global_batch_size {data.global_batch_size} is not a multiple of"
+            f" data.micro_batch_size {data.micro_batch_size}; change one of them"
+        )
+    if wrong := [size for size in data.length_buckets if not 8 <= size <= TOKENS]:
+        yield f"data.length_buckets holds {wrong[0]:,}; lengths of rows are 8 to {TOKENS:,}"
+    steps = run.max_steps
+    if steps and optim.warmup_steps is not None and optim.warmup_steps > steps:
+        yield f"optim.warmup_steps {optim.warmup_steps:,} is above run.max_steps {steps:,}"
+    if steps and config.log.profile_start is not None and config.log.profile_start > steps:
+        yield f"log.profile_start {config.log.profile_start:,} is above run.max_steps {steps:,}"
+    if run.overwrite and run.resume == "required":
+        yield 'run.overwrite is true and run.resume is "required"; keep one'
 
 
 def find_unused_sections(config: Config):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from jaxtrain.config.base import Place, Section, known_in
+from jaxtrain.config.bounds import ROWS, SECONDS, SEED
 
 
 class RunConfig(Section):
@@ -16,9 +17,9 @@ class RunConfig(Section):
     that holds a model, is refused."""
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps to train. Give this or num_epochs; streaming data needs this."""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training data. Give this or max_steps."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=SEED)
     """Seed of the initial weights, the data order and sampling."""
     resume: Literal["auto", "never", "required"] = "auto"
     """auto: go on from the newest good checkpoint in output_dir, if there is one; required: fail
@@ -35,15 +36,15 @@ class ParallelConfig(Section):
     """The device mesh, and the processes around it. At most one size may be -1: all devices that
     the others leave."""
 
-    data: int = Field(1, ge=-1)
+    data: int = Field(1, ge=-1, le=ROWS)
     """Devices that hold full copies of the weights and split the rows of a batch."""
-    fsdp: int = Field(-1, ge=-1)
+    fsdp: int = Field(-1, ge=-1, le=ROWS)
     """Devices that split the rows of a batch and the weights, too."""
-    expert: int = Field(1, ge=-1)
+    expert: int = Field(1, ge=-1, le=ROWS)
     """Devices that split the experts of a mixture, and the rows of a batch."""
-    context: int = Field(1, ge=-1)
+    context: int = Field(1, ge=-1, le=ROWS)
     """Devices that split the tokens of each row: for rows too long for one device."""
-    tensor: int = Field(1, ge=-1)
+    tensor: int = Field(1, ge=-1, le=ROWS)
     """Devices that split each layer: heads, the feed-forward width and the vocabulary; between
     layers they split the tokens. For devices with a fast link."""
     launcher: Literal["auto", "none", "slurm", "torchrun", "tpu"] = "auto"
@@ -53,15 +54,15 @@ class ParallelConfig(Section):
     coordinator: str | None = None
     """host:port of process 0, where there is no launcher; goes with num_processes, process_id. The
     processes know each other by a token: see docs/distributed.md."""
-    num_processes: int | None = Field(None, ge=1)
+    num_processes: int | None = Field(None, ge=1, le=ROWS)
     """Number of processes, with coordinator."""
     process_id: int | None = Field(None, ge=0)
     """Which of them this one is, from 0, with coordinator."""
-    start_timeout: float = Field(300.0, gt=0)
+    start_timeout: float = Field(300.0, gt=0, le=SECONDS)
     """Seconds that processes wait for each other at the start."""
-    meet_timeout: float = Field(1800.0, gt=0)
+    meet_timeout: float = Field(1800.0, gt=0, le=SECONDS)
     """Seconds that processes wait for each other at a later meeting point, such as the end."""
-    peer_timeout: float = Field(60.0, gt=0)
+    peer_timeout: float = Field(60.0, gt=0, le=SECONDS)
     """Seconds without a sign of life after which a process counts as lost and the others stop."""
 
     def axes(self) -> dict[str, int]:
@@ -143,7 +144,7 @@ class LogConfig(Section):
     "package.module:Class" or "file.py:Class" each (docs/extending.md)."""
     plot: bool = True
     """Draw <output_dir>/curves.png when training ends."""
-    watchdog_seconds: float = Field(300.0, gt=0)
+    watchdog_seconds: float = Field(300.0, gt=0, le=SECONDS)
     """Say what is being waited for, and dump all stacks to <output_dir>/stacks.txt, when nothing
     has moved for this long."""
     profile_start: int | None = Field(None, ge=1)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Section
+from jaxtrain.config.bounds import ITEMS, SEED, TOKENS, WORKERS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.evals import EvalSetConfig
 
@@ -58,10 +59,10 @@ class TreeTask(TaskSection):
     """Train what stays visible."""
     train_reasoning: bool = True
     """Train the thoughts."""
-    max_packed_tokens: int | None = Field(None, ge=8)
+    max_packed_tokens: int | None = Field(None, ge=8, le=TOKENS)
     """Tokens of a packed row, and so of the largest tree; data.sequence_len then limits only the
     root-to-leaf paths. Unset: data.sequence_len limits both."""
-    units_per_step: int | None = Field(None, ge=1)
+    units_per_step: int | None = Field(None, ge=1, le=ITEMS)
     """Trees (per_branch: branches, current_rl and flat: samples) of an optimizer step; the number
     of microsteps follows. Unset: as many as fill the rows."""
     group_by: str | None = None
@@ -74,7 +75,7 @@ class TreeTask(TaskSection):
     """Leave out rows whose own token_usage says more than data.sequence_len tokens, or nothing."""
     max_examples: int | None = Field(None, ge=1)
     """Rows (groups, with group_by) of each dataset that are used, the first of the selection."""
-    selection_workers: int = Field(0, ge=0)
+    selection_workers: int = Field(0, ge=0, le=WORKERS)
     """Processes that score the rows."""
 
     def find_conflicts(self, config: Any) -> Iterator[str]:
@@ -124,11 +125,11 @@ class TreeTask(TaskSection):
 class SamplingConfig(Section):
     """How tokens are drawn from the model."""
 
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, le=TOKENS)
     """Longest answer."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, le=1000)
     """0 takes the most probable token."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=ITEMS)
     """Only the k most probable tokens; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Only the most probable tokens that together reach this probability."""
@@ -136,7 +137,7 @@ class SamplingConfig(Section):
     """Only tokens with at least this share of the most probable one's probability."""
     stop: list[str] = []
     """Texts that end an answer, besides the end-of-turn token."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=SEED)
     """Seed of the draws."""
 
 
@@ -153,5 +154,5 @@ class EvalConfig(Section):
     """Sets of problems that the model answers k times each, through an environment, judged by the
     rewards: avg@k, pass@k. With rollout.engine vllm its servers answer, else the process itself.
     Every answer goes to samples.jsonl."""
-    show: int = Field(3, ge=0)
+    show: int = Field(3, ge=0, le=1000)
     """How many of the best and how many of the worst answers to each set to print."""

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import ITEMS, ROWS, SECONDS
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("", "0.0.0.0", "::")
@@ -33,22 +34,22 @@ class VllmConfig(Section):
     adapter_dir: Place | None = None
     """lora: folder for the adapters, which the servers see under the same path. Unset:
     OUTPUT_DIR/adapters."""
-    keep_adapters: int = Field(2, ge=2)
+    keep_adapters: int = Field(2, ge=2, le=1024)
     """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
-    concurrency: int = Field(128, ge=1)
+    concurrency: int = Field(128, ge=1, le=ITEMS)
     """Requests under way at once, on all servers together."""
-    request_seconds: float = Field(600.0, gt=0)
+    request_seconds: float = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for one answer; then it is asked for again, elsewhere if possible."""
-    retries: int = Field(3, ge=0)
+    retries: int = Field(3, ge=0, le=ROWS)
     """How often a request is repeated after a time-out or a server error."""
-    health_seconds: float = Field(5.0, gt=0)
+    health_seconds: float = Field(5.0, gt=0, le=SECONDS)
     """Pause between two looks at a server's health."""
-    wait_seconds: float = Field(600.0, gt=0)
+    wait_seconds: float = Field(600.0, gt=0, le=SECONDS)
     """How long to wait for a server: at the start, and when all of them are gone."""
-    progress_seconds: float = Field(120.0, gt=0)
+    progress_seconds: float = Field(120.0, gt=0, le=SECONDS)
     """A server that draws no token for so long, though requests wait there, hangs, whatever its
     /health says: they are asked elsewhere, and it is taken back once it draws one again."""
-    sync_seconds: float = Field(600.0, gt=0)
+    sync_seconds: float = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for the servers to take new weights, all steps together; then the run goes on
     with those that have."""
     sleep: bool = False

@@ -9,6 +9,7 @@ from pathlib import Path
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
+from jaxtrain.config.secrets import redact
 from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -66,7 +67,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 def write_card(config: Config, step: int) -> str:
     """The model card: what it came from and every setting that differs from its default."""
-    changed = config.model_dump(mode="json", exclude_defaults=True)
+    changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     trained = config.model.path if config.model.init == "pretrained" else None
     return f"""\
 ---

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.shown import show
 
 SPLITS = ("train", "test")
 
@@ -52,6 +53,9 @@ FOLLOW_UPS = {
     "-": ("Now subtract {b}.", "Then minus {b}."),
     "*": ("Now multiply by {b}.", "Then times {b}."),
 }
+
+MOST_ROWS = 2**24
+"""An epoch's order is held in memory."""
 
 HELD_OUT_SHARE = 10
 """One statement in so many belongs to the test split."""
@@ -115,13 +119,15 @@ class CalculatorRows:
                 f"builtin:calculator has no split {self.split!r}: choose one of {', '.join(SPLITS)}"
             )
         for name, low, high in (
-            ("num_rows", 1, 2**31),
+            ("num_rows", 1, MOST_ROWS),
             ("max_value", 9, LARGEST_RESULT),
             ("follow_up", 0, 1),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UserError(f"builtin:calculator: {name} is {value!r}, but must be a number")
+            kinds = (int, float) if name == "follow_up" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                wanted = "a number" if name == "follow_up" else "a whole number"
+                raise UserError(f"builtin:calculator: {name} is {show(value)}, not {wanted}")
             if not low <= value <= high:
                 raise UserError(
                     f"builtin:calculator: {name} = {value} is not between {low} and {high}"

@@ -1,14 +1,14 @@
 """Rows of data as prefix trees: branching trajectories, thoughts as side leaves, grouped trials."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from jaxtrain.config.bounds import ITEMS, TOKENS
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.task import TreeTask
 from jaxtrain.data.builders import Limits, TreeBuilder
+from jaxtrain.data.messages import Malformed, read_tools
 from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.readers import Part
 from jaxtrain.data.row_views import GroupedRows, SyntheticTurns
@@ -18,8 +18,12 @@ from jaxtrain.data.tree_preview import TreeProbe, describe_part, probe_trees
 from jaxtrain.data.turns import TrainedParts
 from jaxtrain.data.workload import describe_tree
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import parse_json, read_text
+from jaxtrain.shown import show
 
 CATERPILLAR = "builtin:caterpillar"
+MOST_TOOL_BYTES = 2**20
+"""Of a file with tool schemas."""
 
 
 class Trees:
@@ -111,13 +115,27 @@ def _open_synthetic(dataset: DatasetConfig, tokenizer: Any) -> SyntheticTurns:
             f"{dataset.path}: unknown options {sorted(set(options) - known)}; allowed:"
             f" {', '.join(sorted(known))}"
         )
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-    for key in ("user_len", "think_len", "response_len"):
-        low, high = options.get(key, (1, 1))
-        if not 1 <= low <= high:
+    for key, value in dataset.options.items():
+        if key in ("user_len", "think_len", "response_len"):
+            whole = isinstance(value, list | tuple) and all(type(n) is int for n in value)
+            if not whole or len(value) != 2 or not 1 <= value[0] <= value[1] <= TOKENS:
+                raise UserError(
+                    f"{dataset.path}: option {key} {show(value)} must be [low, high], with"
+                    f" 1 <= low <= high <= {TOKENS:,}"
+                )
+            options[key] = tuple(value)
+        elif type(value) is not int or not (key == "seed" or value >= 1) or abs(value) > ITEMS:
             raise UserError(
-                f"{dataset.path}: option {key} [{low}, {high}] must be 1 <= low <= high"
+                f"{dataset.path}: option {key} {show(value)} must be a whole number from"
+                f" {0 if key == 'seed' else 1} to {ITEMS:,}"
             )
+    made = SyntheticTurns(**options)
+    longest = made.user_len[1] + made.think_len[1] + made.response_len[1]
+    if made.num_turns * longest > TOKENS:
+        raise UserError(
+            f"{dataset.path}: {made.num_turns:,} turns of up to {longest:,} tokens are more than"
+            f" {TOKENS:,} a tree"
+        )
     if dataset.max_rows is not None:
         options["num_rows"] = min(options.get("num_rows", dataset.max_rows), dataset.max_rows)
     return SyntheticTurns(**options)
@@ -135,12 +153,14 @@ def _group(rows: Any, column: str, name: str) -> GroupedRows:
 def _read_tools(path: str | None) -> list[dict] | None:
     if path is None:
         return None
-    if not Path(path).is_file():
-        raise UserError(f"tools file {path!r} does not exist (key tools of a dataset)")
+    key = "(key tools of a dataset)"
     try:
-        tools = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"tools file {path!r} is not JSON: {error}") from None
-    if not isinstance(tools, list):
-        raise UserError(f"tools file {path!r} must hold a list of tool schemas")
-    return tools
+        return read_tools(parse_json(read_text(path, MOST_TOOL_BYTES)))
+    except FileNotFoundError:
+        raise UserError(f"tools file {show(path)} does not exist {key}") from None
+    except OSError as error:
+        raise UserError(f"tools file {show(path)}: {error.strerror or error} {key}") from None
+    except ValueError as error:
+        raise UserError(f"tools file {show(path)} is not JSON: {error} {key}") from None
+    except Malformed as error:
+        raise UserError(f"tools file {show(path)}: {error} {key}") from None

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
+from jaxtrain.config.secrets import reveal
 from jaxtrain.envs.chat import ChatEnv, check_options, takes_chat, use_tools
 from jaxtrain.envs.tools import load_tools
 from jaxtrain.errors import UserError
@@ -33,7 +34,7 @@ def open_env(
         case "calculator":
             return made(tokenizer, config.max_turns, config.history == "template")
     tools = load_tools(config.tools, f"{section}.tools")
-    options, what = config.options, f"{key} {name!r}"
+    options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
     if config.kind == "tools":
         options = {"column": config.prompt_column, "system": config.system}
     play: Any = made

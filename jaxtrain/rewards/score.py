@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.rewards import RewardConfig
+from jaxtrain.config.secrets import reveal
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.pool import Reply, WorkerPool
 from jaxtrain.rollout.types import Episode
@@ -124,6 +125,10 @@ def open_rewards(
     functions: Sequence[RewardConfig], workers: int = 2, say: Callable[[str], None] = print
 ) -> Rewards:
     """Start the workers and look up every function; UserError where one does not exist."""
+    functions = [
+        one.model_copy(update={"options": reveal(one.options, f"rewards.{place}.options")})
+        for place, one in enumerate(functions)
+    ]
     rewards = Rewards(functions, workers, say)
     try:
         rewards.check()

@@ -24,6 +24,7 @@ import jax
 from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
+from jaxtrain.config.secrets import redact, redact_command
 from jaxtrain.errors import UserError
 from jaxtrain.run.belongings import delete_own, read_names, require_own, take_names
 from jaxtrain.run.checkpoint_folder import find_steps
@@ -120,9 +121,11 @@ class RunFolder:
             take_names(self.path, names)
             attempts = self.path / "attempts.jsonl"
             self.attempt = 1 + (len(attempts.read_text().splitlines()) if attempts.exists() else 0)
-            write_atomically(self.path / "config.json", self.config.model_dump_json(indent=2))
+            write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
             with attempts.open("a") as file:
-                file.write(json.dumps(describe_attempt(self.attempt, self.command)) + "\n")
+                file.write(
+                    json.dumps(describe_attempt(self.attempt, redact_command(self.command))) + "\n"
+                )
         except OSError as error:
             self.__exit__()
             raise UserError(
@@ -162,8 +165,8 @@ class RunFolder:
         if not (has_steps or has_metrics):
             return
         self.changes, forbidden = find_changes(
-            read_config(self.path / "config.json"),
-            self.config.model_dump(mode="json"),
+            redact(read_config(self.path / "config.json"), references=True),
+            redact(self.config.model_dump(mode="json"), references=True),
             last_device_count(self.path / "attempts.jsonl"),
             jax.device_count(),
             self.config.task.reads,
@@ -285,20 +288,16 @@ def read_config(path: Path) -> dict[str, Any]:
     """A saved config, with the defaults of keys that are newer than it; raises UserError when it is
     missing or broken."""
     try:
-        saved = read_saved(path.read_text())
-        if not isinstance(saved, dict):
-            raise ValueError("it holds no sections")
-        with contextlib.suppress(UserError):  # find_changes names what is no longer allowed
-            return validate_config(saved, str(path)).model_dump(mode="json")
-        return saved
-    except FileNotFoundError:
-        why = "is missing"
-    except ValueError as error:
-        why = f"is not valid JSON ({error})"
-    raise UserError(
-        f"{path} {why}, so nobody can tell which config its checkpoints belong to; put it back, or"
-        " set run.overwrite=true to start again"
-    )
+        saved = read_saved(path)
+    except UserError as error:
+        why = str(error) if os.path.lexists(path) else f"{path} is missing"
+        raise UserError(
+            f"{why}, so nobody can tell which config its checkpoints belong to; put it back, or"
+            " set run.overwrite=true to start again"
+        ) from None
+    with contextlib.suppress(UserError):  # find_changes names what is no longer allowed
+        return validate_config(saved, str(path)).model_dump(mode="json")
+    return saved
 
 
 def last_device_count(attempts: Path) -> int | None:

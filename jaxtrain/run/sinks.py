@@ -171,7 +171,7 @@ def open_sink(name: str, folder: Path, config: Config) -> Any:
     """The sink that an entry of log.sinks names; UserError where it cannot be found or made."""
     made = plugins.find("sinks", name, {}, key="log.sinks")
     try:
-        return made(folder, config.model_dump(mode="json"))
+        return made(folder, config.saved())
     except UserError:
         raise
     except Exception as error:  # the border: whatever foreign code may raise
@@ -247,7 +247,7 @@ class WandB:
     def __init__(self, project: str, name: str | None, folder: Path, config: Config):
         self._module = _import("wandb", "log.wandb_project", "wandb")
         self._settings = {"project": project, "name": name, "dir": str(folder)}
-        self._config, self._id_file = config.model_dump(mode="json"), folder / "wandb_id"
+        self._config, self._id_file = config.saved(), folder / "wandb_id"
         self._run: Any = None
         self._samples: dict[str, list[dict[str, Any]]] = {}
         """Answers that wait for the numbers of their step: steps may only rise."""

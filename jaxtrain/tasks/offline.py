@@ -76,14 +76,16 @@ class OfflineData:
             microsteps=1,
             num_epochs=1.0 if self.config.run.num_epochs else None,
         )
-        batches = [round_[0] for _, round_ in zip(range(num_batches), source, strict=False)]
+        # One at a time: a batch may take a good part of the memory.
+        documents = [
+            count_roots(round_[0]) for _, round_ in zip(range(num_batches), source, strict=False)
+        ]
         counters = source.counters()
         source.close()
-        documents = np.mean([count_roots(batch) for batch in batches])
         console.print(
-            f"packing of the first {len(batches)} batches: {data.micro_batch_size} rows of"
+            f"packing of the first {len(documents)} batches: {data.micro_batch_size} rows of"
             f" {self.row_tokens} tokens, {counters['packing_efficiency']:.1%} filled,"
-            f" {documents:.1f} samples a batch"
+            f" {np.mean(documents):.1f} samples a batch"
         )
 
     def _all(self) -> list[DatasetConfig]:

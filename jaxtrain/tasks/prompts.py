@@ -25,7 +25,7 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import Rewards, open_rewards
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.on_policy import OnPolicy
-from jaxtrain.rollout.open import find_engine, seed_sampling
+from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
 from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -70,7 +70,7 @@ class PromptData:
             if is_main_process():
                 engine, publisher, self.source, steps = self._open_rounds(parts, stack)
             else:
-                engine, publisher = kind.open(self.config, parts, say)
+                engine, publisher = kind.open(with_secrets(self.config), parts, say)
                 stack.callback(publisher.close)
             return OnPolicy(
                 SharedRounds(self.source),
@@ -103,7 +103,7 @@ class PromptData:
         stack.callback(rewards.close)
         env, own = open_envs(config, parts.tokenizer, rewards)
         kind = find_engine(config)
-        engine, publisher = kind.open(config, parts, say)
+        engine, publisher = kind.open(with_secrets(config), parts, say)
         assert engine is not None, "process 0 samples"
         stack.callback(publisher.close)
         compares = estimator.baseline in ("group", "leave_one_out")

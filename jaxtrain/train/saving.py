@@ -98,7 +98,7 @@ class Saves:
             self.session.state.tree(),
             point.cursor,
             metrics=metrics,
-            config=self.config.model_dump(mode="json"),
+            config=self.config.saved(),
         )
 
     def rescue(self, error: Exception, read: Callable[[], None], metrics: dict[str, float]) -> None:

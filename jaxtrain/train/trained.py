@@ -1,15 +1,17 @@
 """A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtrain.adapters.peft import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft import open_peft
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.config.tables import MOST_BYTES
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.run.checkpoint import load_checkpoint
 from jaxtrain.tasks import make_task
 
@@ -38,8 +40,8 @@ def open_trained(
     """
     path = Path(name)
     saved = path / "config.json"
-    table = read_saved(saved.read_text()) if saved.is_file() else {}
-    is_run = {"run", "model", "optim"} <= set(table)
+    is_run = holds_run(saved)
+    table: dict[str, Any] = read_saved(saved) if is_run else {}
     if not is_run:
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path} holds checkpoints but {saved} is not a run's config")
@@ -65,6 +67,16 @@ def open_trained(
     copies = {name: value for name, value in found.arrays.items() if name != "params"}
     weights = {**base, **copies, **found.arrays["params"]}
     return Trained(config, task, Held(roles, weights, found.step))
+
+
+def holds_run(saved: Path) -> bool:
+    """Whether a config.json is a run's: a model's has other keys. One that cannot be read is
+    neither; whoever loads the folder says what is wrong with it."""
+    try:
+        found = parse_json(read_text(saved, MOST_BYTES))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"run", "model", "optim"} <= set(found)
 
 
 def alone(config: Config) -> Config:

@@ -13,7 +13,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
-from jaxtrain.rollout.open import find_engine
+from jaxtrain.rollout.open import find_engine, with_secrets
 from jaxtrain.rollout.problem_sets import open_problem_sets
 from jaxtrain.run.belongings import take_names
 from jaxtrain.run.samples import SAMPLES, append_samples
@@ -85,7 +85,9 @@ def generate_into(
         if kind.serves:
             # Adapters go to this folder, beside those of a run that may be under way.
             place = config.run.model_copy(update={"output_dir": str(folder)})
-            engine, publisher = kind.open(config.model_copy(update={"run": place}), parts, say)
+            engine, publisher = kind.open(
+                with_secrets(config.model_copy(update={"run": place})), parts, say
+            )
             stack.callback(publisher.close)
             publisher.publish(0, held.params(), held.roles.rebuild(held.roles.trained))
         evaluation = Evaluation(

@@ -420,9 +420,7 @@ class Servers:
             return COMPLETIONS
         return GENERATE
 
-    def _probe(
-        self, route: str, url: str, model: str, timeout: float = PROBE_SECONDS
-    ) -> float:
+    def _probe(self, route: str, url: str, model: str, timeout: float = PROBE_SECONDS) -> float:
         """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
         truncation."""
         sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)

@@ -1,0 +1,147 @@
+"""Keys and passwords in a config: never written anywhere, and named instead of repeated.
+
+A text under a name like `api_key`, `token`, `password` or `authorization` (in the options of
+rewards, environments and engines) is a secret, and so is what stands before the @ of a URL.
+Whatever keeps or shows a config (config.json, checkpoints, sinks, --print-config) gets `redact` of
+it.
+
+    options = {api_key = "$JUDGE_KEY"}      or "env:JUDGE_KEY": the environment variable, read where
+                                            the option is used; only its name is kept
+    options = {api_key = "sk-..."}          used, but kept as HIDDEN: who opens the run again gives
+                                            it again, by its config file or an override
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+HIDDEN = "<not-saved>"
+"""What stands in a saved config for a secret."""
+
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+_SECRET = {
+    *("password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets", "apikey"),
+    *("apikeys", "credential", "credentials", "authorization", "auth", "bearer", "cookie"),
+}
+_MAYBE = {"key", "keys", "token"}
+"""Words that also name columns and tokens of a vocabulary."""
+_PLAIN = {
+    *("column", "row", "json", "dict", "sort", "group", "primary", "prompt", "answer", "field"),
+    *("label", "target", "eos", "bos", "pad", "end", "start", "stop", "begin", "mask", "special"),
+    *(
+        "think",
+        "sep",
+        "unk",
+        "tool",
+        "new",
+        "estimate",
+        "max",
+        "min",
+        "num",
+        "per",
+        "first",
+        "last",
+        "next",
+    ),
+}
+_NAMES = {"var", "env", "file", "path", "name", "variable"}
+"""Last words of keys that say where a secret is, not what it is."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s@]+)@")
+_QUERY = re.compile(
+    r"([?&](?:api[_-]?key|key|token|access_token|auth|password|secret|sig|signature)=)([^&#\s]+)",
+    re.IGNORECASE,
+)
+_REFERENCE = re.compile(r"(?:\$\{(\w+)\}|\$(\w+)|env:(\w+))\Z")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of this name holds a secret: api_key, hf_token, Authorization, X-Api-Key."""
+    words = [word.lower() for word in _WORDS.findall(name[:200])]
+    if not words or words[-1] in _NAMES:
+        return False
+    if _SECRET & set(words):
+        return True
+    return bool(_MAYBE & set(words)) and not _PLAIN & set(words)
+
+
+def hides(location: Sequence[Any]) -> bool:
+    """Whether the value at a place of the config (its keys from the root) is not to be shown."""
+    return any(isinstance(part, str) and is_secret(part) for part in location)
+
+
+def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any:
+    """A dumped config with HIDDEN in place of secrets. Names of environment variables stay, but
+    with `references` go as well, so that two configs can be compared."""
+    if isinstance(value, Mapping):
+        return {
+            key: redact(one, secret or is_secret(str(key)), references=references)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(one, secret, references=references) for one in value]
+    if not isinstance(value, str) or (_REFERENCE.match(value) and not references):
+        return value
+    return HIDDEN if secret and value else redact_text(value)
+
+
+def redact_text(text: str) -> str:
+    """A text with HIDDEN for the users, passwords and keys of URLs in it."""
+    text = _URL.sub(lambda found: f"{found[1]}{_kept(found[2])}@", text)
+    return _QUERY.sub(lambda found: f"{found[1]}{_kept(found[2])}", text)
+
+
+def redact_command(words: Sequence[str]) -> list[str]:
+    """A command line with HIDDEN for what overrides set secret options to."""
+    shown = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        parts = key.split(".")
+        kept = equals and hides(parts) and not _REFERENCE.match(value)
+        # An inline table as the value: nobody tells its texts apart here.
+        whole = equals and parts[-1] == "options"
+        shown.append(f"{key}={HIDDEN}" if kept or whole else redact_text(word))
+    return shown
+
+
+def reveal(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Options as they are used: "$NAME" and "env:NAME" under a secret's name are the environment
+    variable. UserError where that is not set, or where a saved config no longer has the secret."""
+    return {name: _reveal(one, is_secret(name), f"{key}.{name}") for name, one in options.items()}
+
+
+def reveal_url(url: str, key: str) -> str:
+    """A URL as it is used: "$NAME" before the @ is the environment variable. UserError: reveal."""
+    return _URL.sub(lambda found: f"{found[1]}{_look_up(found[2], key)}@", url)
+
+
+def _reveal(value: Any, secret: bool, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _reveal(one, secret or is_secret(name), f"{key}.{name}")
+            for name, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_reveal(one, secret, f"{key}.{place}") for place, one in enumerate(value)]
+    return _look_up(value, key) if isinstance(value, str) and (secret or HIDDEN in value) else value
+
+
+def _look_up(value: str, key: str) -> str:
+    if HIDDEN in value:
+        raise UserError(
+            f"{key} is a secret, which runs do not save; give it again with {key}=..., or write"
+            f' "$NAME" in the config and set that environment variable'
+        )
+    found = _REFERENCE.match(value)
+    if found is None:
+        return value
+    name = next(filter(None, found.groups()))
+    if name not in os.environ:
+        raise UserError(f"{key} is {value!r}, but the environment variable {name} is not set")
+    return os.environ[name]
+
+
+def _kept(value: str) -> str:
+    return value if _REFERENCE.match(value) else HIDDEN
