@@ -135,8 +135,8 @@ class LogConfig(Section):
     tensorboard: bool = False
     """Also write TensorBoard event files to <output_dir>/tensorboard."""
     wandb_project: str | None = None
-    """Also report to this Weights & Biases project: numbers, and once a minute at most a table of the
-    newest answers (64 at most; samples.jsonl has all that were kept)."""
+    """Also report to this Weights & Biases project: numbers, and once a minute at most a table of
+    the newest answers (64 at most; samples.jsonl has all that were kept)."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases."""
     sinks: list[Annotated[str, AfterValidator(known_in("sinks", ()))]] = []

@@ -210,9 +210,10 @@ class FakeVllm:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, request):
-        lines = 'http_requests_total{status="2xx"} %d\n' % time.monotonic_ns()
+        lines = f'http_requests_total{{status="2xx"}} {time.monotonic_ns()}\n'
         if self.tells:
-            lines += 'vllm:generation_tokens_total{engine="0",model_name="a b"} %.1f\n' % self.drawn
+            name = 'vllm:generation_tokens_total{engine="0",model_name="a b"}'
+            lines += f"{name} {self.drawn:.1f}\n"
         return web.Response(text=lines)
 
     async def _tokenize(self, request):

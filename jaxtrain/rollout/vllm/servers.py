@@ -43,7 +43,8 @@ PROBE_TEXT = "The quick brown fox: naïve 3.14159 × 42 = ? \n\tdef f(x):  retur
 
 
 TOKEN_COUNTER = re.compile(
-    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens_total)_(?:total|sum)(?:\{.*\})? (\S+)",
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens_total)"
+    r"_(?:total|sum)(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
 """Lines of /metrics that change with every step of an engine that works."""
