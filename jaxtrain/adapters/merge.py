@@ -16,6 +16,7 @@ from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
 from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import round_trip
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import check_inside
 from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
 from jaxtrain.models.build import read_config
@@ -93,6 +94,7 @@ def merge_adapter(
     for file in base.iterdir():
         if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                check_inside(base, file)  # the merged folder may be given to others
                 shutil.copyfile(file, output / file.name)
     return len(corrections)
 

@@ -4,7 +4,6 @@ All checks that need no weights happen first, so that a mistake costs seconds.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from jaxtrain.adapters.storage import quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import read_object
 from jaxtrain.models import build
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.parallel.feed import row_shards
@@ -211,10 +211,7 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"model.path {model.path!r}: {path} does not exist")
-    try:
-        return folder, json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return folder, read_object(path)
 
 
 def find_folder(name: str, weights: bool) -> Path:

@@ -7,28 +7,43 @@ always the default there.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
-
-from huggingface_hub.errors import StrictDataclassError
+from typing import Any, get_type_hints
 
 from jaxtrain.errors import UserError
-
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
-"""Say nothing about the network; carried along for export."""
+from jaxtrain.hf.config_checks import (
+    KEPT,
+    allows_none,
+    check_kept,
+    check_rope,
+    check_total,
+    check_value,
+    is_number,
+)
+from jaxtrain.hf.files import shorten, spell
 
 IGNORED = {
     *KEPT,
-    "_attn_implementation",
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "model_type",
-    "torch_dtype",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
+    *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path"),
+    *("architectures", "model_type", "tokenizer_class", "transformers_version"),
+    *("is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    *(
+        "dtype",
+        "torch_dtype",
+        "gradient_checkpointing",
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+    ),
+    # What it is used for, and how answers are drawn.
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    *("output_attentions", "output_hidden_states", "return_dict", "torchscript"),
+    *("do_sample", "max_length", "max_new_tokens", "num_beams", "repetition_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p"),
 }
+"""Neither these nor KEPT change what the network computes."""
+TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
+"""Only where transformers trains; evaluation computes the same, and no training here draws any."""
 
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 
@@ -46,6 +61,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     differs from transformers' default.
     """
     model_type = cls.model_type
+    hints = get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls)} - {"rope", "kept"}
     defaults = hf_defaults(model_type)
     for key, value in raw.items():
@@ -54,17 +70,31 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         # A switch that is off cannot change what the network computes.
         if value is None or value is False or (key in defaults and defaults[key] == value):
             continue
-        known = f"the default {defaults[key]!r}" if key in defaults else "that it is absent"
+        if TRAINING_NOISE.fullmatch(key) and is_number(value) and 0 <= value < 1:
+            continue
+        known = f"the default {shorten(defaults[key])}" if key in defaults else "that it is absent"
         raise UserError(
-            f"config.json: {key}={_short(value)} is not supported for model_type {model_type!r}; "
-            f"this implementation only knows {known}"
+            f"config.json: {spell(key)}={shorten(value)} is not supported for model_type"
+            f" {spell(model_type)!r}; this implementation only knows {known}"
         )
+    for name in names & set(raw):
+        if raw[name] is not None:
+            check_value(name, raw[name], hints[name])
+    check_rope(raw)
+    check_kept(raw)
+    used = {key: raw[key] for key in raw if key in names or key in ROPE or key in KEPT}
     try:
-        full = _config_class(model_type).from_dict(json.loads(json.dumps(raw))).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"config.json ({model_type}): {error}") from error
+        full = _config_class(model_type).from_dict(json.loads(json.dumps(used))).to_dict()
+        rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}
+    except Exception as error:  # transformers checks as it likes
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"config.json ({model_type}): {said[:500]}") from error
     values = {name: _freeze(full[name]) for name in names if name in full}
-    rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}
+    for name, value in values.items():
+        if not (value is None and allows_none(hints[name])):
+            check_value(name, _thaw(value), hints[name])
+    check_total(values)
+    check_rope({"rope_parameters": rope})
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
     values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
     return values
@@ -104,8 +134,3 @@ def _freeze(value: Any) -> Any:
 
 def _thaw(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

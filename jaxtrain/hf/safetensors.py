@@ -7,15 +7,25 @@ the host holds only the slice in hand, whatever the size of the model.
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import (
+    MAX_BYTES,
+    describe,
+    find_inside,
+    parse_object,
+    read_object,
+    shorten,
+)
 from jaxtrain.hf.ops import Index, Piece
 
 DTYPES: dict[str, np.dtype] = {
@@ -37,7 +47,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 MAX_SHARD_BYTES = 5 * 10**9
-MAX_HEADER_BYTES = 100 * 10**6
+MAX_HEADER_BYTES = MAX_BYTES
+MAX_DIMS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +66,8 @@ class Folder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
 
     single: the file that holds everything where there is no index.
-    Raises UserError for a folder without safetensors, a shard that the index names and that is not
-    there, a damaged header, a file shorter than its header says.
+    Raises UserError for a folder without safetensors, an index or a header that lies, a shard that
+    is missing or lies elsewhere, a file shorter than its header says.
     """
 
     def __init__(self, folder: str | os.PathLike, single: str = SINGLE):
@@ -64,21 +75,35 @@ class Folder:
         self.tensors: dict[str, Stored] = {}
         index = self.path / INDEX
         if index.is_file():
-            try:
-                shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise UserError(f"{index} is damaged: {error!r}; download it again") from error
+            homes = read_index(index)
+            for shard in sorted(set(homes.values())):
+                self._add(read_header(find_inside(self.path, shard, index)))
+            for name, shard in homes.items():
+                found = self.tensors.get(name)
+                if found is None or found.file != self.path / shard:
+                    where = "nowhere" if found is None else f"in {found.file.name}"
+                    raise UserError(
+                        f"{index}: weight_map says that {shorten(name)} is in {shard}, but it is"
+                        f" {where}; download the folder again"
+                    )
         elif (self.path / single).is_file():
-            shards = [single]
+            self._add(read_header(self.path / single))
         else:
             raise UserError(
                 f"{self.path} holds neither {single} nor {INDEX}; only safetensors are read: "
                 "convert other weights with transformers' save_pretrained"
             )
-        for shard in shards:
-            if not (self.path / shard).is_file():
-                raise UserError(f"{self.path / shard} is missing, but {INDEX} names it")
-            self.tensors |= read_header(self.path / shard)
+        if not self.tensors:
+            raise UserError(f"{self.path} holds no tensors; download the folder again")
+
+    def _add(self, tensors: Mapping[str, Stored]) -> None:
+        for name, stored in tensors.items():
+            if name in self.tensors:
+                raise UserError(
+                    f"{stored.file}: tensor {shorten(name)} is in {self.tensors[name].file.name},"
+                    " too; download the folder again"
+                )
+            self.tensors[name] = stored
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
         """tensors[name][index], still on disk until it is used."""
@@ -89,38 +114,85 @@ class Folder:
         return np.asarray(array)[index]
 
 
+def read_index(index: Path) -> dict[str, str]:
+    """{tensor: file name} of an index; UserError where it says something else."""
+    homes = read_object(index, strict=True).get("weight_map")
+    if not isinstance(homes, dict) or not all(isinstance(file, str) for file in homes.values()):
+        raise UserError(
+            f"{index} is damaged: its weight_map must be an object with a file name for each"
+            f" tensor, found {describe(homes)}; download it again"
+        )
+    return homes
+
+
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one file; UserError names the file and tensor that do not add up."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        if size < 8 or length > size - 8:
             raise UserError(
                 f"{file} is truncated or no safetensors file: {size} bytes, header of {length}"
             )
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise UserError(f"{file} has a damaged header: {error}") from error
+        if length > MAX_HEADER_BYTES:
+            raise UserError(
+                f"{file}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+            )
+        raw = stream.read(length)
+    header = parse_object(raw, f"the header of {file} (a damaged header)", strict=True)
+    header.pop("__metadata__", None)
+    begin = 8 + length
     tensors = {}
+    spans = []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in DTYPES:
+        dtype, shape, start, stop = _read_entry(file, name, entry)
+        if begin + stop > size:
             raise UserError(
-                f"{file}: tensor {name} has dtype {entry['dtype']}; supported: {sorted(DTYPES)}"
+                f"{file} is truncated: tensor {shorten(name)} ends at byte {begin + stop}, the file"
+                f" has {size}; download or copy it again"
             )
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if stop - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
-            raise UserError(f"{file}: tensor {name} {shape} does not fill its {stop - start} bytes")
-        if 8 + length + stop > size:
+        tensors[name] = Stored(file, dtype, shape, begin + start)
+        spans.append((start, stop, name))
+    end, last = 0, None
+    for start, stop, name in sorted(spans):
+        if start < end:
             raise UserError(
-                f"{file} is truncated: tensor {name} ends at byte {8 + length + stop}, the file "
-                f"has {size}; download or copy it again"
+                f"{file}: tensors {shorten(last)} and {shorten(name)} overlap; the header is"
+                " damaged, download the file again"
             )
-        tensors[name] = Stored(file, dtype, shape, 8 + length + start)
+        end, last = stop, name
     return tensors
+
+
+def _read_entry(file: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, byte behind the last) of one tensor of a header."""
+    place = f"{file}: tensor {shorten(name)}"
+    if not isinstance(entry, dict):
+        raise UserError(f"{place} is {describe(entry)} in the header; the file is damaged")
+    code = entry.get("dtype")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise UserError(f"{place} has dtype {shorten(code)}; supported: {sorted(DTYPES)}")
+    shape, offsets = _read_sizes(entry.get("shape")), _read_sizes(entry.get("data_offsets"))
+    if shape is None or len(shape) > MAX_DIMS:
+        raise UserError(f"{place} has shape {shorten(entry.get('shape'))}; the header is damaged")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise UserError(
+            f"{place} has data_offsets {shorten(entry.get('data_offsets'))}; the header is damaged"
+        )
+    start, stop = offsets
+    dtype = DTYPES[code]
+    if stop - start != dtype.itemsize * math.prod(shape):
+        raise UserError(
+            f"{place} {shorten(list(shape))} {code} does not fill its {stop - start} bytes; the"
+            " header is damaged"
+        )
+    return dtype, shape, start, stop
+
+
+def _read_sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value):
+        return tuple(value)
+    return None
 
 
 def write_folder(

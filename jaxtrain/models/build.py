@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
+from jaxtrain.hf.config_checks import check_names
+from jaxtrain.hf.files import read_object, spell
 from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models import ARCHITECTURES
@@ -48,7 +50,7 @@ def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderC
 
     place: "package.module" or "file.py" that holds the family, as in model.family.
     """
-    named, model_type = raw.get("architectures"), raw.get("model_type")
+    named, model_type = check_names(raw)
     if place is not None:
         module = plugins.load_module(place, key=f"model.family {place!r}")
     elif named:
@@ -92,11 +94,7 @@ def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderC
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    return config_from_hf(raw, place)
+    return config_from_hf(read_object(path), place)
 
 
 def abstract(config: DecoderConfig, **options: Any) -> Decoder:
@@ -250,7 +248,7 @@ def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: Decod
                     "tie_word_embeddings=true"
                 )
         elif not name.endswith("rotary_emb.inv_freq"):  # a buffer of old transformers, not a weight
-            problems.append(f"{stored.file.name}: unexpected {name} {stored.shape}")
+            problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:8])

@@ -70,7 +70,8 @@ def test_old_and_new_rope_spelling_are_one():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 .* default 0.0"),
+        ({"attention_dropout": 1.5}, "attention_dropout=1.5 .* default 0.0"),
+        ({"rope_interleaved": True}, "rope_interleaved=true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"made_up": 3}, "made_up=3"),
         ({"hidden_act": "softplus"}, "softplus"),
