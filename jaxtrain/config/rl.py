@@ -22,6 +22,7 @@ GRPO = {
     "baseline": "group",
     "scale_rewards": "group",
     "combine_rewards": "sum_then_normalise",
+    "normalise_advantages": False,
     "old_logp": "recomputed",
     "kl_in": "loss",
 }
@@ -52,8 +53,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **GRPO,
         "clip": "reinforce",
         "average": "token",
-        "baseline": "batch",
-        "scale_rewards": "batch",
+        "scale_rewards": "none",
+        "normalise_advantages": True,
     },
     "m2po_mask": {**GRPO, "clip": "none", "average": "token", "old_logp": "sampler"},
     "m2po_clip": {**GRPO, "average": "token", "old_logp": "sampler"},
@@ -122,8 +123,9 @@ class RLTask(TaskSection):
     reward_clip_range: tuple[float, float] | None = None
     """Bounds of an answer's weighted reward before it is compared, such as [-1, 1]; a KL penalty
     in the reward comes on top. The metrics show rewards as they were given."""
-    normalise_advantages: bool = False
-    """Bring the advantages of a round to mean 0 and deviation 1 at last (RLOO's whitening)."""
+    normalise_advantages: bool | None = None
+    """Bring the advantages of a round to mean 0 and deviation 1 at last (REINFORCE++-baseline, and
+    RLOO's whitening)."""
     combine_rewards: Literal["sum_then_normalise", "normalise_then_sum"] | None = None
     """Several rewards: add them up, or normalise each in its group first (GDPO)."""
     old_logp: Literal["recomputed", "sampler"] | None = None
@@ -224,7 +226,7 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
                 "task.reward_clip_range bounds a sum of rewards, which combine_rewards"
                 ' normalise_then_sum does not form; remove it or set "sum_then_normalise"'
             )
-    if task.normalise_advantages and task.knob("combine_rewards") == "normalise_then_sum":
+    if task.knob("normalise_advantages") and task.knob("combine_rewards") == "normalise_then_sum":
         yield "task.normalise_advantages is what combine_rewards normalise_then_sum does; remove it"
     if rollout.prompts_per_step % task.num_minibatches:
         yield (
@@ -294,7 +296,7 @@ def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
             f'task.combine_rewards "normalise_then_sum" {whole}; set it to "sum_then_normalise", or'
             " streaming to false"
         )
-    if task.normalise_advantages:
+    if task.knob("normalise_advantages"):
         yield f"task.normalise_advantages {whole}; set one of them to false"
     if task.objective == "m2po_mask":
         yield f'objective m2po_mask {whole}; take "m2po_clip", or set streaming to false'

@@ -170,9 +170,9 @@ def _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective: Objective)
         case "ppo":
             bounded_BT = ratio_BT
             if objective.delta is not None:
-                bounded_BT = jnp.minimum(ratio_BT, objective.delta)
-            clipped_BT = jnp.clip(ratio_BT, 1.0 - low, 1.0 + high)
-            return jnp.minimum(bounded_BT * advantage_BT, clipped_BT * advantage_BT)
+                bounded_BT = at_most(ratio_BT, objective.delta)
+            clipped_BT = at_most(at_least(ratio_BT, 1.0 - low), 1.0 + high)
+            return at_most(bounded_BT * advantage_BT, clipped_BT * advantage_BT)
         case "cispo":
             capped_BT = jax.lax.stop_gradient(jnp.minimum(ratio_BT, high))
             return capped_BT * advantage_BT * logp_BT
@@ -187,11 +187,20 @@ def _surrogate(ratio_BT, logp_BT, advantage_BT, low, high, objective: Objective)
     raise AssertionError(objective.clip)
 
 
+def at_most(values, bound):
+    """The minimum; where both are equal the gradient is that of the values alone, as everywhere
+    inside the bound (jnp.minimum would halve it)."""
+    return jnp.where(values > bound, bound, values)
+
+
+def at_least(values, bound):
+    """The maximum, with the gradient of `at_most`."""
+    return jnp.where(values < bound, bound, values)
+
+
 def gmpo_ratio(log_ratio_BT, advantage_BT, mask_BT, owner_BT, low, high):
     """GMPO's geometric mean of the sequence's ratios, each cut off where it would help the loss."""
-    cut_BT = jnp.where(
-        advantage_BT > 0, jnp.minimum(log_ratio_BT, high), jnp.maximum(log_ratio_BT, -low)
-    )
+    cut_BT = jnp.where(advantage_BT > 0, at_most(log_ratio_BT, high), at_least(log_ratio_BT, -low))
     return jnp.exp(_limit(segment_mean(cut_BT, mask_BT, owner_BT)))
 
 
@@ -246,7 +255,8 @@ def m2_range(log_ratio_BT, advantage_BT, mask_BT, threshold: float):
 
     Among the tokens that a clip could touch (A > 0 and r > 1, or A < 0 and r < 1) the largest
     squared log-ratios are left out until the mean of the rest is below `threshold`; the largest one
-    kept is the range. Depends on the rows that are together in a microstep. (AstraFlow's form.)
+    kept is the range, and a rounding error more, so that this token, which lies on the bound, stays
+    inside. Depends on the rows that are together in a microstep. (AstraFlow's form.)
     """
     log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT)
     touched_BT = mask_BT & (
@@ -264,8 +274,10 @@ def m2_range(log_ratio_BT, advantage_BT, mask_BT, threshold: float):
     reach = jnp.sqrt(squares_N[first])
     moment = suffix_N[0] / jnp.maximum(count, 1)
     wide = (count == 0) | (moment <= threshold)
-    low = jnp.where(wide, WIDEST[0], jnp.minimum(-jnp.expm1(-reach), WIDEST[0]))
-    high = jnp.where(wide, WIDEST[1], jnp.minimum(jnp.expm1(reach), WIDEST[1]))
+    rounding = 8 * jnp.finfo(reach.dtype).eps  # of the square root, exp() and the sum with 1
+    low = jnp.minimum(-jnp.expm1(-reach) + rounding, WIDEST[0])
+    high = jnp.minimum(jnp.expm1(reach) + rounding * (1.0 + reach) * jnp.exp(reach), WIDEST[1])
+    low, high = jnp.where(wide, WIDEST[0], low), jnp.where(wide, WIDEST[1], high)
     return low, high, moment
 
 

@@ -44,7 +44,7 @@ def open_data(config: Config, tokenizer: Any) -> PromptData:
             task.knob("scale_rewards"),
             task.knob("combine_rewards"),
             task.reward_clip_range,
-            task.normalise_advantages,
+            task.knob("normalise_advantages"),
         ),
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,

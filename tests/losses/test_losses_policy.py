@@ -372,6 +372,79 @@ def test_m2_range_is_the_sorted_rule(seed, threshold):
     np.testing.assert_allclose([low, high], want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_m2pos_largest_kept_token_keeps_its_whole_gradient(sign, seed, dtype):
+    """By hand: a kept token's slope is -A r, whichever it is, and that of a left-out one 0. The
+    largest kept one lies on the bound that is made of it."""
+    rng = np.random.default_rng(seed)
+    gap = (sign * rng.uniform(0.001, 0.6, (1, 40))).astype(dtype)
+    if seed == 0:  # by hand: squares 0.25, 0.16, 0.09, 0.01; the mean of the last three is 0.0867
+        gap[:] = 0.0
+        gap[0, :4] = sign * np.array([0.5, 0.4, 0.3, 0.1])
+    threshold = 0.09 if seed == 0 else 0.04
+    ints, zeros = np.zeros(gap.shape, np.int32), np.zeros_like(gap)
+    streams = {"advantage": zeros + sign * 1.5, "old_logp": zeros - 1, "sampler_logp": zeros - 1}
+    mask = (gap != 0).astype(dtype)
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": mask}, owner=ints, streams=streams)
+
+    def loss(logp):
+        return policy_terms(logp, zeros, batch, Objective(m2_threshold=threshold))[0]["pg"]
+
+    slope = np.asarray(jax.grad(loss)(jnp.asarray(gap) - 1))
+    squares = np.sort(gap[mask > 0].astype(np.float64) ** 2)[::-1]
+    means = [squares[i:].mean() for i in range(len(squares))]
+    first = next(i for i, mean in enumerate(means) if mean < threshold)
+    assert 0 < first < len(squares) - 1
+    kept = (gap.astype(np.float64) ** 2 <= squares[first] * (1 + 1e-6)) & (mask > 0)
+    want = np.where(kept, -sign * 1.5 * np.exp(gap.astype(np.float64)), 0.0)
+    tolerance = 1e-12 if dtype == "float64" else 1e-5
+    np.testing.assert_allclose(slope, want, rtol=tolerance, atol=tolerance)
+
+
+def test_gmpo_is_verls():
+    """Loss and gradients that compute_policy_loss_geo_mean of verl 0.9.1 gives in float64; tokens
+    on the bounds (0.4 with A > 0, -0.4 with A < 0) included. Its 1e-8 in the mean: rtol 1e-7."""
+    gap = np.array([[0.5, -0.1, 0.3, 9.0], [-0.5, 0.2, -0.4, -0.4], [0.4, 0.1, -0.45, 0.25]])
+    mask = np.array([[1.0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
+    advantage = np.array([[1.5], [-0.5], [0.75]]) * np.ones_like(gap)
+    ints, zeros = np.zeros(gap.shape, np.int32), np.zeros_like(gap)
+    streams = {"advantage": advantage, "old_logp": zeros, "sampler_logp": zeros}
+    weight = mask / mask.sum(1, keepdims=True) / 3  # a mean of sequences
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": weight}, owner=ints, streams=streams)
+
+    def loss(logp):
+        objective = Objective(clip="gmpo", low=0.4, high=0.4)
+        return policy_terms(logp, zeros, batch, objective)[0]["pg"]
+
+    value, slope = jax.value_and_grad(loss)(jnp.asarray(gap))
+    np.testing.assert_allclose(value, -0.7503722833657084, rtol=1e-7)
+    first, second, third = -0.20356712486720271, 0.03245003248600631, -0.06736775908081921
+    want = [[0, first, first, 0], [0, second, second, second], [third] * 4]
+    np.testing.assert_allclose(slope, want, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, changes",
+    [(1.25, 2.0, {"high": 0.25}), (0.75, -2.0, {"low": 0.25}), (1.25, -2.0, {"delta": 1.25})],
+)
+def test_a_token_on_the_bound_is_inside(ratio, advantage, changes):
+    """As torch.clamp and torch.min have it: r A and its whole slope."""
+    ints, one = np.zeros((1, 1), np.int32), np.ones((1, 1))
+    streams = {"advantage": one * advantage, "old_logp": one * 0, "sampler_logp": one * 0}
+    batch = Batch(ints, ints, ints - 1, ints, {"pg": one}, owner=ints, streams=streams)
+    logp = math.log(ratio)
+    assert math.exp(logp) == ratio
+
+    def loss(value):
+        return policy_terms(value, one, batch, Objective(**changes))[0]["pg"]
+
+    found = jax.value_and_grad(loss)(jnp.full((1, 1), logp))
+    np.testing.assert_allclose(found[0], -ratio * advantage, rtol=1e-12)
+    np.testing.assert_allclose(found[1], [[-ratio * advantage]], rtol=1e-12)
+
+
 def test_m2_range_of_nothing_is_wide_open():
     low, high, moment = m2_range(jnp.ones((1, 3)), jnp.ones((1, 3)), jnp.zeros((1, 3), bool), 0.04)
     assert (float(low), float(high), float(moment)) == (0.95, 20.0, 0.0)

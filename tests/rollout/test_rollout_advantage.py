@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxtrain.config.rl import OBJECTIVES
 from jaxtrain.rollout.advantage import (
     EPSILON,
     compute_advantages,
@@ -102,6 +103,40 @@ def test_gdpo_normalises_each_reward_and_then_the_batch():
     want = (totals - totals.mean()) / (totals.std(ddof=1) + EPSILON)
     found = compute(rewards, weights=(1.0, 0.5), combine="normalise_then_sum")
     np.testing.assert_allclose(found, want, rtol=1e-10)
+
+
+def test_reinforce_baseline_is_swifts_and_verls():
+    """REINFORCE++-baseline: numbers that compute_advantages of ms-swift 4.6.0
+    (swift/rl_core/advantage.py, "reinforce_plus_plus", scaled by batch) printed for these rewards;
+    those of verl 0.9.1 (core_algos, answers of one token) differ by its other epsilon alone."""
+    preset = OBJECTIVES["reinforce_baseline"]
+    rewards = np.array([1.0, 0, 0, 1, 1, 3, 2, 2, 0, 0, 5, 1])[:, None]
+    found = compute(
+        rewards,
+        [4, 4, 4],
+        baseline=preset["baseline"],
+        scale=preset["scale_rewards"],
+        combine=preset["combine_rewards"],
+        whiten=preset["normalise_advantages"],
+    )
+    small, half, large = 0.37078242639408654, 0.7415648527881731, 1.1123472791822595
+    swift = [small, -small, -small, small, -half, half, 0, 0]
+    np.testing.assert_allclose(found, [*swift, -large, -large, 2.5954769847586054, -small], 1e-12)
+    small, half, large = 0.37080992348956, 0.74161984697912, 1.11242977046868
+    verl = [small, -small, -small, small, -half, half, 0, 0]
+    np.testing.assert_allclose(found, [*verl, -large, -large, 2.59566946442692, -small], 1e-4)
+
+
+def test_gdpo_is_trls():
+    """Numbers that TRL 1.16.0 (grpo_trainer.py, multi_objective_aggregation normalize_then_sum)
+    computes in float64, with a reward that is missing and an answer that has none."""
+    nan = np.nan
+    rewards = [[1, 10], [0, 30], [0, 20], [1, nan], [1, 5], [3, 5], [2, 5], [nan, nan]]
+    preset = OBJECTIVES["gdpo"]
+    found = compute(rewards, [4, 4], (1.0, 0.5), combine=preset["combine_rewards"])
+    trl = [0.46171363975258195, -0.46171363975258195, -1.0926698007959916, 1.0926698007959916]
+    trl += [-1.2617987613339066, 1.2617987613339066, 0.0, 0.0]
+    np.testing.assert_allclose(found, trl, rtol=1e-12, atol=1e-12)
 
 
 def test_missing_rewards_do_not_count():
