@@ -1,8 +1,9 @@
 """What an assistant turn holds besides its answer: thinking, and tool calls in the forms that
-models of the Qwen and Hermes families write.
+models of the Qwen, Hermes and Llama families write.
 
     <tool_call>{"name": "search", "arguments": {"query": "tides"}}</tool_call>
     <tool_call><function=search><parameter=query>tides</parameter></function></tool_call>
+    {"name": "search", "parameters": {"query": "tides"}}            the whole turn is the call
 """
 
 import json
@@ -50,6 +51,8 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The tool calls of an assistant turn, in order; those in its thinking do not count. One that
     is in no known form has an `error`."""
     text = strip_thinking(text)
+    if (bare := _read_bare(text)) is not None:
+        return [bare]
     calls = [_read_call(found.group(1)) for found in CALL.finditer(text)]
     if "<tool_call>" in CALL.sub("", text):
         calls.append(ToolCall("", {}, "unfinished tool call"))
@@ -58,7 +61,24 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 def strip_tool_calls(text: str) -> str:
     """An assistant turn without its tool calls."""
+    if _read_bare(text) is not None:
+        return ""
     return CALL.sub("", text).partition("<tool_call>")[0]
+
+
+def _read_bare(text: str) -> ToolCall | None:
+    """The call that a turn is as a whole, in Llama's form; None where it is none."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        return None
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    arguments = call.get("parameters", call.get("arguments"))
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(call["name"], arguments)
 
 
 def _read_call(text: str) -> ToolCall:

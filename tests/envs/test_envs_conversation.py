@@ -13,7 +13,7 @@ from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.chat import ChatEnv
 from jaxtrain.envs.open import open_env
 from jaxtrain.envs.tools import Toolbox, make_tool
-from jaxtrain.envs.turns import ToolCall, parse_tool_calls, split_thinking
+from jaxtrain.envs.turns import ToolCall, parse_tool_calls, split_thinking, strip_tool_calls
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Completion, EpisodeFailed
 
@@ -435,7 +435,7 @@ def test_own_functions_and_classes_are_found_and_checked(tmp_path):
             open_env(EnvConfig(kind=f"{path}:{name}", options=options), tokenizer)
 
 
-def test_calls_in_both_forms():
+def test_calls_in_all_forms():
     text = (
         "<think>"
         + call("no")
@@ -450,6 +450,12 @@ def test_calls_in_both_forms():
         ToolCall("a", {"x": [1]}),
         ToolCall("b", {"x": "two\nlines", "n": 3}),
     ]
+    bare = '{"name": "a", "parameters": {"x": 1}}'
+    for text in (bare, f" <|python_tag|>{bare}\n", f"<think>hm</think>{bare}"):
+        assert parse_tool_calls(text) == [ToolCall("a", {"x": 1})]
+        assert strip_tool_calls(text.partition("</think>")[2] or text) == ""
+    for text in (f"{bare} it is", '{"name": "Ann", "age": 3}', "{oops}", "{}", "[1]"):
+        assert parse_tool_calls(text) == [] and strip_tool_calls(text) == text
     assert split_thinking("so it is</think>\nYes", opened=True) == ("so it is", "\nYes")
     assert split_thinking("not done", opened=True) == ("not done", "")
 
