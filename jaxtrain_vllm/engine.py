@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.pinned import Pinned, to_torch
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 logger = init_logger("vllm.jaxtrain")
@@ -64,7 +65,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.shelf = WeightShelf()
+        self.shelf, self.pinned = WeightShelf(), Pinned()
         self.connection: socket.socket | None = None
         self.wanted: CommitInfo | None = None
 
@@ -88,6 +89,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
         """Load the staged version into the model."""
         if self.wanted is None:
             raise ValueError("finish_weight_update without update_weights")
+        self.pinned.take(self.shelf.memory, self.device)
         self.shelf.commit(
             self.wanted.version,
             lambda tensors: load_tensors(self.model, self.model_config, self.device, tensors),
@@ -95,6 +97,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
         self.wanted = None
 
     def shutdown(self) -> None:
+        self.pinned.release()
         if self.connection is not None:
             try:
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -114,18 +117,18 @@ def load_tensors(model: torch.nn.Module, model_config, device, tensors: wire.Ten
     its parts or comes out wrong.
     """
     initialize_layerwise_reload(model)
-    model.load_weights((name, to_torch(t).to(device)) for name, t in tensors.items())
+    model.load_weights(
+        (name, to_torch(tensor.bits, tensor.shape, tensor.dtype, device))
+        for name, tensor in tensors.items()
+    )
     finalize_layerwise_reload(model, model_config)
     if torch.device(device).type == "cpu":
         # On CPU a head keeps its own repacked copy, which a tied embedding does not refresh.
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-
-
-def to_torch(tensor: wire.Tensor) -> torch.Tensor:
-    """The tensor in its own dtype, on the same memory."""
-    return torch.from_numpy(tensor.bits).view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+    elif torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)  # copies out of memory that may be written afterwards
 
 
 def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] | None]:

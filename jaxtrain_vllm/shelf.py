@@ -1,7 +1,8 @@
 """Versions beside the one that is served: received, checked, and taken up or put away.
 
 Knows nothing of torch or vLLM: tensors are raw bits here. A delta is written into the kept bits as
-it arrives, with what undoes it, so that no second copy of the model is needed.
+it arrives, with what undoes it, and whole tensors take the place of the last ones, so that no
+second copy of the model is needed; tensors in shared memory need none at all.
 """
 
 import dataclasses
@@ -10,9 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxtrain_vllm import handshake, wire
+from jaxtrain_vllm.segment import Segment
 
 CONNECT_SECONDS = 30
+ERROR_CHARACTERS = 500
 
 
 @dataclasses.dataclass
@@ -24,6 +29,8 @@ class Staged:
     tensors: dict[str, wire.Tensor]
     undo: dict[str, wire.Changes]
     """Of a delta: what takes it out of the kept tensors again."""
+    shared: Segment | None = None
+    """Another process's memory, in which the tensors lie."""
 
 
 class WeightShelf:
@@ -31,15 +38,21 @@ class WeightShelf:
 
     def __init__(self):
         self.tensors: dict[str, wire.Tensor] = {}
-        """What is served, as it came: the base of the next delta. Empty before the first."""
+        """What is served, as it came: the base of the next delta. Empty before the first, and
+        while what replaces all of it arrives."""
         self.version, self.checksum = -1, 0
         self.staged: Staged | None = None
+        self._own: Segment | None = None
+        """Where whole tensors arrive; other workers of this host may read them there."""
+        self._arrived: memoryview | None = None
+        self._attached: dict[str, Segment] = {}
         self._lock = threading.Lock()
 
     def forget(self) -> None:
         """Another trainer begins, to whose deltas nothing here is a base."""
         with self._lock:
             self._roll_back()
+            self._attached.clear()
             self.tensors, self.version, self.checksum = {}, -1, 0
 
     def check(self, version: int, checksum: int) -> None:
@@ -55,15 +68,28 @@ class WeightShelf:
             staged = self.staged
             if staged is None or staged.version != version:
                 raise ValueError(f"version {version} is not staged here")
+            self._check_shared(staged)
+            self.version, self.checksum = -1, 0  # what it serves while this fails is not known
             load(staged.tensors)
+            self._check_shared(staged)
             self.tensors, self.staged = staged.tensors, None
             self.version, self.checksum = staged.version, staged.checksum
+
+    @property
+    def memory(self) -> np.ndarray | None:
+        """The one piece of memory in which the staged tensors lie, where there is one."""
+        with self._lock:
+            if self.staged is None:
+                return None
+            if self.staged.shared is not None:
+                return self.staged.shared.room
+            return self._own.room if self._own is not None and self._is_own() else None
 
     def listen(self, link: socket.socket) -> str:
         """Answer the trainer until either side hangs up; returns why it ended."""
         try:
             while True:
-                header, payload = wire.receive_message(link)
+                header, payload = wire.receive_message(link, room=self._make_room)
                 wire.send_message(link, self.answer(header, payload))
         except (OSError, wire.WireError) as error:
             return str(error)
@@ -82,29 +108,88 @@ class WeightShelf:
                 ValueError,
                 OverflowError,
                 MemoryError,
+                OSError,
             ) as error:
                 self._roll_back()
-                return {"error": f"{type(error).__name__}: {error}"}
-            return {"staged": header["version"]}
+                return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
+            answer = {"staged": header["version"]}
+            if self._own is not None and self._own.described is not None and self._is_own():
+                self._own.seal(header["version"], header["checksum"])
+                answer["segment"] = self._own.described
+            return answer
+
+    def _make_room(self, header: dict[str, Any], size: int) -> memoryview | None:
+        """Where the payload of a message goes: whole tensors take the place of the last ones."""
+        if header.get("command") != "stage" or header.get("kind") != "full" or not size:
+            return None
+        with self._lock:
+            self._roll_back()
+            self.tensors, self.version, self.checksum = {}, -1, 0
+            if self._own is None or self._own.room.nbytes != size:
+                self._own = Segment.create(size)
+            self._own.begin()
+            self._arrived = self._own.room.data
+            return self._arrived
+
+    def _is_own(self) -> bool:
+        """Whether the staged tensors lie in the own segment."""
+        assert self._own is not None and self.staged is not None
+        return any(
+            np.may_share_memory(tensor.bits, self._own.room)
+            for tensor in self.staged.tensors.values()
+        )
 
     def _stage(self, header: dict[str, Any], payload: memoryview) -> None:
         self._roll_back()
+        version, wanted = header["version"], header["checksum"]
+        if header["kind"] == "shared":
+            # Not copied, so that there is nothing to check but that it is the right memory.
+            segment = self._attach(header["segment"])
+            tensors = wire.unpack_full(header["tensors"], segment.room.data, copy=False)
+            self.staged = Staged(version, wanted, tensors, {}, segment)
+            return self._check_shared(self.staged)
         if header["kind"] == "full":
-            tensors = wire.unpack_full(header["tensors"], payload)
-            self.staged = Staged(header["version"], header["checksum"], tensors, {})
+            own = payload is self._arrived
+            tensors = wire.unpack_full(header["tensors"], payload, copy=not own)
+            self.staged = Staged(version, wanted, tensors, {})
         else:
             if header["base"] != self.version or not self.tensors:
                 raise wire.WireError(
                     f"a delta on version {header['base']}, but version {self.version} is here"
                 )
+            if any(not tensor.bits.flags.writeable for tensor in self.tensors.values()):
+                raise wire.WireError("a delta on tensors that lie in another process's memory")
             changes = wire.unpack_delta(header["tensors"], payload, self.tensors)
-            self.staged = Staged(header["version"], header["checksum"], self.tensors, {})
-            for name, change in changes.items():
-                self.staged.undo[name] = wire.apply_changes(self.tensors[name].bits, change)
+            if self._own is not None:
+                self._own.begin()
+            self.staged = Staged(version, wanted, self.tensors, {})
+            undone = wire.in_threads(
+                lambda item: wire.apply_changes(self.tensors[item[0]].bits, item[1]),
+                changes.items(),
+                len(payload),
+            )
+            self.staged.undo.update(zip(changes, undone, strict=True))
         found = wire.checksum(self.staged.tensors)
-        if found != header["checksum"]:
+        if found != wanted:
             raise wire.WireError(
-                f"checksum {found:08x} after the transfer, the trainer has {header['checksum']:08x}"
+                f"checksum {found:08x} after the transfer, the trainer has {wanted:08x}"
+            )
+
+    def _attach(self, described: Any) -> Segment:
+        """Another process's segment, mapped once."""
+        key = repr(described)
+        if key not in self._attached:
+            self._attached = {key: Segment.attach(described)}
+        return self._attached[key]
+
+    def _check_shared(self, staged: Staged) -> None:
+        if staged.shared is None:
+            return
+        found = staged.shared.state()
+        if found != (staged.version, staged.checksum):
+            raise wire.WireError(
+                f"the shared memory holds version {found[0]}, not {staged.version}: it was written"
+                " meanwhile"
             )
 
     def _roll_back(self) -> None:

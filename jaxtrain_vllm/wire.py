@@ -2,8 +2,9 @@
 
     both                 the handshake of `handshake.py`
     worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}}
-    trainer -> worker    stage   {version, kind, base, tensors, checksum} + bytes
-    worker  -> trainer   staged  {version}, or {error}: nothing has changed
+    trainer -> worker    stage   {version, kind: full or delta, base, tensors, checksum} + bytes
+    trainer -> worker    stage   {version, kind: shared, segment, tensors, checksum}
+    worker  -> trainer   staged  {version, segment?}, or {error}: it serves what it served
     trainer -> worker    status  {}
     worker  -> trainer   status  {version, checksum} of what the model holds
 
@@ -11,16 +12,18 @@ A message is b"JXW1", the header's length as u32 and its JSON, then header["byte
 numbers are little-endian. Tensors travel as raw bits: nothing here knows what a bfloat16 is.
 A delta holds new values, not differences, so that applying it is exact and can be repeated
 (AstraFlow's delta transfer); where they belong is told by positions or, if shorter, by one bit for
-each item of the tensor.
+each item of the tensor. Shared tensors lie in memory that the worker can open (`segment.py`).
 """
 
 import json
 import math
+import os
 import reprlib
 import socket
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,9 @@ MAX_HEADER_BYTES = 64 * 2**20
 MAX_PAYLOAD_BYTES = 2**42
 MAX_ITEMS = 2**40
 """Of one tensor; what is larger is no tensor."""
+CHUNK_BYTES = 2**23
+"""What is checked in one piece."""
+THREADS = min(16, os.cpu_count() or 1)
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BITS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -95,13 +101,33 @@ def apply_changes(bits: np.ndarray, changes: Changes) -> Changes:
 
 
 def checksum(tensors: Tensors) -> int:
-    """CRC-32 of all names, shapes, dtypes and bits, whatever the order of the mapping."""
+    """CRC-32 of all names, shapes, dtypes and of the CRC-32 of each chunk of the bits, whatever the
+    order of the mapping."""
+    chunks: list[memoryview] = []
+    counts = {}
+    for name, tensor in tensors.items():
+        raw = np.ascontiguousarray(tensor.bits).data.cast("B")
+        parts = [raw[start : start + CHUNK_BYTES] for start in range(0, len(raw), CHUNK_BYTES)]
+        counts[name] = (len(chunks), len(parts))
+        chunks += parts
+    sums = in_threads(zlib.crc32, chunks, sum(map(len, chunks)))
     crc = 0
     for name in sorted(tensors):
-        shape, dtype, bits = tensors[name]
+        shape, dtype, _ = tensors[name]
+        first, count = counts[name]
         crc = zlib.crc32(f"{name} {tuple(shape)} {dtype}\n".encode(), crc)
-        crc = zlib.crc32(np.ascontiguousarray(bits).data.cast("B"), crc)
+        crc = zlib.crc32(struct.pack(f"<{count}I", *sums[first : first + count]), crc)
     return crc
+
+
+def in_threads(work: Callable[[Any], Any], items: Iterable[Any], size: int) -> list[Any]:
+    """What `work` makes of each item, in threads where `size` bytes are worth it: numpy and zlib
+    let go of the interpreter while they work on large arrays."""
+    items = list(items)
+    if size < 2 * CHUNK_BYTES or len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(THREADS, len(items))) as pool:
+        return list(pool.map(work, items))
 
 
 def pack_full(tensors: Tensors) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
@@ -130,17 +156,17 @@ def pack_delta(changes: Mapping[str, Changes]) -> tuple[list[dict[str, Any]], li
     return described, payload
 
 
-def unpack_full(described: list[dict[str, Any]], payload: memoryview) -> dict[str, Tensor]:
-    """The whole tensors of a message, copied out of it."""
+def unpack_full(
+    described: list[dict[str, Any]], payload: memoryview, *, copy: bool = True
+) -> dict[str, Tensor]:
+    """The whole tensors of a message, copied out of it or left where they lie."""
     found, start = {}, 0
     for item in described:
         shape, dtype = _read_shape(item), item["dtype"]
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
-        taken = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
-        bits = empty_bits(shape, dtype)
-        bits[:] = taken
-        found[item["name"]] = Tensor(shape, dtype, bits)
+        bits = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
+        found[item["name"]] = Tensor(shape, dtype, bits.copy() if copy else bits)
         start += bits.nbytes
     _check_end(start, payload)
     return found
@@ -160,8 +186,7 @@ def unpack_delta(
         if item["index_bytes"] not in (0, 4, 8):
             raise WireError(f"positions of {item['index_bytes']!r} bytes")
         if item["index_bytes"]:
-            index = np.dtype(f"<u{item['index_bytes']}")
-            positions = _take(payload, start, count, index)
+            positions = _take(payload, start, count, np.dtype(f"<u{item['index_bytes']}"))
             start += positions.nbytes
         else:  # one bit for each item of the tensor
             mask = _take(payload, start, -(-bits.size // 8), np.dtype("u1"))
@@ -171,10 +196,15 @@ def unpack_delta(
                 raise WireError(f"{positions.size} places for {count} values of {item['name']}")
         values = _take(payload, start, count, bits.dtype)
         start += values.nbytes
-        if count and int(positions.max()) >= bits.size:
-            raise WireError(f"a delta of {item['name']} points outside of it")
         found[item["name"]] = Changes(positions, values, bits.size)
     _check_end(start, payload)
+
+    def reaches_out(change: Changes) -> bool:
+        return bool(change.positions.size) and int(change.positions.max()) >= change.size
+
+    reaching = in_threads(reaches_out, found.values(), len(payload))
+    for name in (name for name, outside in zip(found, reaching, strict=True) if outside):
+        raise WireError(f"a delta of {name} points outside of it")
     return found
 
 
@@ -215,28 +245,36 @@ def receive_message(
     connection: socket.socket,
     max_header: int = MAX_HEADER_BYTES,
     max_payload: int = MAX_PAYLOAD_BYTES,
+    room: Callable[[dict[str, Any], int], memoryview | None] = lambda header, size: None,
 ) -> tuple[dict[str, Any], memoryview]:
     """(header, payload) of the next message; WireError when there is none, or a longer one than is
-    taken here, of which nothing is read."""
-    start = _receive(connection, 8)
+    taken here, of which nothing is read.
+
+    room: memory of just that size for the payload of a header, or None for new memory.
+    """
+    start = _receive(connection, _new_room(8))
     if bytes(start[:4]) != MAGIC:
         raise WireError(f"expected a message, got {bytes(start)!r}")
     (length,) = struct.unpack("<I", start[4:])
     if length > max_header:
         raise WireError(f"a header of {length} bytes; at most {max_header} are taken")
     try:
-        header = json.loads(bytes(_receive(connection, length)))
+        header = json.loads(bytes(_receive(connection, _new_room(length))))
         size = header["bytes"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"a header that is no JSON object with a size: {error!r}") from None
     if not isinstance(header, dict) or type(size) is not int or not 0 <= size <= max_payload:
         raise WireError(f"a payload of {size!r} bytes; at most {max_payload} are taken")
-    return header, _receive(connection, size)
+    return header, _receive(connection, room(header, size) or _new_room(size))
 
 
-def _receive(connection: socket.socket, size: int) -> memoryview:
-    room = memoryview(bytearray(size))
-    seen = 0
+def _new_room(size: int) -> memoryview:
+    # Not a bytearray, which would be filled with zeros first.
+    return np.empty(size, np.uint8).data
+
+
+def _receive(connection: socket.socket, room: memoryview) -> memoryview:
+    seen, size = 0, len(room)
     while seen < size:
         count = connection.recv_into(room[seen:])
         if not count:

@@ -71,7 +71,8 @@ class Publisher(Protocol):
     """Brings weights to the engine; called on the loop thread between rounds."""
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
-        """Return when the engine samples from `version`; metrics such as {"sync/seconds": 0.4}.
+        """Return when the engine samples from `version`, or once `params` may change where all
+        requests made from then on wait for it; metrics such as {"sync/seconds": 0.4}.
 
         params and rebuild: parameters by path, and what makes a model of them. Raises RunStopped
         or UserError when the engine cannot be brought there.

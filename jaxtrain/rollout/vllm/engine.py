@@ -139,7 +139,7 @@ class VllmEngine:
             if server is not None:
                 return server
             # While all of them take new weights or sleep, no server is missing.
-            if self.servers.asleep or any(s.updating for s in self.servers.up()):
+            if self.servers.asleep or self.servers.publishing:
                 deadline = time.monotonic() + self.servers.config.wait_seconds
             self.servers.check(time.monotonic() > deadline)
             await asyncio.sleep(0.05)

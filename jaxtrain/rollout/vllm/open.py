@@ -5,23 +5,21 @@ would hold.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.errors import UserError
-from jaxtrain.hf.ops import Entry, Piece
 from jaxtrain.models.build import family, to_host
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
+from jaxtrain.rollout.vllm.device_layout import list_pieces
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
@@ -67,12 +65,13 @@ def open_vllm(
             if adapters:
                 own = open_lora(servers, folder, parts, config.model.path)
             else:
-                own = open_weights(servers, parts, delta=vllm.sync == "delta")
+                ahead = config.rollout.mode != "sync"
+                own = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
             stack.pop_all()  # the publisher closes them
-    return engine, SharedPublisher(own, open_gather(parts, adapters=adapters))
+    return engine, SharedPublisher(own, open_gather(parts, vllm.weight_dtype, adapters=adapters))
 
 
-def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], dict[str, Any]]:
+def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params], dict[str, Any]]:
     """What every process does with its parameters before process 0 publishes them.
 
     Adapters are small and are gathered as they are. Of whole models process 0 takes one slice after
@@ -87,7 +86,7 @@ def open_gather(parts: Parts, *, adapters: bool) -> Callable[[Params], dict[str,
     entries = family(parts.architecture).names(parts.architecture)
 
     def take_part(params: Params) -> Params:
-        collections.deque(list_pieces(params, entries), maxlen=0)
+        collections.deque(list_pieces(params, entries, dtype), maxlen=0)
         return {}
 
     return take_part
@@ -111,23 +110,23 @@ def open_lora(
     return LoraPublisher(servers, folder, write, measure)
 
 
-def open_weights(servers: Servers, parts: Parts, *, delta: bool) -> WeightPublisher:
-    """Publishes all weights of a run without adapters."""
+def open_weights(
+    servers: Servers, parts: Parts, *, delta: bool, ahead: bool = False
+) -> WeightPublisher:
+    """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
     entries = family(parts.architecture).names(parts.architecture)
     shapes = {}
     for path, like in abstract_params(parts)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(like.shape)
-    return WeightPublisher(servers, lambda p: list_pieces(p, entries), shapes, delta=delta)
-
-
-def list_pieces(params: Params, entries: list[Entry]) -> Iterator[Piece]:
-    """All Hugging Face tensors of a model: of one process a parameter on the host at a time, of
-    several, which must all go through the list, a layer of it."""
-    for entry in entries:
-        value = params[entry.param]
-        whole = value if not value.is_fully_addressable else np.asarray(value)
-        yield from entry.op.write(whole, to_host)
+    dtype = servers.config.weight_dtype
+    return WeightPublisher(
+        servers,
+        lambda params: list_pieces(params, entries, dtype),
+        shapes,
+        delta=delta,
+        ahead=ahead,
+    )
 
 
 def check_adapter(parts: Parts) -> None:

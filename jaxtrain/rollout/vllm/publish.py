@@ -1,13 +1,16 @@
 """What both ways of bringing weights to servers share: to all at once, and when to give up.
 
-    loop thread   publish(v): keep v as the newest, then bring it to every server that is up
+    loop thread   publish(v): keep v as the newest, then bring it to every server that is up,
+                  in a Delivery, which it need not wait for
     watchers      a server came back: bring it the newest
 
 Which of the two brings it makes no difference; `Server.sync_lock` keeps them apart.
 """
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from jaxtrain.errors import RunStopped, UserError
@@ -15,6 +18,7 @@ from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, c
 from jaxtrain.rollout.vllm.servers import Server, Servers
 
 CONTROL_SECONDS = 60.0
+CLOSE_SECONDS = 15.0
 
 
 def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int) -> None:
@@ -56,6 +60,50 @@ def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int
             " (rollout.vllm.sync_seconds)",
         )
     servers.wait_for(version)
+
+
+class Delivery:
+    """One publish under way, in a thread of its own."""
+
+    def __init__(self, servers: Servers):
+        self.servers = servers
+        self._thread: threading.Thread | None = None
+        self._found: dict[str, float] = {}
+        self._error: BaseException | None = None
+
+    def start(self, version: int, work: Callable[[], dict[str, float]], started: float) -> None:
+        """Run `work`, which brings `version` to the servers; requests wait for it from now on.
+
+        started: of the whole publish (perf_counter), for "sync/seconds".
+        """
+        assert self._thread is None, "one publish at a time"
+        self.servers.begin_publish(version)
+
+        def run() -> None:
+            try:
+                self._found = {**work(), "sync/seconds": time.perf_counter() - started}
+            except BaseException as error:  # handed over: to who waits here, and to all requests
+                self._error = self.servers.error = error
+            finally:
+                self.servers.publishing = False
+
+        self._thread = threading.Thread(target=run, name="publish", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> dict[str, float]:
+        """What the last one found, once it is over; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def close(self) -> None:
+        """Let the last one end, or the servers would stay paused; not for long."""
+        with contextlib.suppress(BaseException):
+            self.wait(CLOSE_SECONDS)
 
 
 def put_to_sleep(servers: Servers) -> None:

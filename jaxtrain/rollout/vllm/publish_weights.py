@@ -5,13 +5,14 @@ Per server: stage over its links while it goes on sampling, then
     /pause keep (or abort) -> /start_weight_update -> /update_weights -> /finish_weight_update
     -> /resume, whatever happened -> ask every worker for version and checksum
 
-The last published bits stay on the host: the next delta is taken against them, and a server that
-came back gets them whole.
+The last published bits stay on the host, in the image: the next delta is taken against them, and a
+server that came back gets them whole.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -20,15 +21,25 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import TIED_COPY, Piece
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.image import Image
 from jaxtrain.rollout.vllm.messages import GENERATE
-from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
+from jaxtrain.rollout.vllm.publish import (
+    CONTROL_SECONDS,
+    Delivery,
+    bring_to_all,
+    put_to_sleep,
+    wake,
+)
 from jaxtrain.rollout.vllm.servers import Server, Servers
 from jaxtrain.rollout.vllm.weight_links import Link, WeightLinks
 from jaxtrain_vllm import BACKEND, wire
 
+COUNTED = ("sync/bytes", "sync/tcp_bytes", "sync/stage_seconds", "sync/pause_seconds")
 LINK_SECONDS = 60.0
 RESUME_SECONDS = 5.0
 """For a server that is late: no longer waited for, but not left paused if that can be helped."""
+FEW_BYTES = 2**28
+"""Weights so small that what has changed is told whether anybody needs it or not."""
 WORTH = 0.7
 """A delta larger than this share of the whole is not worth its trouble."""
 
@@ -58,53 +69,73 @@ class WeightPublisher:
         shapes: Mapping[str, tuple[int, ...]],
         *,
         delta: bool,
+        ahead: bool = False,
     ):
+        """ahead: `publish` returns once the weights are copied, and servers take them meanwhile."""
         config = servers.config
         self.servers, self.write, self.shapes = servers, write, dict(shapes)
-        self.dtype, self.delta = config.weight_dtype, delta
+        self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
         self.links = WeightLinks(config.listen, config.listen_port)
+        self.image: Image | None = None
         self.newest: Edition | None = None
+        self.delivery = Delivery(servers)
         self._since_full = 0
         self._sent: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._readers, self._readers_changed = 0, threading.Condition()
         servers.bring = self.bring
 
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
-        """Send the weights to every server; see `types.Publisher`."""
+        """Send the weights to every server; see `types.Publisher`.
+
+        Ahead of the servers, all but the first time, it returns as soon as the parameters may
+        change; requests wait until a server holds the version. Numbers are then those of the
+        delivery before, and its errors come out.
+        """
         started = time.perf_counter()
-        edition = self._make_edition(version, params)
-        gathered = time.perf_counter()
-        self._sent = {"sync/bytes": 0.0, "sync/pause_seconds": 0.0}
-        self.newest = edition
-        bring_to_all(self.servers, self.bring, version)
-        self.servers.asleep = False
-        total = sum(tensor.bits.size for tensor in edition.tensors.values())
-        changed = sum(c.positions.size for c in (edition.changes or {}).values())
+        before = self.delivery.wait()
+        first = self.newest is None
+        with self._writing():
+            edition = self._copy(version, params)
+        copied = time.perf_counter() - started
+
+        def deliver() -> dict[str, float]:
+            start = time.perf_counter()
+            self.newest = edition._replace(checksum=wire.checksum(edition.tensors))
+            self._image.segment.seal(version, self.newest.checksum)
+            self._sent = dict.fromkeys(COUNTED, 0.0)
+            self._sent["sync/checksum_seconds"] = time.perf_counter() - start
+            bring_to_all(self.servers, self.bring, version)
+            self.servers.asleep = False
+            return {**self._describe(edition), **self._sent}
+
+        self.delivery.start(version, deliver, started)
+        done = before if self.ahead and not first else self.delivery.wait()
         return {
-            "sync/seconds": time.perf_counter() - started,
-            "sync/gather_seconds": gathered - started,
-            "sync/delta": float(edition.changes is not None),
-            **({"sync/changed": changed / total} if edition.changes is not None else {}),
-            **self._sent,
+            **done,
+            "sync/gather_seconds": copied,
+            "sync/blocked_seconds": time.perf_counter() - started,
         }
 
     def sleep(self) -> None:
         """Let the servers sleep until the next publish, where rollout.vllm.sleep says so."""
         if self.servers.config.sleep:
+            self.delivery.wait()
             put_to_sleep(self.servers)
 
     def close(self) -> None:
         """Hang up on the servers, which keep what they hold, and stop watching them."""
+        self.delivery.close()
         self.servers.close()
         self.links.close()
 
     def bring(self, server: Server) -> None:
         """Bring the newest version to one server and see that it has arrived."""
         deadline = Deadline(self.servers.config.sync_seconds)
-        with server.alone(deadline):
-            epoch, edition = server.epoch, self.newest
-            assert edition is not None, "nothing was published yet"
+        with server.alone(deadline), self._reading(deadline) as edition:
+            epoch = server.epoch
             links = self._find_links(server, deadline)
+            start = time.perf_counter()
             try:
                 self._stage(links, edition, deadline)
             except ServerGone:
@@ -114,28 +145,67 @@ class WeightPublisher:
                 self.links.forget(server.url)
                 links = self._find_links(server, deadline)
                 self._stage(links, edition, deadline)
+            self._note_longest("sync/stage_seconds", time.perf_counter() - start)
             self._commit(server, edition, deadline)
             self._verify(server, links, edition, deadline)
             self.servers.mark_up(server, edition.version, epoch)
 
-    def _make_edition(self, version: int, params: Any) -> Edition:
-        old = self.newest
-        tensors = collect(self.write(params), self.shapes, self.dtype)
-        changes, base = None, -1
+    @property
+    def _image(self) -> Image:
+        if self.image is None:
+            self.image = Image(self.shapes, self.dtype)
+        return self.image
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the image, once nobody reads it any more, and keep new readers off."""
+        with self._readers_changed:
+            # Who is later than that fails by what the image says of itself, or by a checksum.
+            limit = self.servers.config.sync_seconds
+            self._readers_changed.wait_for(lambda: not self._readers, limit)
+            yield
+
+    @contextlib.contextmanager
+    def _reading(self, deadline: Deadline) -> Iterator[Edition]:
+        """The newest version, as long as its bits are needed."""
+        if not self._readers_changed.acquire(timeout=deadline.left()):
+            raise ServerGone("the weights were being written all the time")
+        try:
+            self._readers += 1
+        finally:
+            self._readers_changed.release()
+        try:
+            assert self.newest is not None, "nothing was published yet"
+            yield self.newest
+        finally:
+            with self._readers_changed:
+                self._readers -= 1
+                self._readers_changed.notify_all()
+
+    def _copy(self, version: int, params: Any) -> Edition:
+        """The weights in the image, and what that changed there."""
+        old, image = self.newest, self._image
         self._since_full += 1
-        if self.delta and old is not None and self._since_full < self.servers.config.full_every:
-            changes = {
-                name: wire.find_changes(old.tensors[name].bits, tensor.bits)
-                for name, tensor in tensors.items()
-            }
+        compare = self.delta and old is not None
+        compare = compare and self._since_full < self.servers.config.full_every
+        if image.segment.room.nbytes > FEW_BYTES and self.links.all_share():
+            compare = False  # nobody is sent what is found, and it takes longer than the copy
+        changes = image.take(self.write(params), compare=compare)
+        if changes is not None:
             size = sum(change.nbytes for change in changes.values())
-            whole = sum(tensor.bits.nbytes for tensor in tensors.values())
-            base = old.version
-            if size > WORTH * whole:
+            if size > WORTH * image.segment.room.nbytes:
                 changes = None
         if changes is None:
             self._since_full = 0
-        return Edition(version, tensors, wire.checksum(tensors), changes, base)
+        base = -1 if changes is None or old is None else old.version
+        return Edition(version, image.tensors, 0, changes, base)
+
+    def _describe(self, edition: Edition) -> dict[str, float]:
+        if edition.changes is None:
+            return {"sync/delta": 0.0}
+        total = sum(tensor.bits.size for tensor in edition.tensors.values())
+        changed = sum(change.positions.size for change in edition.changes.values())
+        return {"sync/delta": 1.0, "sync/changed": changed / total}
 
     def _find_links(self, server: Server, deadline: Deadline) -> list[Link]:
         """The links to all workers of a server, made where there are none."""
@@ -200,41 +270,55 @@ class WeightPublisher:
             )
 
     def _stage(self, links: list[Link], edition: Edition, deadline: Deadline) -> None:
-        """Have every worker hold the version beside the one that it samples from."""
+        """Have every worker hold the version beside the one that it samples from.
+
+        Where they can, workers take it from memory that they share: with the trainer, or with
+        another worker of this server that was sent it.
+        """
+        described, whole = wire.pack_full(edition.tensors)
+        changed, changes = wire.pack_delta(edition.changes or {})
+        size = sum(part.nbytes for part in (whole if edition.changes is None else changes))
+        segments = {link.own_host: self._image.segment.described for link in links}
         for link in links:
-            answer = {"error": "everything is to be sent"}
-            if edition.changes is not None:
-                described, payload = wire.pack_delta(edition.changes)
-                answer = self._send(link, edition, "delta", described, payload, deadline)
+            answer: dict[str, Any] = {"error": "nothing was sent"}
+            segment = segments.get(link.host) if link.shares else None
+            if segment is not None:
+                header = {"kind": "shared", "segment": segment, "tensors": described}
+                answer = self._send(link, edition, header, (), deadline)
+                link.shares = "error" not in answer  # else not again until it has reconnected
+            if "error" in answer and edition.changes is not None:
+                header = {"kind": "delta", "base": edition.base, "tensors": changed}
+                answer = self._send(link, edition, header, changes, deadline)
             if "error" in answer:
-                described, payload = wire.pack_full(edition.tensors)
-                answer = self._send(link, edition, "full", described, payload, deadline)
+                size = sum(part.nbytes for part in whole)
+                header = {"kind": "full", "tensors": described}
+                answer = self._send(link, edition, header, whole, deadline)
             if answer.get("staged") != edition.version:
                 raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
+            if isinstance(answer.get("segment"), dict):
+                segments[link.host] = answer["segment"]
+            self._count("sync/bytes", size)
 
     def _send(
         self,
         link: Link,
         edition: Edition,
-        kind: str,
-        described: list,
-        payload: list,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
         deadline: Deadline,
     ) -> dict[str, Any]:
-        header = {
-            "command": "stage",
-            "kind": kind,
-            "version": edition.version,
-            "base": edition.base,
-            "checksum": edition.checksum,
-            "tensors": described,
-        }
-        answer = link.ask(header, payload, timeout=deadline.left())
-        with self._lock:
-            self._sent["sync/bytes"] = self._sent.get("sync/bytes", 0.0) + sum(
-                part.nbytes for part in payload
-            )
+        known = {"command": "stage", "version": edition.version, "checksum": edition.checksum}
+        answer = link.ask({**known, **header}, payload, timeout=deadline.left())
+        self._count("sync/tcp_bytes", sum(part.nbytes for part in payload))
         return answer
+
+    def _note_longest(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self._sent[name] = max(self._sent.get(name, 0.0), seconds)
+
+    def _count(self, name: str, number: float) -> None:
+        with self._lock:
+            self._sent[name] = self._sent.get(name, 0.0) + number
 
     def _commit(self, server: Server, edition: Edition, deadline: Deadline) -> None:
         """Replace the weights that the server samples from; requests under way are kept."""
@@ -261,9 +345,7 @@ class WeightPublisher:
                 wake(server, deadline, "kv_cache")
         finally:
             server.updating = False
-        paused = time.perf_counter() - started
-        with self._lock:
-            self._sent["sync/pause_seconds"] = max(self._sent.get("sync/pause_seconds", 0), paused)
+        self._note_longest("sync/pause_seconds", time.perf_counter() - started)
 
     def _verify(
         self, server: Server, links: list[Link], edition: Edition, deadline: Deadline
@@ -282,7 +364,8 @@ class WeightPublisher:
 def collect(
     pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], dtype: str
 ) -> dict[str, wire.Tensor]:
-    """Pieces put together as bits of `dtype`, rounded to nearest even as the trainer's cast is."""
+    """Pieces put together as bits of `dtype`, rounded to nearest even as the trainer's cast is: in
+    plain steps what `image.Image` holds."""
     target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     found = {n: wire.Tensor(s, dtype, wire.empty_bits(s, dtype)) for n, s in shapes.items()}
     missing = {name: tensor.bits.size for name, tensor in found.items()}

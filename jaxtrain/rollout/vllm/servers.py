@@ -112,7 +112,8 @@ class Servers:
         self.all = [Server(url.rstrip("/")) for url in config.servers]
         self.bring: Callable[[Server], None] | None = None
         self.version = -1
-        """Newest published version."""
+        """Newest published version; of one under way already that, so that requests wait for it."""
+        self.publishing = False
         self.counters: Counter[str] = Counter()
         self.error: BaseException | None = None
         """What a watcher found that no waiting will mend."""
@@ -206,6 +207,11 @@ class Servers:
     def note_progress(self, server: Server) -> None:
         """The server has answered, or is not expected to."""
         server.progressed = time.monotonic()
+
+    def begin_publish(self, version: int) -> None:
+        """No server that holds an older version is asked any more; what is under way goes on."""
+        with self._lock:
+            self.version, self.publishing = max(self.version, version), True
 
     def mark_up(self, server: Server, version: int, epoch: int | None = None) -> None:
         """The server holds that version now and may be asked. epoch: when that was begun;

@@ -29,6 +29,12 @@ class Link:
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]):
         self.connection, self.hello = connection, hello
+        self.shares = True
+        """Whether it may be able to read memory of other processes of its host."""
+        self.host, self.own_host = (
+            connection.getpeername()[0],
+            connection.getsockname()[0],
+        )
 
     def ask(
         self, header: dict[str, Any], payload: Sequence[np.ndarray] = (), *, timeout: float
@@ -89,6 +95,12 @@ class WeightLinks:
                     found = len(self._links.get(server, ()))
                     raise ServerGone(f"{found} of {count} workers connected in {seconds:g} s")
             return list(self._links[server])
+
+    def all_share(self) -> bool:
+        """Whether all workers that are connected read the trainer's memory."""
+        with self._changed:
+            links = [link for links in self._links.values() for link in links]
+        return bool(links) and all(link.shares and link.host == link.own_host for link in links)
 
     def close(self) -> None:
         self.gate.close()

@@ -1,0 +1,122 @@
+"""Weights cast and laid out as Hugging Face's tensors on the device, on their way to the host.
+
+The name map that loads and saves a model says how, traced: a stacked parameter goes a layer at a
+time, so that little device memory is needed, and all layers run one compiled function.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.hf.ops import Entry, Index, Op, Piece, Stack
+from jaxtrain.models.build import to_host
+from jaxtrain.models.parameters import Params
+
+SMALL_BYTES = 2**26
+"""A stack up to that size goes in one call."""
+BLOCK_BYTES = 2**27
+PINNED = "pinned_host"
+
+
+def list_pieces(params: Params, entries: list[Entry], dtype: str) -> Iterator[Piece]:
+    """All Hugging Face tensors of a model in `dtype`, rounded to nearest even.
+
+    Of one process their arrays are jax's, on their way into host memory which the device writes
+    directly. Of several, which must all go through the list, a layer is gathered at a time.
+    """
+    for entry in entries:
+        value = params[entry.param]
+        if value.is_fully_addressable:
+            yield from lay_out(entry.op, value, dtype)
+        else:
+            yield from entry.op.write(value, partial(_gather, dtype=dtype))
+
+
+def lay_out(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
+    """The pieces of one parameter; a piece of a sharded one is a shard's."""
+    if isinstance(op, Stack) and value.nbytes > SMALL_BYTES:
+        calls = [(part, index) for index, part in enumerate(op.ops)]
+    else:
+        calls = [(op, None)]
+    for part, index in calls:
+        like = np.broadcast_to(np.zeros((), bool), value.shape[index is not None :])
+        named = list(part.write(like, lambda array: array))
+        arrays = _write(_without_names(part), dtype, value, index)
+        shards = [
+            (piece, shard)
+            for piece, array in zip(named, arrays, strict=True)
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
+        for piece, shard in shards:
+            where = _compose(piece.index, shard.index)
+            for rows, block in _cut_rows(shard.data):
+                yield Piece(piece.name, piece.shape, _compose(where, rows), _to_pinned(block))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _write(op: Op, dtype: str, value: jax.Array, index: Any) -> list[jax.Array]:
+    part = value if index is None else jax.lax.dynamic_index_in_dim(value, index, keepdims=False)
+    written = op.write(part.astype(jnp.dtype(dtype)), lambda array: array)
+    return [jnp.asarray(piece.array) for piece in written]
+
+
+def _gather(part: Any, dtype: str) -> np.ndarray:
+    return to_host(_cast(part, dtype) if isinstance(part, jax.Array) else part)
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(array: jax.Array, dtype: str) -> jax.Array:
+    return array.astype(jnp.dtype(dtype))
+
+
+def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, jax.Array]]:
+    """Blocks of rows of an array of one device, none much larger than BLOCK_BYTES: copies of few
+    sizes find room in host memory that was used before; new such memory is slow to get."""
+    count = -(-array.nbytes // BLOCK_BYTES)
+    if count < 2 or array.ndim == 0:
+        yield tuple(slice(0, size) for size in array.shape), array
+        return
+    height = -(-array.shape[0] // count)
+    for start in range(0, array.shape[0], height):
+        size = min(height, array.shape[0] - start)
+        block = _take_rows(array, start, size)
+        yield (slice(start, start + size), *(slice(0, n) for n in array.shape[1:])), block
+
+
+@partial(jax.jit, static_argnums=2)
+def _take_rows(array: jax.Array, start: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, size)
+
+
+def _to_pinned(array: jax.Array) -> Any:
+    """Begin to copy to memory of the host that the device writes without a detour, and that numpy
+    reads where it is."""
+    [device] = array.devices()
+    if device.platform == "cpu" or PINNED not in {m.kind for m in device.addressable_memories()}:
+        return array
+    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
+
+
+def _without_names(op: Op) -> Op:
+    """The same op for whatever tensors, as the key of a compiled function."""
+    if isinstance(op, Stack):
+        return Stack(tuple(_without_names(part) for part in op.ops))
+    found: Any = op
+    if hasattr(found, "op"):
+        return dataclasses.replace(found, op=_without_names(found.op))
+    return dataclasses.replace(found, name="")
+
+
+def _compose(index: Index, inner: tuple[slice, ...]) -> Index:
+    """A part of a part."""
+    found = []
+    for outer, part in zip(index, inner, strict=True):
+        start, stop, _ = part.indices(outer.stop - outer.start)
+        found.append(slice(outer.start + start, outer.start + stop))
+    return tuple(found)

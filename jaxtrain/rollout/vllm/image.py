@@ -1,0 +1,148 @@
+"""The newest weights as the servers get them: one block of host memory, written in place.
+
+    pieces, from the device or the host    the loop thread waits for each to arrive
+          v  chunks, in threads            compared with what was there (delta), copied
+    image: all tensors end to end          shared with servers on this host (`jaxtrain_vllm/segment`)
+
+`publish_weights.collect` says in plain steps what comes out.
+"""
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.hf.ops import Piece, whole
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.segment import Segment
+
+AHEAD_BYTES = 2**30
+"""Pieces that are on their way from the device at once."""
+CHUNK_ITEMS = 2**22
+THREADS = min(16, os.cpu_count() or 1)
+SPARSE = 16
+"""Changes of fewer than one in so many items are quicker written one by one."""
+Place = int | tuple[int, ...]
+"""Where a job's part begins in its tensor: flat where it is contiguous there, else by index."""
+Part = tuple[np.ndarray, np.ndarray]
+"""(flat positions, new values) of some changes."""
+
+
+class Image:
+    """All tensors of a model as raw bits of `dtype`."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str):
+        self.target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        bits = wire.BITS[wire.ITEM_BYTES[dtype]]
+        sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
+        self.segment = Segment.create(sum(sizes.values()) * bits.itemsize)
+        self.tensors: dict[str, wire.Tensor] = {}
+        room, start = self.segment.room.view(bits), 0
+        for name, shape in shapes.items():
+            found = room[start : start + sizes[name]]
+            self.tensors[name] = wire.Tensor(tuple(shape), dtype, found)
+            start += sizes[name]
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+
+    def take(self, pieces: Iterable[Piece], *, compare: bool) -> dict[str, wire.Changes] | None:
+        """Write the pieces, which are all of the model, over what is there; with `compare` also
+        what has changed by that.
+
+        Returns when nothing of the pieces is needed any more. Their arrays are numpy's, or of a
+        device's memory that numpy can read.
+        """
+        self.segment.begin()
+        missing = {name: tensor.bits.size for name, tensor in self.tensors.items()}
+        parts: dict[str, list[Future[Part | None]]] = {name: [] for name in self.tensors}
+        room = threading.BoundedSemaphore(4 * THREADS)
+        for piece in look_ahead(pieces):
+            tensor = self.tensors[piece.name]
+            assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
+            missing[piece.name] -= piece.array.size
+            for job in self._cut(tensor, piece):
+                room.acquire()
+                done = self._pool.submit(job, compare)
+                done.add_done_callback(lambda done: room.release())
+                parts[piece.name].append(done)
+        assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"
+        found = {name: [done.result() for done in jobs] for name, jobs in parts.items()}
+        if not compare:
+            return None
+        joined = self._pool.map(self._join, found, found.values())
+        return dict(zip(found, joined, strict=True))
+
+    def _cut(self, tensor: wire.Tensor, piece: Piece) -> Iterator["Write"]:
+        """The jobs of a piece, some rows each; waits until it has arrived."""
+        new = np.atleast_1d(np.asarray(piece.array))
+        old, flat = tensor.bits, piece.index == whole(tensor.shape)
+        old = old.reshape(new.shape) if flat else old.reshape(tensor.shape)[piece.index]
+        width = new[:1].size
+        rows = max(1, CHUNK_ITEMS // max(1, width))
+        for start in range(0, len(new), rows):
+            place: Place = start * width
+            if not flat:
+                place = (piece.index[0].start + start, *(part.start for part in piece.index[1:]))
+            stop = start + rows
+            yield Write(self.target, old[start:stop], new[start:stop], tensor, place)
+
+    def _join(self, name: str, parts: list[Part]) -> wire.Changes:
+        tensor = self.tensors[name]
+        kind = np.dtype("<u4") if tensor.bits.size <= 2**32 else np.dtype("<u8")
+        positions = np.concatenate([part[0] for part in parts] or [np.empty(0, kind)])
+        values = np.concatenate([part[1] for part in parts] or [np.empty(0, tensor.bits.dtype)])
+        if len(parts) > 1 and np.any(positions[1:] < positions[:-1]):  # parts that lie side by side
+            order = np.argsort(positions)
+            positions, values = positions[order], values[order]
+        return wire.Changes(positions.astype(kind, copy=False), values, tensor.bits.size)
+
+
+class Write(NamedTuple):
+    """One job: write `new` as `target` over `old`, and find what that changes."""
+
+    target: np.dtype
+    old: np.ndarray
+    new: np.ndarray
+    tensor: wire.Tensor
+    """Of which `old` is a part."""
+    place: Place
+
+    def __call__(self, compare: bool) -> Part | None:
+        old, size = self.old, self.tensor.bits.size
+        new = self.new.astype(self.target, order="C", copy=False).view(old.dtype)
+        if not compare:
+            old[...] = new
+            return None
+        index = np.uint32 if size <= 2**32 else np.uint64
+        if isinstance(self.place, int):
+            old, new = old.reshape(-1), new.reshape(-1)
+            where = np.flatnonzero(old != new)
+            values = new[where]
+            if len(where) * SPARSE < new.size:
+                old[where] = values
+            else:
+                old[...] = new
+            where += self.place
+            return where.astype(index), values
+        found = np.nonzero(old != new)
+        values = new[found]
+        old[...] = new
+        moved = tuple(at + start for at, start in zip(found, self.place, strict=True))
+        return np.ravel_multi_index(moved, self.tensor.shape).astype(index), values
+
+
+def look_ahead(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces in order, with some of them begun beforehand: copies from a device overlap."""
+    source, waiting, size = iter(pieces), deque[Piece](), 0
+    for piece in itertools.chain(source, [None]):
+        if piece is not None:
+            waiting.append(piece)
+            size += piece.array.nbytes
+        while waiting and (piece is None or size > AHEAD_BYTES):
+            size -= waiting[0].array.nbytes
+            yield waiting.popleft()

@@ -1,0 +1,98 @@
+"""Memory that processes of one host share: tensors are written once, and read where they lie.
+
+    owner                                   others, told by a message where it is
+    create: an anonymous file in memory     attach: open /proc/PID/fd/N, compare the nonce, map it
+    begin: it holds nothing
+    write `room`
+    seal: it holds (version, checksum)      state, before and after reading: nobody wrote meanwhile
+
+Only processes of the same user may open it (Linux asks for the right to trace the owner). Where
+that fails - another host, container, user or system - bytes travel over the link instead.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+from typing import Any
+
+import numpy as np
+
+HEAD = struct.Struct("<16sqQ")
+"""Nonce, version (-1: being written), checksum."""
+PAGE = 4096
+PLACE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
+
+
+class Segment:
+    """A piece of such memory: `room` is a flat array of its bytes, read-only where attached."""
+
+    def __init__(self, memory: Any, described: dict[str, Any] | None, nonce: bytes):
+        self.described, self._nonce = described, nonce
+        self._memory = memory
+        whole = np.frombuffer(memory, np.uint8)
+        self.room = whole[PAGE:]
+
+    @classmethod
+    def create(cls, size: int) -> "Segment":
+        """Room for `size` bytes; `described` tells others where, None where nobody can be told."""
+        nonce = secrets.token_bytes(16)
+        if not hasattr(os, "memfd_create"):
+            return cls(np.empty(PAGE + size, np.uint8), None, nonce)
+        handle = os.memfd_create("jaxtrain-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(handle, PAGE + size)
+        # Its size is final, so that no reader can be sent behind its end.
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        place = f"/proc/{os.getpid()}/fd/{handle}"
+        described = {"path": place, "nonce": nonce.hex(), "bytes": size}
+        found = cls(mmap.mmap(handle, PAGE + size), described, nonce)
+        found.begin()
+        return found
+
+    @classmethod
+    def attach(cls, described: Any) -> "Segment":
+        """Another process's segment, to be read; OSError or ValueError where there is none."""
+        if not isinstance(described, dict):
+            raise ValueError(f"a segment is described by a table, not {described!r:.80}")
+        place, nonce, size = (described.get(key) for key in ("path", "nonce", "bytes"))
+        if not isinstance(place, str) or not PLACE.fullmatch(place) or type(size) is not int:
+            raise ValueError(f"no segment is at {place!r:.80}")
+        handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            known = os.fstat(handle)
+            if not stat.S_ISREG(known.st_mode) or known.st_size != PAGE + size:
+                raise ValueError(f"{place} is another file here")
+            if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError(f"{place} may shrink")
+            found = cls(
+                mmap.mmap(handle, PAGE + size, access=mmap.ACCESS_READ),
+                described,
+                bytes.fromhex(str(nonce)),
+            )
+        finally:
+            os.close(handle)
+        if found._head()[0] != found._nonce:
+            raise ValueError(f"{place} is another process's here")
+        return found
+
+    def begin(self) -> None:
+        """From now on it holds no version, but is being written."""
+        self._write(-1, 0)
+
+    def seal(self, version: int, checksum: int) -> None:
+        """It is written."""
+        self._write(version, checksum)
+
+    def state(self) -> tuple[int, int]:
+        """(version, checksum) of what it holds; (-1, 0) while it is being written."""
+        _, version, checksum = self._head()
+        return version, checksum
+
+    def _head(self) -> tuple[bytes, int, int]:
+        return HEAD.unpack_from(self._memory)
+
+    def _write(self, version: int, checksum: int) -> None:
+        HEAD.pack_into(self._memory, 0, self._nonce, version, checksum)

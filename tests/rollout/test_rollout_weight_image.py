@@ -1,0 +1,272 @@
+"""The fast way of weights to servers gives the bits of the plain one, on every path."""
+
+import socket
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_vllm import FakeVllm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rollout_publish import HELD, assert_holds, draw_params, open_weights
+from test_rollout_vllm import ask
+
+from jaxtrain.errors import RunStopped
+from jaxtrain.hf.ops import Entry, Piece, Split, Stack, Tensor, Transpose, whole
+from jaxtrain.rollout.vllm import image as image_module
+from jaxtrain.rollout.vllm import weight_links
+from jaxtrain.rollout.vllm.device_layout import list_pieces
+from jaxtrain.rollout.vllm.image import Image
+from jaxtrain.rollout.vllm.publish_weights import collect
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.segment import Segment
+from jaxtrain_vllm.shelf import WeightShelf
+
+ENTRIES = [
+    Entry("embed", Tensor("e")),
+    Entry("up", Stack([Transpose(Tensor(f"{i}.up")) for i in range(3)])),
+    Entry("norm", Stack([Tensor(f"{i}.norm") for i in range(3)])),
+    Entry("q", Stack([Transpose(Split(f"{i}.qk", 0, 0, 6)) for i in range(3)])),
+    Entry("k", Stack([Transpose(Split(f"{i}.qk", 0, 4, 6)) for i in range(3)])),
+    Entry("moe", Stack([Stack([Transpose(Tensor(f"{i}.{e}")) for e in "ab"]) for i in range(3)])),
+]
+SHAPES = {"embed": (9, 4), "up": (3, 4, 5), "norm": (3, 4), "q": (3, 4, 4), "k": (3, 4, 2)}
+SHAPES["moe"] = (3, 2, 4, 3)
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def tensor_shapes():
+    shapes = {}
+    for entry in ENTRIES:
+        shapes |= entry.op.shapes(SHAPES[entry.param])
+    return shapes
+
+
+def plain(params, dtype):
+    pieces = (p for entry in ENTRIES for p in entry.op.write(params[entry.param], np.asarray))
+    return collect(pieces, tensor_shapes(), dtype)
+
+
+def assert_same(found, wanted):
+    assert list(found) == list(wanted) and wire.checksum(found) == wire.checksum(wanted)
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(found[name].bits, tensor.bits)
+
+
+@pytest.mark.parametrize("dtype, small", [("bfloat16", 0), ("float16", 0), ("float32", 2**26)])
+def test_the_device_lays_out_what_the_host_does(dtype, small, monkeypatch):
+    """Layer by layer and at once, rounded alike; chunks of a few items; then what changed."""
+    monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.SMALL_BYTES", small)
+    monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.BLOCK_BYTES", 50)
+    monkeypatch.setattr(image_module, "CHUNK_ITEMS", 7)
+    monkeypatch.setattr(image_module, "AHEAD_BYTES", 100)
+    first, second = draw(0), draw(1)
+    second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
+    held = Image(tensor_shapes(), dtype)
+    for params, old in ((first, None), (second, plain(first, dtype))):
+        pieces = list_pieces({n: jnp.asarray(a) for n, a in params.items()}, ENTRIES, dtype)
+        changes = held.take(pieces, compare=old is not None)
+        wanted = plain(params, dtype)
+        assert_same(held.tensors, wanted)
+        if old is None:
+            continue
+        assert changes is not None
+        for name, tensor in wanted.items():
+            same = wire.find_changes(old[name].bits, tensor.bits)
+            np.testing.assert_array_equal(changes[name].positions, same.positions)
+            np.testing.assert_array_equal(changes[name].values, same.values)
+
+
+def test_sharded_parameters_come_a_shard_at_a_time():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
+    params = draw(3)
+    spread = {
+        name: jax.device_put(
+            array, jax.NamedSharding(mesh, jax.P(*place.get(name, (None,) * array.ndim)))
+        )
+        for name, array in params.items()
+    }
+    held = Image(tensor_shapes(), "bfloat16")
+    held.take(list_pieces(spread, ENTRIES, "bfloat16"), compare=False)
+    assert_same(held.tensors, plain(params, "bfloat16"))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_any_split_of_a_tensor_gives_the_changes_of_the_whole(rows, columns, seed, share):
+    rng = np.random.default_rng(seed)
+    old = rng.normal(size=(rows, columns)).astype(np.float32)
+    new = np.where(rng.random(old.shape) < share, old + 1, old)
+    held = Image({"a": old.shape}, "float32")
+    held.take([Piece("a", old.shape, whole(old.shape), old)], compare=False)
+    at = [sorted({0, size, int(rng.integers(0, size + 1))}) for size in old.shape]
+    parts = [
+        (slice(r, r_end), slice(c, c_end))
+        for r, r_end in zip(at[0], at[0][1:], strict=False)
+        for c, c_end in zip(at[1], at[1][1:], strict=False)
+    ]
+    rng.shuffle(parts)
+    changes = held.take((Piece("a", old.shape, p, new[p]) for p in parts), compare=True)
+    assert changes is not None
+    wanted = wire.find_changes(old.reshape(-1).view(np.uint32), new.reshape(-1).view(np.uint32))
+    np.testing.assert_array_equal(changes["a"].positions, wanted.positions)
+    np.testing.assert_array_equal(changes["a"].values, wanted.values)
+
+
+def test_the_checksum_is_that_of_one_thread(monkeypatch):
+    tensors = plain(draw(0), "float32")
+    alone = wire.checksum(tensors)
+    monkeypatch.setattr(wire, "in_threads", lambda work, items, size: [work(i) for i in items])
+    assert wire.checksum(dict(reversed(tensors.items()))) == alone
+    tensors["e"].bits[3] ^= 1
+    assert wire.checksum(tensors) != alone
+
+
+def test_workers_of_this_host_read_the_trainers_memory():
+    """Nothing travels; a delta, too, is there already."""
+    fakes = [FakeVllm(tensors=HELD, world_size=2) for _ in range(2)]
+    params = draw_params()
+    with open_weights(fakes, delta=True) as (_, publisher, _):
+        for version in range(3):
+            params["model.norm.weight"][version] += 1
+            assert publisher.publish(version, params)["sync/tcp_bytes"] == 0
+            for fake in fakes:
+                assert_holds(fake, params)
+
+
+def test_the_trainer_goes_on_while_servers_take_the_weights():
+    """From a copy: what it does to its parameters then changes nothing. Requests wait."""
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake]) as (engine, publisher, _):
+        publisher.ahead = True
+        publisher.publish(0, draw_params())  # the first one waits: nothing may be asked before
+        assert ask(engine)[0].versions == [0] * 4
+        fake.trouble["links"] = "stall"
+        params, wanted = draw_params(1), draw_params(1)
+        started = time.monotonic()
+        publisher.publish(1, params)
+        assert time.monotonic() - started < 1
+        params["model.norm.weight"][:] = 0
+        threading.Timer(0.4, fake.trouble.clear).start()
+        assert ask(engine)[0].versions == [1] * 4 and time.monotonic() - started >= 0.4
+        assert publisher.publish(2, params)["sync/seconds"] >= 0.4  # of the one before
+        publisher.delivery.wait()
+        assert_holds(fake, params)
+        assert not np.array_equal(wanted["model.norm.weight"], params["model.norm.weight"])
+
+
+def test_what_goes_wrong_meanwhile_ends_requests_and_the_next_publish():
+    fake = FakeVllm(tensors=HELD)
+    with open_weights([fake], wait_seconds=0.3) as (engine, publisher, _):
+        publisher.ahead = True
+        publisher.publish(0, draw_params())
+        fake.refuse_stage = True
+        publisher.publish(1, draw_params(1))
+        for act in (lambda: ask(engine), lambda: publisher.publish(2, draw_params(2))):
+            with pytest.raises(RunStopped, match="did not take the weights: no"):
+                act()
+
+
+def test_workers_elsewhere_are_sent_bytes_once_a_server(monkeypatch):
+    """Of the workers of one server the first is sent them, the others read its memory."""
+
+    class Far(weight_links.Link):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.own_host = "elsewhere"
+
+    monkeypatch.setattr(weight_links, "Link", Far)
+    fake = FakeVllm(tensors=HELD, world_size=3)
+    params = draw_params()
+    with open_weights([fake], delta=True) as (_, publisher, _):
+        sent = publisher.publish(0, params)
+        assert sent["sync/tcp_bytes"] == (16 * 8 + 8) * 2 == sent["sync/bytes"] / 3
+        params["model.norm.weight"][0] += 1
+        sent = publisher.publish(1, params)
+        assert sent["sync/delta"] == 1 and sent["sync/tcp_bytes"] == 3
+        assert_holds(fake, params)
+
+
+def test_memory_that_cannot_be_opened_is_sent(monkeypatch):
+    def refuse(described):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Segment, "attach", refuse)
+    fake = FakeVllm(tensors=HELD, world_size=2)
+    params = draw_params()
+    with open_weights([fake], delta=True) as (_, publisher, said):
+        assert publisher.publish(0, params)["sync/tcp_bytes"] == 2 * (16 * 8 + 8) * 2
+        params["model.norm.weight"][0] += 1
+        assert publisher.publish(1, params)["sync/tcp_bytes"] == 6
+        assert_holds(fake, params)
+    assert not said
+
+
+def test_shared_memory_that_was_written_meanwhile_is_not_served():
+    segment = Segment.create(8)
+    segment.room.view("<u2")[:] = [1, 2, 3, 4]
+    segment.seal(7, 99)
+    described = [{"name": "a", "shape": [4], "dtype": "bfloat16"}]
+    header = {"kind": "shared", "version": 7, "checksum": 99, "tensors": described}
+    header["segment"] = segment.described
+    shelf = WeightShelf()
+    assert shelf.answer(header, memoryview(b"")) == {"staged": 7}
+    with pytest.raises(wire.WireError, match="written meanwhile"):
+        shelf.commit(7, lambda tensors: segment.begin())
+    assert shelf.version == -1
+    assert "holds version -1, not 7" in shelf.answer(header, memoryview(b""))["error"]
+    segment.seal(7, 99)
+    assert shelf.answer(header, memoryview(b"")) == {"staged": 7}
+    shelf.commit(7, lambda tensors: None)
+    delta = {"kind": "delta", "version": 8, "base": 7, "checksum": 0, "tensors": []}
+    assert "another process's memory" in shelf.answer(delta, memoryview(b""))["error"]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=30),
+        lambda inner: st.dictionaries(st.sampled_from(["path", "nonce", "bytes"]), inner),
+        max_leaves=4,
+    )
+    | st.fixed_dictionaries(
+        {
+            "path": st.sampled_from(["/proc/1/fd/0", "/dev/zero", "/proc/self/fd/0", "/etc/passwd"]),
+            "nonce": st.text(max_size=4),
+            "bytes": st.integers(-5, 2**70),
+        }
+    )
+)
+def test_a_segment_that_is_none_is_refused(described):
+    header = {"kind": "shared", "version": 1, "checksum": 0, "tensors": [], "segment": described}
+    answer = WeightShelf().answer(header, memoryview(b""))
+    assert set(answer) == {"error"} and len(answer["error"]) <= 500
+
+
+def test_whole_tensors_arrive_where_the_last_ones_were():
+    """A link of its own, as of another host: no second copy of the model is held."""
+    ours, theirs = socket.socketpair()
+    shelf = WeightShelf()
+    threading.Thread(target=shelf.listen, args=(theirs,), daemon=True).start()
+    rooms = []
+    for version in range(2):
+        tensors = plain(draw(version), "bfloat16")
+        described, payload = wire.pack_full(tensors)
+        header = {"command": "stage", "kind": "full", "version": version, "tensors": described}
+        wire.send_message(ours, {**header, "checksum": wire.checksum(tensors)}, payload)
+        answer, _ = wire.receive_message(ours)
+        assert answer["staged"] == version
+        assert Segment.attach(answer["segment"]).state() == (version, wire.checksum(tensors))
+        shelf.commit(version, lambda tensors: None)
+        assert_same(shelf.tensors, tensors)
+        rooms.append(shelf.tensors["e"].bits.ctypes.data)
+    assert rooms[0] == rooms[1]
+    ours.close()
