@@ -1,0 +1,208 @@
+"""Kill runs at random moments, start them again, and compare with runs that were never killed.
+
+`python benchmarks/kills.py --kills 50`, on CPU. Supervised fine-tuning and reinforcement learning
+in mode sync must repeat every logged number and every bit of the final state. In mode async, where
+the order of finishing is not reproducible, every step must be there once and no prompt trained
+twice. A moment is a random time after the start or after a random step, so that kills also meet
+imports, compilation, checkpoints being written and rounds being drawn.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+from report import Report
+
+from jaxtrain.run.checkpoint import load_checkpoint
+from jaxtrain.run.checkpoint_folder import find_good_step
+from jaxtrain.run.manifest import read_manifest
+
+REPO = Path(__file__).parents[1]
+STEPS = 16
+COMMON = f"""
+[run]
+max_steps = {STEPS}
+export = false
+[model]
+tokenizer = "builtin"
+compute_dtype = "float32"
+[model.architecture]
+architectures = ["Qwen3ForCausalLM"]
+model_type = "qwen3"
+vocab_size = 512
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+intermediate_size = 64
+[checkpoint]
+every = 3
+keep = 3
+[log]
+console = "plain"
+plot = false
+[[data.datasets]]
+path = "builtin:calculator"
+options = {{ num_rows = 400, seed = 0 }}
+"""
+SFT = """
+[data]
+sequence_len = 256
+micro_batch_size = 2
+"""
+RL = """
+[data]
+sequence_len = 128
+[task]
+kind = "rl"
+[env]
+kind = "calculator"
+[rollout]
+prompts_per_step = 4
+group_size = 4
+zero_advantage = "keep"
+samples = "all"
+MODE
+[sampling]
+temperature = 1.0
+max_new_tokens = 16
+"""
+RUNS = {
+    "sft": SFT,
+    "rl sync": RL.replace("MODE", 'mode = "sync"'),
+    "rl async": RL.replace("MODE", 'mode = "async"\nmax_lag = 2'),
+}
+CLOCKS = ("seconds", "per_second", "time", "memory", "mfu")
+
+
+def start(folder: Path, text: str) -> subprocess.Popen:
+    """The run in `folder`, by the command line that people use."""
+    config = folder.with_suffix(".toml")
+    config.write_text(text)
+    env = os.environ | {
+        "PYTHONPATH": f"{REPO}:{REPO / 'kernels'}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-m", "jaxtrain.main", "--config", config.name]
+    with folder.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(
+            [*command, f"run.output_dir={folder.name}"],
+            stdout=log,
+            stderr=log,
+            env=env,
+            cwd=folder.parent,
+        )
+
+
+def read_lines(path: Path) -> list[dict]:
+    """All whole lines of a file of JSON lines; none where it is not there yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.open() if line.endswith("\n")]
+
+
+def last_step(folder: Path) -> int:
+    return max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
+
+
+def run_with_kills(folder: Path, text: str, moments: random.Random, kills: int) -> int:
+    """Kill the run up to `kills` times, each time starting it again; returns how many were due."""
+    for number in range(kills):
+        child = start(folder, text)
+        early = moments.random() < 0.25
+        target = last_step(folder) + moments.randint(1, 4)
+        until = time.monotonic() + moments.uniform(0.2, 8.0)
+        while child.poll() is None:
+            if time.monotonic() >= until if early else last_step(folder) >= target:
+                break
+            time.sleep(0.005)
+        time.sleep(moments.random() * 0.3)
+        if child.poll() is not None:
+            assert child.returncode == 0, folder.with_suffix(".log").read_text()[-3000:]
+            return number
+        child.kill()
+        child.wait()
+    child = start(folder, text)
+    assert child.wait(600) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    return kills
+
+
+def read_state(folder: Path) -> dict[str, bytes]:
+    """Every array of the last checkpoint."""
+    step, problems = find_good_step(folder / "checkpoints")
+    assert step == STEPS and not problems, (step, problems)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    saved = read_manifest(folder / "checkpoints" / str(step))["arrays"]
+    shapes = {
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=place)
+        for name, (shape, dtype) in saved.items()
+    }
+    arrays = load_checkpoint(folder / "checkpoints", shapes)[1]
+    return {name: np.asarray(value).tobytes() for name, value in arrays.items()}
+
+
+def read_numbers(folder: Path) -> list[dict]:
+    """metrics.jsonl without what clocks and allocators say."""
+    return [
+        {key: value for key, value in line.items() if not any(word in key for word in CLOCKS)}
+        for line in read_lines(folder / "metrics.jsonl")
+    ]
+
+
+def compare(name: str, folder: Path, whole: Path) -> dict[str, int]:
+    """What was lost, doubled, or differs: all 0 for a run that survived."""
+    steps = Counter(line["step"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line)
+    found = {
+        "steps_lost": sum(step not in steps for step in range(1, STEPS + 1)),
+        "steps_doubled": sum(count > 1 for count in steps.values()),
+    }
+    if name.startswith("rl"):
+        samples = read_lines(folder / "samples.jsonl")
+        assert samples, "no samples were written"
+        trained = {(line["step"], line["prompt_number"]) for line in samples}
+        prompts = Counter(number for _, number in trained)
+        found["prompts_doubled"] = sum(count > 1 for count in prompts.values())
+    if name != "rl async":
+        found["numbers_differ"] = int(read_numbers(folder) != read_numbers(whole))
+        ours, theirs = read_state(folder), read_state(whole)
+        found["arrays_differ"] = sum(ours.get(key) != theirs[key] for key in theirs)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=50, help="in all, shared by the runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    report, moments = Report(arguments.out), random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as place:
+        left, number = arguments.kills, 0
+        for name, text in RUNS.items():
+            whole = Path(place) / f"{name.replace(' ', '_')}_whole"
+            assert start(whole, COMMON + text).wait(600) == 0, whole.with_suffix(".log").read_text()
+        while left > 0:
+            name = list(RUNS)[number % len(RUNS)]
+            folder = Path(place) / f"run{number}"
+            whole = Path(place) / f"{name.replace(' ', '_')}_whole"
+            kills = run_with_kills(folder, COMMON + RUNS[name], moments, min(left, 8))
+            report.add(run=name, kills=kills, **compare(name, folder, whole))
+            left, number = left - kills, number + 1
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
