@@ -113,6 +113,7 @@ def ours_width(grads: dict) -> int:
     return grads["stack.block.attention.q.kernel"].shape[-1]
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_table_json_and_plot(benchmarks, tmp_path, monkeypatch):
     for module in ("train_step", "torch_model"):
         monkeypatch.setattr(benchmarks[module], "WARM_UP", 2)
@@ -137,6 +138,7 @@ def test_a_small_run_writes_table_json_and_plot(benchmarks, tmp_path, monkeypatc
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_small_run_shows_the_kernels_beside_the_reference(benchmarks, tmp_path):
     """On a CPU "auto" is the reference path, so the runs are equal; another order only rounds."""
     out = tmp_path / "parity"
@@ -168,6 +170,7 @@ def test_a_profile_is_summed_by_kind(benchmarks, tmp_path):
     assert "5.00 ms in all" in table
 
 
+@pytest.mark.slow
 def test_lora_and_accumulation_run(benchmarks, monkeypatch):
     monkeypatch.setattr(benchmarks["train_step"], "TIMED", 1)
     arguments = "--model tiny --work tiny-docs --dtype float32 --lora 4 --microsteps 2 --rows 2"
