@@ -162,10 +162,23 @@ def read_numbers(folder: Path) -> list[dict]:
     ]
 
 
-def compare(name: str, folder: Path, whole: Path) -> dict[str, int]:
-    """What was lost, doubled, or differs: all 0 for a run that survived."""
+def find_differences(found: list[dict], expected: list[dict]) -> str:
+    """The first few keys that differ, with their line; "none" where all lines are equal."""
+    if len(found) != len(expected):
+        return f"{len(found)} lines for {len(expected)}"
+    keys = [
+        f"{key}@{number}"
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True))
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+    return " ".join(keys[:5]) or "none"
+
+
+def compare(name: str, folder: Path, whole: Path) -> dict[str, int | str]:
+    """What was lost, doubled, or differs."""
     steps = Counter(line["step"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line)
-    found = {
+    found: dict[str, int | str] = {
         "steps_lost": sum(step not in steps for step in range(1, STEPS + 1)),
         "steps_doubled": sum(count > 1 for count in steps.values()),
     }
@@ -174,9 +187,10 @@ def compare(name: str, folder: Path, whole: Path) -> dict[str, int]:
         assert samples, "no samples were written"
         trained = {(line["step"], line["prompt_number"]) for line in samples}
         prompts = Counter(number for _, number in trained)
+        found["prompts"] = len(prompts)
         found["prompts_doubled"] = sum(count > 1 for count in prompts.values())
     if name != "rl async":
-        found["numbers_differ"] = int(read_numbers(folder) != read_numbers(whole))
+        found["numbers_differ"] = find_differences(read_numbers(folder), read_numbers(whole))
         ours, theirs = read_state(folder), read_state(whole)
         found["arrays_differ"] = sum(ours.get(key) != theirs[key] for key in theirs)
     return found
