@@ -165,9 +165,9 @@ def read_numbers(folder: Path) -> list[dict]:
 def same(key: str, found: float | None, expected: float | None) -> bool:
     """Whether a logged number is the other. Which answers share a batch of the sampler depends on
     when environments reply, so that its own log-probs, which do not train, differ by rounding."""
-    if key.startswith(("mismatch/", "sampling/")) and None not in (found, expected):
-        return abs(found - expected) < 1e-4
-    return found == expected
+    if found is None or expected is None or not key.startswith(("mismatch/", "sampling/")):
+        return found == expected
+    return abs(found - expected) < 1e-4
 
 
 def find_differences(found: list[dict], expected: list[dict]) -> str:
@@ -205,7 +205,7 @@ def compare(name: str, folder: Path, whole: Path) -> dict[str, int | str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="in all, shared by the runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
