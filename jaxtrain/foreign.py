@@ -24,6 +24,19 @@ _BOMS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32"} | {
 }
 
 
+class Unfit(ValueError):
+    """Sound JSON with a value that nobody can use."""
+
+
+class Unreadable(dict):
+    """Stands for a row that is there but cannot be used; it has no columns, and says why."""
+
+    def __init__(self, reason: str):
+        super().__init__()
+        self.reason = reason
+        """Short and countable."""
+
+
 def read_text(path: str | Path, most: int) -> str:
     """The text of a regular file of at most `most` bytes in UTF-8, with or without a mark.
 
@@ -72,8 +85,9 @@ def decode(raw: bytes) -> str:
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     """The value of a JSON text; ValueError with a reason of one line.
 
-    Refused are values nested deeper than DEPTH and texts with half a surrogate pair, which nothing
-    can encode; strict: also keys that stand twice in one table, and NaN and Infinity.
+    It is Unfit where a value is nested deeper than DEPTH, a text has half a surrogate pair, which
+    nothing can encode, or a whole number has more than 4,300 digits. strict refuses keys that stand
+    twice in one table, NaN and Infinity as well.
     """
     if isinstance(text, bytes):
         try:
@@ -86,17 +100,17 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
         else:
             value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"nested deeper than {DEPTH} levels") from None
+        raise Unfit(f"nested deeper than {DEPTH} levels") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
     except ValueError as error:
-        # Whole numbers of more than 4,300 digits, among others.
-        raise ValueError(str(error).partition(";")[0][:200]) from None
+        kind = Unfit if "digits" in str(error) else ValueError
+        raise kind(str(error).partition(";")[0][:200]) from None
     # Nearly all rows end here: a few brackets, no escaped surrogates.
     if text.count("{") + text.count("[") > DEPTH and too_deep(value):
-        raise ValueError(f"nested deeper than {DEPTH} levels")
+        raise Unfit(f"nested deeper than {DEPTH} levels")
     if (_ESCAPED_SURROGATE.search(text) or _SURROGATE.search(text)) and has_surrogates(value):
-        raise ValueError("a text with half a surrogate pair")
+        raise Unfit("a text with half a surrogate pair")
     return value
 
 

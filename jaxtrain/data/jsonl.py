@@ -1,6 +1,5 @@
 """JSON files as rows: JSON lines by an index of byte offsets, JSON arrays in memory."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -8,17 +7,24 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import Unfit, Unreadable, parse_json, read_bytes
+from jaxtrain.shown import show
 
 BLOCK = 1 << 24
 """Bytes read at once while line ends are looked for."""
+MOST_ROW = 1 << 25
+"""Bytes of one row; a larger one is never read into memory."""
+MOST_FILE = 1 << 28
+"""Bytes of a file that is read as a whole."""
+TOO_LARGE = f"a row of more than {MOST_ROW >> 20} MiB"
 
 
 class JsonlRows:
-    """Rows of a JSON-lines file, read when asked for; 16 bytes of memory a row."""
+    """Rows of a JSON-lines file, read when asked for; 20 bytes of memory a row."""
 
     def __init__(self, path: str) -> None:
         self.path = str(path)
-        self.starts, self.lines = _index(self.path)
+        self.starts, self.lengths, self.lines = _index(self.path)
         self._file: BinaryIO | None = None
         if not len(self.starts):
             raise UserError(f"{self.path} is empty: it holds no JSON lines")
@@ -27,11 +33,14 @@ class JsonlRows:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.lengths[index] > MOST_ROW:
+            return Unreadable(TOO_LARGE)
         # A file object of its own for each process: workers must not share a position.
         if self._file is None:
             self._file = open(self.path, "rb")
         self._file.seek(int(self.starts[index]))
-        return parse_line(self._file.readline(), self.path, int(self.lines[index]))
+        line = self._file.read(int(self.lengths[index]))
+        return parse_line(line, self.path, int(self.lines[index]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -46,8 +55,9 @@ class JsonRows:
 
     def __init__(self, path: str) -> None:
         self.path = str(path)
+        check_size(self.path, "as JSON lines, one object a line, it is read row by row")
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = parse_json(read_bytes(path, MOST_FILE))
         except ValueError as error:
             raise UserError(f"{self.path} is not valid JSON: {error}") from error
         if isinstance(content, dict):
@@ -79,13 +89,15 @@ class JsonRows:
 def open_json(path: str) -> JsonlRows | JsonRows:
     """A .json file, which may hold JSON lines all the same."""
     with open(path, "rb") as file:
-        line = next((line for line in file if line.strip()), b"")
-        more = next((line for line in file if line.strip()), b"")
+        lines = filter(bytes.strip, iter(lambda: file.readline(MOST_ROW), b""))
+        line, more = next(lines, b""), next(lines, b"")
     if not line:
         raise UserError(f"{path} is empty")
+    if line.lstrip().startswith(b"["):
+        return JsonRows(path)
     # One object a line is JSON lines; a file of one line that is an object may be either.
     try:
-        first = json.loads(line)
+        first = parse_json(line)
     except ValueError:
         return JsonRows(path)
     if isinstance(first, dict) and (more or not any(isinstance(v, list) for v in first.values())):
@@ -96,15 +108,24 @@ def open_json(path: str) -> JsonlRows | JsonRows:
 def read_lines(path: str) -> Iterator[dict[str, Any]]:
     """Rows of a JSON-lines file from first to last."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield parse_line(line, path, number)
+        number = 0
+        while line := file.readline(MOST_ROW + 1):
+            number += 1
+            whole = len(line) <= MOST_ROW or line.endswith(b"\n")
+            while not whole and (rest := file.readline(BLOCK)):
+                whole = rest.endswith(b"\n")
+                line = b""
+            if line.strip() or not line:
+                yield parse_line(line, path, number) if line else Unreadable(TOO_LARGE)
 
 
 def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:
-    """One row; raises UserError with file and line."""
+    """One row; Unreadable where its JSON is sound but of no use; raises UserError with file and
+    line for what is no JSON object."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
+    except Unfit as error:
+        return Unreadable(str(error))
     except ValueError as error:
         raise UserError(f"{path} line {number} is not valid JSON: {error}") from error
     if not isinstance(row, dict):
@@ -112,24 +133,53 @@ def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:
     return row
 
 
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "a string", type(None): "null"}.get(type(value), repr(value))
-
-
-def _index(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Byte offset and number (from 1) of each line that is not blank, int64."""
-    ends, position = [], 0
+def check_size(path: str, advice: str) -> None:
+    """Raise UserError for a file that is read as a whole and would not fit: too many bytes, or so
+    many values that they take many times as much."""
+    size, commas, opened = 0, 0, 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + position)
+            size += len(block)
+            commas += block.count(b",") + block.count(b"\n")
+            opened += block.count(b"[") + block.count(b"{")
+            if size > MOST_FILE or commas > MOST_FILE // 8 or opened > MOST_FILE // 64:
+                raise UserError(
+                    f"{path} is too large to be held in memory (at most {MOST_FILE:,} bytes, and"
+                    f" {MOST_FILE // 8:,} values); {advice}"
+                )
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a string", type(None): "null"}.get(type(value), show(value))
+
+
+def _index(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Byte offset (int64), length and number from 1 (int32) of each line that is not blank.
+
+    Never holds more than a block, however long a line is.
+    """
+    starts, firsts, position, fresh = [], [], 0, True
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            if position == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise UserError(f"{path} is UTF-16 text; save it as UTF-8")
+            content = np.frombuffer(block, np.uint8)
+            start = np.flatnonzero(content == 10) + 1
+            start = np.concatenate([[0], start]) if fresh else start
+            fresh = block.endswith(b"\n")
+            start = start[start < len(content)]
+            starts.append(start + position)
+            firsts.append(content[start])
             position += len(block)
-        end = np.concatenate(ends) if ends else np.zeros(0, np.int64)
-        if position and (not len(end) or end[-1] != position - 1):
-            end = np.append(end, position)
-        start = np.concatenate([np.zeros(1, np.int64), end[:-1] + 1]) if len(end) else end
-        keep = end > start
-        # Only short lines can be blank in practice; those are looked at.
-        for short in np.flatnonzero(keep & (end - start < 64)):
-            file.seek(int(start[short]))
-            keep[short] = bool(file.read(int(end[short] - start[short])).strip())
-    return start[keep], np.flatnonzero(keep) + 1
+        if not starts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32)
+        start, first = np.concatenate(starts), np.concatenate(firsts)
+        end = np.append(start[1:] - 1, position - 1 if fresh else position)
+        length = end - start
+        keep = length > 0
+        # Only what begins with white space can be blank.
+        for place in np.flatnonzero(keep & np.isin(first, list(b" \t\r\v\f"))):
+            file.seek(int(start[place]))
+            keep[place] = bool(file.read(min(int(length[place]), BLOCK)).strip())
+    numbers = np.flatnonzero(keep).astype(np.int32) + 1
+    return start[keep], np.minimum(length[keep], 2**31 - 1).astype(np.int32), numbers

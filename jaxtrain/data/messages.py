@@ -1,8 +1,16 @@
 """Messages as they come, to messages in OpenAI form: ShareGPT on sight, renamed keys and roles."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from jaxtrain.foreign import DEPTH, Unfit, Unreadable, has_surrogates, parse_json, too_deep
+from jaxtrain.shown import name_type, show
+
+MOST_TEXT = 1 << 23
+"""Characters of a row that are tokenised: a few seconds and about a gigabyte."""
+TOO_MUCH = f"more than {MOST_TEXT:,} characters"
+MOST_MESSAGES = 4096
+MOST_TOOLS = 1024
 
 KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
 
@@ -43,6 +51,9 @@ def read_messages(
         value = [value]
     if not isinstance(value, list | tuple) or not value:
         raise Malformed("messages must be a list of {role, content}")
+    if len(value) > MOST_MESSAGES:
+        raise Malformed(f"more than {MOST_MESSAGES:,} messages")
+    check_values(value)
     messages = []
     for number, item in enumerate(value, 1):
         try:
@@ -59,14 +70,50 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
         value = _json(value, "tools") if value.strip() else None
     if not value:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+    if not isinstance(value, list):
         raise Malformed("tools must be a list of JSON schemas")
-    return [dict(tool) for tool in value]
+    if len(value) > MOST_TOOLS:
+        raise Malformed(f"more than {MOST_TOOLS:,} tools")
+    tools = [_json(tool, "tools") if isinstance(tool, str) else tool for tool in value]
+    check_values(tools)
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise Malformed("tools must be a list of JSON schemas")
+        if not isinstance(function.get("name", ""), str):
+            raise Malformed("the name of a tool is not a string")
+    return [dict(tool) for tool in tools]
+
+
+def check_readable(row: Any) -> None:
+    """Raise Malformed for a row that its file could not give."""
+    if isinstance(row, Unreadable):
+        raise Malformed(row.reason)
+
+
+def check_values(value: Any) -> None:
+    """Raise Malformed for what no template and no tokenizer gets through: values that are nested
+    without end, half a surrogate pair, texts beyond MOST_TEXT."""
+    if too_deep(value):
+        raise Malformed(f"nested deeper than {DEPTH} levels")
+    size, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            size += len(one)
+            if not one.isascii() and has_surrogates(one):
+                raise Malformed("a text with half a surrogate pair")
+        elif isinstance(one, Mapping):
+            left += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    if size > MOST_TEXT:
+        raise Malformed(TOO_MUCH)
 
 
 def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise Malformed(f"a message is a {type(item).__name__}, not an object")
+        raise Malformed(f"a message is {name_type(item)}, not an object")
     found = dict(item)
     if "role" not in found and "from" in found:
         found["role"], found["content"] = found["from"], found.get("value")
@@ -76,22 +123,27 @@ def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> 
             found[key] = found.get(renamed)
     message: dict[str, Any] = {key: found[key] for key in KEYS if found.get(key) not in (None, [])}
     role: Any = message.get("role")
+    if not isinstance(role, str):
+        raise Malformed(f"a role is {name_type(role)}, not a text")
     role = roles.get(role, role if role in ACCEPTED else ROLES.get(role, role))
     message["role"] = role
     content = message.setdefault("content", "")
     if isinstance(content, list):
         message["content"] = content = _text_parts(content)
     if not isinstance(content, str):
-        raise Malformed(f"content is a {type(content).__name__}, not a string")
+        raise Malformed(f"content is {name_type(content)}, not a text")
     if role == "function_call":
         call = _json(content, "function_call")
         message.update(role="assistant", content="", tool_calls=[{"function": call}])
     elif role not in ACCEPTED:
-        raise Malformed(f"unknown role {role!r}")
+        raise Malformed(f"unknown role {show(role, 40)}")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"])
     if not isinstance(message.get("reasoning_content", ""), str):
         raise Malformed("reasoning_content is not a string")
+    for key in ("name", "tool_call_id"):
+        if not isinstance(message.get(key, ""), str | int):
+            raise Malformed(f"{key} is {name_type(message[key])}, not a text")
     return message
 
 
@@ -112,16 +164,20 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         raise Malformed("tool_calls must be a list")
     result = []
     for call in calls:
+        if isinstance(call, str):
+            call = _json(call, "tool_calls")
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Malformed("a tool call needs function.name")
+        if not isinstance(call.get("id", ""), str | int | None):
+            raise Malformed("the id of a tool call is not a text")
         arguments = function.get("arguments")
         if arguments in (None, ""):
             arguments = {}
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"arguments of {function['name']}")
+            arguments = _json(arguments, f"arguments of {show(function['name'], 40)}")
         if not isinstance(arguments, Mapping):
-            raise Malformed(f"arguments of {function['name']} are no object")
+            raise Malformed(f"arguments of {show(function['name'], 40)} are no object")
         kept = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": function["name"], "arguments": dict(arguments)}
         result.append({**kept, "type": "function", "function": function})
@@ -130,6 +186,8 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except Unfit as error:
+        raise Malformed(f"{what}: {error}") from None
     except ValueError:
         raise Malformed(f"{what}: broken JSON") from None

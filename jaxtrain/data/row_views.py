@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.foreign import Unreadable
+
 
 @dataclass(frozen=True)
 class SyntheticTurns:
@@ -48,7 +50,9 @@ class GroupedRows:
         self._rows = rows
         members: dict[Any, list[int]] = {}
         for index in range(len(rows)):
-            members.setdefault(str(rows[index][column]), []).append(index)
+            row = rows[index]
+            alone = isinstance(row, Unreadable)  # it is dropped under its own reason
+            members.setdefault(f"\0{index}" if alone else str(row[column]), []).append(index)
         self._members = list(members.values())
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ which can only be iterated, from any start. Nothing is loaded as a whole but jso
 import bisect
 import glob
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from jaxtrain.data.tables import (
     prune,
 )
 from jaxtrain.errors import UserError
+from jaxtrain.shown import show
 
 OPENERS: dict[str, Callable[[str], Any]] = {
     ".jsonl": JsonlRows,
@@ -38,7 +40,7 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     ".arrow": open_arrow,
 }
 BUILTIN = "builtin:"
-SPLIT = re.compile(r"^([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?$")
+SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
 HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")
 
 
@@ -81,7 +83,7 @@ def parse_split(text: str) -> Split:
     found = SPLIT.match(text.strip())
     if not found:
         raise UserError(
-            f"split {text!r} is not understood: write a name, or a name with a slice, such as "
+            f"split {show(text)} is not understood: write a name, or a name with a slice, such as "
             '"train", "train[:90%]", "train[100:200]" (key data.datasets[].split)'
         )
     return Split(*found.groups())
@@ -226,18 +228,23 @@ def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows:
 
 def _find(path: str, split: str) -> list[Path]:
     """Files (or one save_to_disk folder) that a local path means; none if it is a Hub id."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return _in_folder(place, split)
-    if place.is_file():
-        return [place]
+    place = Path(os.path.expanduser(path))
+    try:
+        if place.is_dir():
+            return _in_folder(place, split)
+        if place.is_file():
+            return [place]
+        if place.exists():
+            raise UserError(f"{path} is no regular file but a pipe or a device")
+    except OSError as error:
+        raise UserError(f"{show(path)} cannot be read: {error.strerror or error}") from None
     if glob.has_magic(path):
         files = sorted(Path(found) for found in glob.glob(str(place), recursive=True))
         if not files:
             raise UserError(f"no file matches {path} (key data.datasets[].path)")
         return files
     if place.suffix in OPENERS or not HUB_ID.match(path):
-        raise UserError(f"no such file or folder: {path} (key data.datasets[].path)")
+        raise UserError(f"no such file or folder: {show(path)} (key data.datasets[].path)")
     return []
 
 
@@ -272,6 +279,8 @@ def _open(file: Path, split: str) -> Rows:
             "(key data.datasets[].path)"
         )
     try:
+        if not file.is_file():
+            raise UserError(f"{file} is no regular file")
         if file.stat().st_size == 0:
             raise UserError(f"{file} is empty")
         return OPENERS[file.suffix](str(file))
@@ -316,9 +325,10 @@ def _hub(dataset: DatasetConfig, split: str) -> Any:
             f"({type(error).__name__}: {_first_line(error)}). Name a local file in "
             "data.datasets[].path, or check the network."
         ) from error
-    except ValueError as error:
+    except Exception as error:  # the border: what comes from the network, and what reads it
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(
-            f"{dataset.path}: {_first_line(error)} (keys data.datasets[].name and .split)"
+            f"{dataset.path}: {kind}{_first_line(error)} (keys data.datasets[].name and .split)"
         ) from error
     return HubStream(rows) if dataset.streaming else TableRows(rows, dataset.path)
 

@@ -1,10 +1,17 @@
 """Columnar files as rows: parquet, arrow, csv and what the datasets library reads."""
 
 import csv
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data.jsonl import MOST_FILE, MOST_ROW, check_size
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import Unreadable, parse_json, read_text
+from jaxtrain.shown import shorten, show
+
+MOST_RECORD = 1 << 24
+"""Bytes of the JSON files beside saved tables."""
 
 
 class TableRows:
@@ -18,8 +25,13 @@ class TableRows:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.table[int(index)]
-        return {key: prune(value) for key, value in row.items()}
+        try:
+            row = self.table[int(index)]
+            return {key: prune(value) for key, value in row.items()}
+        except UnicodeDecodeError:
+            return Unreadable("a text that is not UTF-8")
+        except RecursionError:
+            return Unreadable("nested too deep")
 
     def origin(self, index: int) -> str:
         """Name and number of the row, from 1."""
@@ -31,6 +43,8 @@ class CsvRows:
 
     def __init__(self, path: str) -> None:
         self.path = str(path)
+        check_size(self.path, "convert it to parquet or JSON lines, which are read row by row")
+        csv.field_size_limit(MOST_ROW)  # of the whole process; Python's own is 128 KiB
         try:
             with open(path, newline="", encoding="utf-8-sig") as file:
                 reader = csv.reader(file, strict=True)
@@ -38,6 +52,12 @@ class CsvRows:
                 self.rows = [row for row in reader if row]
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{self.path} is not a readable csv file: {error}") from error
+        doubled = [name for name, count in Counter(self.columns).items() if count > 1]
+        if doubled:
+            raise UserError(
+                f"{self.path} has several columns called {show(doubled[0])}; give each a name of"
+                " its own"
+            )
         if not self.rows:
             raise UserError(f"{self.path} is empty: it needs a header line and rows")
         for number, row in enumerate(self.rows, 1):
@@ -73,15 +93,12 @@ def prune(value: Any) -> Any:
 
 def open_parquet(path: str) -> TableRows:
     """A parquet file through the memory-mapped cache of datasets."""
-    import pyarrow
     from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
 
     try:
         table = Dataset.from_parquet(path)
-    except (OSError, ValueError, pyarrow.ArrowException, DatasetGenerationError) as error:
-        reason = error.__cause__ or error
-        raise UserError(f"{path} is not a readable parquet file: {reason}") from error
+    except Exception as error:  # the border: whatever libraries say of a damaged file
+        raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from error
     return TableRows(table, Path(path).name)
 
 
@@ -97,8 +114,9 @@ def open_arrow(path: str) -> TableRows:
             table = Dataset(pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all())
         else:
             table = Dataset.from_file(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is not a readable arrow file: {error}") from error
+        check_arrow(table)
+    except Exception as error:  # the border: whatever libraries say of a damaged file
+        raise UserError(f"{path} is not a readable arrow file: {_reason(error)}") from error
     return TableRows(table, Path(path).name)
 
 
@@ -106,9 +124,54 @@ def open_saved(folder: str, split: str) -> TableRows:
     """A folder written by datasets' save_to_disk, of one split or of several."""
     from datasets import DatasetDict, load_from_disk
 
-    table = load_from_disk(folder)
+    try:
+        check_saved(Path(folder))
+        table = load_from_disk(folder)
+    except Exception as error:  # the border: whatever libraries say of a damaged folder
+        raise UserError(
+            f"{folder} is not a readable folder of datasets' save_to_disk: {_reason(error)}"
+        ) from error
     if isinstance(table, DatasetDict):
         if split not in table:
             raise UserError(f"{folder} has no split {split!r}, only {', '.join(map(str, table))}")
         table = table[split]
+    try:
+        check_arrow(table)
+    except Exception as error:  # the same
+        raise UserError(f"{folder} is damaged: {_reason(error)}") from error
     return TableRows(table, Path(folder).name)
+
+
+def check_saved(folder: Path) -> None:
+    """Raise ValueError where the records of a saved dataset name files outside its folder."""
+    splits = folder / "dataset_dict.json"
+    if splits.exists():
+        found = parse_json(read_text(splits, MOST_RECORD))
+        names = found.get("splits") if isinstance(found, dict) else None
+        if not isinstance(names, list) or not all(map(_is_name, names)):
+            raise ValueError("dataset_dict.json must name its splits in a list")
+        for name in names:
+            check_saved(folder / name)
+        return
+    found = parse_json(read_text(folder / "state.json", MOST_RECORD))
+    files = found.get("_data_files") if isinstance(found, dict) else None
+    named = [one.get("filename") if isinstance(one, dict) else None for one in files or [None]]
+    if not isinstance(files, list) or not all(map(_is_name, named)):
+        raise ValueError("state.json must list files of this folder in _data_files")
+
+
+def check_arrow(table: Any) -> None:
+    """Raise pyarrow's error for a table whose offsets lead out of its buffers: reading such a row
+    would end the process. Small tables are looked at in full."""
+    data = table.data.table
+    data.validate(full=data.nbytes <= MOST_FILE)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what a library says, or of what made it say so."""
+    text = str(error.__cause__ or error).strip().partition("\n")[0]
+    return shorten(text, 300) or type(error).__name__

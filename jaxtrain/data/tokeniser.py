@@ -13,10 +13,21 @@ from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data import template
 from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
-from jaxtrain.data.messages import ACCEPTED, KEYS, Malformed, read_messages, read_tools
+from jaxtrain.data.messages import (
+    ACCEPTED,
+    KEYS,
+    Malformed,
+    check_readable,
+    check_values,
+    read_messages,
+    read_tools,
+)
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.errors import UserError
+from jaxtrain.shown import name_type, show
 
+TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "system", "segments")
+"""Columns of texts; those of messages and tools are checked as they are read."""
 ALPACA_INPUT = "\n\n### Input:\n"
 
 Result = list[Sample | Dropped]
@@ -63,11 +74,13 @@ class Tokeniser:
             raise UserError(f"{origin}: {error}") from None
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Columns under the names that the formats know."""
+        """Columns under the names that the formats know; Malformed for texts that are of no use."""
+        check_readable(row)
         row = dict(row)
         for wanted, found in self.dataset.fields.items():
             if "." not in wanted and found in row:
                 row[wanted] = row[found]
+        check_values([row[name] for name in TEXTS if name in row])
         return row
 
     def _read(self, row: dict[str, Any], origin: str) -> Result:
@@ -96,6 +109,8 @@ class Tokeniser:
             return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
         instruction, output = _string(row, "instruction"), _string(row, "output")
         given = row.get("input") or ""
+        if isinstance(given, list | dict) or isinstance(row.get("system"), list | dict):
+            raise Malformed("column input or system holds a list or a table, not a text")
         if not self.dataset.as_chat:
             middle = f"{ALPACA_INPUT}{given}" if given else ""
             system = f"{row['system']}\n\n" if row.get("system") else ""
@@ -117,10 +132,9 @@ class Tokeniser:
             raise UserError(f"format {self.dataset.format!r}: {plugins.describe(error)}") from error
         if isinstance(found, dict):
             return found
-        pairs = isinstance(found, list) and all(isinstance(p, tuple | list) for p in found)
-        if not pairs or any(len(p) != 2 or len(p[0]) != len(p[1]) for p in found):
+        if not isinstance(found, list) or not all(map(_is_weighted, found)):
             raise UserError(
-                f"format {self.dataset.format!r} returned {found!r:.80}; it must return a row of a"
+                f"format {self.dataset.format!r} returned {show(found)}; it must return a row of a"
                 " built-in format (a dict) or a list of (token ids, weights), equally many of both"
             )
         return found
@@ -271,5 +285,21 @@ def _need(row: dict[str, Any], name: str) -> Any:
 def _string(row: dict[str, Any], name: str) -> str:
     value = _need(row, name)
     if not isinstance(value, str):
-        raise Malformed(f"column {name} holds a {type(value).__name__}, not a string")
+        raise Malformed(f"column {name} holds {name_type(value)}, not a text")
     return value
+
+
+def _is_weighted(pair: Any) -> bool:
+    """Whether something is (token ids, weights): equally many, from 0 on, and finite."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return False
+    try:
+        ids, weights = (np.asarray(list(values)) for values in pair)
+    except (TypeError, ValueError):
+        return False
+    if ids.ndim != 1 or ids.shape != weights.shape:
+        return False
+    if not ids.size:
+        return True
+    kinds = ids.dtype.kind in "iu" and weights.dtype.kind in "biuf"
+    return kinds and bool(0 <= ids.min() <= ids.max() < 2**31 and np.isfinite(weights).all())

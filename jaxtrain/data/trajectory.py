@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.messages import Malformed, read_messages, read_tools
+from jaxtrain.data.messages import Malformed, check_readable, read_messages, read_tools
 from jaxtrain.data.template import Renderer, TemplateFailed, encode, render_text
 from jaxtrain.data.turns import Turn, make_turns
 
@@ -28,6 +28,7 @@ def read_row(
 
     Contents are stripped of outer white space. Raises Malformed.
     """
+    check_readable(row)
     row = {**row, **{to: row[at] for to, at in fields.items() if "." not in to and at in row}}
     if row.get("messages") is not None or row.get("conversations") is not None:
         found = row.get("messages")

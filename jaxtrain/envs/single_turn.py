@@ -5,12 +5,15 @@ from typing import Any
 
 from jaxtrain.data.template import encode, end_of_turn_ids, prompt_tokens
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.types import Engine, Episode, Sampling
 
 
 def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
     """A row's prompt, a text or messages up to where the assistant speaks; UserError where there is
     none."""
+    if isinstance(row, Unreadable):
+        raise UserError(f"env: a row cannot be used: {row.reason}")
     given = row.get(column, row.get("messages"))
     if isinstance(given, str) and given:
         return given

@@ -116,7 +116,7 @@ def test_two_assistants_in_a_row_are_no_tree_but_flat_samples():
 
 def test_malformed_rows_are_dropped_with_the_reason():
     (unit,) = builder()({"messages": [7]}, "here")
-    assert unit == Dropped("malformed row: a message is a int, not an object", "here")
+    assert unit == Dropped("malformed row: a message is a number, not an object", "here")
 
 
 def test_too_long_can_be_an_error_that_names_the_row():

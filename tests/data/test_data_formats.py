@@ -277,10 +277,10 @@ def test_no_trained_token(tokenizer, row, options):
     [
         ({"messages": "hello"}, None),
         ({"messages": []}, "list"),
-        ({"messages": ["hello"]}, "a message is a str"),
-        ({"messages": [{"content": "a"}]}, "unknown role None"),
+        ({"messages": ["hello"]}, "a message is a text"),
+        ({"messages": [{"content": "a"}]}, "a role is null"),
         ({"messages": [say("wizard", "a")]}, "unknown role 'wizard'"),
-        ({"messages": [say("user", 5)]}, "content is a int"),
+        ({"messages": [say("user", 5)]}, "content is a number"),
         ({"messages": [say("user", [{"type": "image"}])]}, "only text"),
         (
             {"messages": [say("assistant", "", tool_calls=[{"function": {"name": 1}}])]},
@@ -292,14 +292,14 @@ def test_no_trained_token(tokenizer, row, options):
                     say("assistant", "", tool_calls=[{"name": "f", "arguments": "{broken"}])
                 ]
             },
-            "arguments of f: broken JSON",
+            "arguments of 'f': broken JSON",
         ),
         ({"messages": TALK, "tools": "{broken"}, "tools: broken JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "tools must be a list"),
         ({"messages": None}, "column messages is missing"),
         ({"prompt": "a", "completion": None}, "column completion is missing or empty"),
         ({"prompt": 1, "completion": "a"}, "messages must be a list"),
-        ({"instruction": "a", "output": 3}, "column output holds a int"),
+        ({"instruction": "a", "output": 3}, "column output holds a number"),
         ({"segments": [{"text": "a"}]}, "a segment must"),
         ({"segments": "abc"}, "segments must be a list"),
         ({"text": ["a"]}, "column text holds a list"),

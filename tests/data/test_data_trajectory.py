@@ -120,7 +120,7 @@ def broken(arguments):
         ({"prompt": "Hi", "completion": [{"content": "x"}]}, "as lists"),
         ({"prompt": [], "completion": []}, "non-empty completion"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
-        ({"messages": [3]}, "message is a int"),
+        ({"messages": [3]}, "message is a number"),
         ({"messages": broken("{")}, "broken JSON"),
         ({"messages": broken("[1]")}, "no object"),
         (
