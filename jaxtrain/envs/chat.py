@@ -1,6 +1,7 @@
 """Environments that are one function, `async def run(row, chat, **options)`, and the built-in one
 of them: a model that answers with tools."""
 
+import copy
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class ChatEnv:
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """One episode; UserError where the function returns something else."""
+        """One episode; the row is its own. UserError where the function returns something else."""
         config = self.config
         chat = Conversation(
             self.template,
@@ -51,7 +52,7 @@ class ChatEnv:
             rewritten=config.history == "template",
             row_tokens=self.row_tokens,
         )
-        found = await self.play(dict(row), chat, **self.options)
+        found = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
         if isinstance(found, Episode):
             return found
         if found is None or isinstance(found, int | float | Mapping):

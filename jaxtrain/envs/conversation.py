@@ -74,7 +74,7 @@ class Conversation:
         self._texts: list[str] = []
         self._prompt_end = 0
         self._finish_reason = "stop"
-        self._full = False
+        self._full = self._drawing = False
         self._turn_rewards: list[dict[str, float]] = []
 
     def use(self, *functions: Callable[..., Any]) -> None:
@@ -90,12 +90,13 @@ class Conversation:
         if isinstance(content, str):
             self._add({"role": role, "content": content, **keys})
             return
-        for message in [content] if isinstance(content, Mapping) else content:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise UserError(
-                    f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
-                    " list of such messages"
-                )
+        messages = [content] if isinstance(content, Mapping) else content
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            raise UserError(
+                f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
+                " list of such messages"
+            )
+        for message in messages:
             self._add(dict(message))
 
     async def draw(self) -> Answer:
@@ -105,6 +106,15 @@ class Conversation:
         """
         if self._full:
             raise EpisodeFailed("the conversation is longer than data.sequence_len")
+        if self._drawing:
+            raise UserError("chat.draw: the turn before is still being drawn; await it first")
+        self._drawing = True
+        try:
+            return await self._draw()
+        finally:
+            self._drawing = False
+
+    async def _draw(self) -> Answer:
         if not self._drawn:
             self._prompt_end = len(self._said)
         messages, turns = self._stand_ins()
@@ -200,6 +210,9 @@ class Conversation:
         )
 
     def _add(self, message: dict[str, Any]) -> None:
+        if isinstance(content := message.get("content"), str):
+            # Half a surrogate pair, of a broken file or a tool: no tokenizer takes it.
+            message["content"] = content.encode("utf-8", "replace").decode()
         self.messages.append(message)
         self._said.append(dict(message))
 
@@ -215,6 +228,10 @@ class Conversation:
                 message = {**message, "content": content}
             found.append(message)
         return found, turns
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) -> Answer:

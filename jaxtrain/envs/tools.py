@@ -69,7 +69,7 @@ class Tool:
             raise ToolFailed(f"{self.name} took more than {seconds:g} seconds") from None
         except (EpisodeFailed, RunStopped):
             raise
-        except Exception as error:  # the border: whatever a user's function may raise
+        except (Exception, SystemExit) as error:  # the border: whatever foreign code may raise
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -64,7 +64,7 @@ class Writer:
 
     def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
         """Episodes of rows in section env's environment, side by side."""
-        env = open_env(self.env_config, self.tokenizer)
+        env = open_env(self.env_config, self.tokenizer, self.sampler.max_len)
 
         async def run() -> list[Episode]:
             engine = LocalEngine(self.sampler)

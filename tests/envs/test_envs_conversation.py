@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import EnvConfig, SamplingConfig
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.template import load_tokenizer, render_text
 from jaxtrain.envs.chat import ChatEnv
 from jaxtrain.envs.open import open_env
 from jaxtrain.envs.tools import Toolbox, make_tool
@@ -49,6 +49,7 @@ class Script:
         ]
 
     async def generate(self, prompt, sampling, stop_ids=(), index=0):
+        await asyncio.sleep(0)
         self.asked.append(list(prompt))
         self.limits.append(sampling.max_new_tokens)
         tokens = self.encode(self.texts.pop(0))[: sampling.max_new_tokens]
@@ -120,6 +121,8 @@ def test_a_template_that_drops_thoughts_gives_a_sequence_a_question(template):
         f"{asked}First.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
         + TURNS[1]
     )
+    shown = render_text(tokenizer, [*episode.prompt, *episode.completion[:-1]], generation=True)
+    assert tokenizer.decode(engine.asked[1]) == shown  # as when the model is used
     # What is kept of a turn are its own tokens, not those of its text.
     kept = engine.encode("First.<|im_end|>")
     assert tokenizer("First.<|im_end|>")["input_ids"] != kept
@@ -248,8 +251,33 @@ def test_a_function_that_draws_nothing_or_returns_something_else():
         play(silent, load(), [])
     with pytest.raises(UserError, match=r"return chat.finish\(reward=...\)"):
         play(odd, load(), ["x<|im_end|>"])
+
+    async def hasty(row, chat):
+        chat.say("?")
+        await asyncio.gather(chat.draw(), chat.draw())
+
+    with pytest.raises(UserError, match="still being drawn"):
+        play(hasty, load(), ["x<|im_end|>"] * 2)
+
+
+@pytest.mark.parametrize("said", [3, None, [3], ["a"], {"content": "a"}, [{"role": 1}], object()])
+def test_what_nobody_can_say_is_named(said):
+    async def run(row, chat):
+        chat.say(said)
+
     with pytest.raises(UserError, match="chat.say"):
-        play(lambda row, chat: asyncio.sleep(0, chat.say([3])), load(), [])
+        play(run, load(), [])
+
+
+def test_broken_text_is_said_and_a_row_is_an_episodes_own():
+    async def run(row, chat):
+        chat.say(row["questions"].pop())
+        return float(await chat.draw() == "x")
+
+    row = {"questions": ["half \ud800 a pair"]}
+    episode, _ = play(run, load(), ["x<|im_end|>"], row)
+    assert episode.prompt == [{"role": "user", "content": "half ? a pair"}]
+    assert row["questions"] and episode.rewards == {"mine": 1.0}
 
 
 def search(query: str, limit: int = 3) -> list[str]:
