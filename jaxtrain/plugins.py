@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.shown import printable
 
 
 def find(
@@ -130,6 +131,12 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename}:{f.lineno}" for f in frames if not f.filename.startswith("<frozen")]
     return f"{type(error).__name__}: {error} ({places[-1]})"
+
+
+def trace(error: BaseException, size: int = 1500) -> str:
+    """The last `size` characters of an error's traceback, for a log."""
+    text = printable("".join(traceback.format_exception(error)).rstrip())
+    return text if len(text) <= size else f"...{text[-size:]}"
 
 
 def split_path(name: str, modules: bool) -> tuple[str, str]:

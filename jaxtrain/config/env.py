@@ -44,6 +44,11 @@ class EnvConfig(Section):
     conversation as the chat template writes it, as when the model is used; where that rewrites
     earlier turns (Qwen3's drops thoughts) the episode has several token sequences. tokens: always
     the very tokens that were there before, thoughts included."""
+    timeout: float | None = Field(None, gt=0, le=SECONDS)
+    """Seconds of a whole episode, answers included, after which it counts as failed; null: any."""
+    step_timeout: float | None = Field(600.0, gt=0, le=SECONDS)
+    """Seconds that the environment itself may take at a stretch (a reset, a judge of its own),
+    between two answers of the policy; then the episode counts as failed. null: any."""
     options: dict[str, Any] = {}
     """Of an own function or class: its further keyword arguments."""
 

@@ -24,8 +24,8 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor in the sum; 0 only reports it."""
     timeout: float = Field(30.0, gt=0, le=SECONDS)
-    """Seconds for one group of completions; then its process is killed and the group's rewards of
-    this function are missing (counted, and left out of the sum)."""
+    """Seconds for one group of completions; then its process is killed, and the group is judged
+    again, at most rollout.retries times (an evaluation leaves the reward out)."""
     options: dict[str, Any] = {}
     """Further keyword arguments of the function."""
 

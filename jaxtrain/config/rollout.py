@@ -42,7 +42,16 @@ class RolloutConfig(Section):
     """refill: prompts drawn for a round, as a multiple of prompts_per_step, before it goes on with
     what there is."""
     retries: int = Field(2, ge=0, le=ROWS)
-    """How often an episode that failed is played again before its group is dropped."""
+    """How often an episode or a judgement that failed (an exception, a time-out, a lost server) is
+    tried again before its group is dropped. Before a second try of somebody's code there is a pause
+    of 1 s, then of 2, 4, ...: a short outage of a judge costs nothing."""
+    max_failures: float = Field(0.5, ge=0, le=1)
+    """Share of the episodes of the last two rounds (and as many as are drawn ahead; at least 64
+    episodes) that may fail for good; beyond it the run ends, saved, and says what failed. 1: never.
+    """
+    max_idle_rounds: int = Field(8, ge=1, le=ROWS)
+    """Rounds in a row without anything to learn from (all rewards of each group equal, say) after
+    which the run ends, saved, and shows what was sampled."""
     replay_size: int = Field(0, ge=0, le=ITEMS)
     """Informative groups that are kept to stand in for those dropped as zero_advantage; 0: none."""
     replay_max_lag: int = Field(8, ge=1)

@@ -110,7 +110,7 @@ class CheckpointConfig(Section):
     every: int = Field(200, ge=1)
     """Steps between checkpoints. The last step, a stop by signal and an end by an error always save
     one: after an error the last good state."""
-    every_minutes: float | None = Field(30.0, gt=0)
+    every_minutes: float | None = Field(30.0, gt=0, le=SECONDS)
     """Also save when so many minutes have passed since the last checkpoint, after the round that is
     under way; null: only by steps."""
     keep: int = Field(2, ge=1)

@@ -17,7 +17,7 @@ from jaxtrain.parallel.relay import broadcast
 
 T = TypeVar("T")
 KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (Interrupted, RunStopped, UserError)
+    kind.__name__: kind for kind in (Interrupted, RunStopped, UserError, StopIteration)
 }
 
 

@@ -30,13 +30,17 @@ BUILTIN = {
 }
 
 
+class NotFinite(Exception):
+    """A reward that is no finite number."""
+
+
 def find_function(name: str) -> Callable[..., Any]:
     """The function that `rewards.N.function` names; UserError where there is none."""
     return plugins.find("rewards", name, BUILTIN, key="rewards.function")
 
 
 def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[float | None]:
-    """The function's numbers for one group; NaN counts as None. UserError for another shape."""
+    """The function's numbers for one group. UserError for another shape, NotFinite for NaN."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = dict(arguments)
@@ -61,7 +65,8 @@ async def await_it(awaitable: Any) -> Any:
 
 
 def read_number(value: Any) -> float | None:
-    """A reward as float; None for None and NaN; UserError for what is no number."""
+    """A reward as float; None for None. UserError for what is no number, NotFinite for NaN and
+    infinity."""
     if value is None:
         return None
     try:
@@ -71,6 +76,7 @@ def read_number(value: Any) -> float | None:
             f"the reward function returned {value!r:.80} for a completion; it must be a number or"
             " None"
         ) from None
-    if math.isinf(number):
-        raise UserError("the reward function returned an infinite number for a completion")
-    return None if math.isnan(number) else number
+    if not math.isfinite(number):
+        name = "NaN" if math.isnan(number) else "an infinite number"
+        raise NotFinite(f"it returned {name} for a completion; None is for nothing to say")
+    return number

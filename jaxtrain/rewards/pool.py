@@ -19,9 +19,11 @@ class Reply(NamedTuple):
     """What became of a call."""
 
     kind: str
-    """ok, user (a mistake that a person must fix), error, timeout, crash."""
+    """ok, user (a mistake that a person must fix), not_finite, error, timeout, crash."""
     value: Any
     """The numbers, or a text."""
+    trace: str = ""
+    """Of an error: the end of its traceback."""
 
 
 class Worker:

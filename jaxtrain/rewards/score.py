@@ -2,19 +2,20 @@
 
 import asyncio
 import copy
+import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.secrets import reveal
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.pool import Reply, WorkerPool
-from jaxtrain.rollout.types import Episode
+from jaxtrain.rollout.types import Episode, EpisodeFailed, pause_before
+from jaxtrain.shown import printable
 
-PATIENCE = 20
-"""Calls of one function in a row that may raise before the run stops: that is a broken function,
-not a bad completion. Hanging and crashing calls are counted, but never stop a run."""
+AGAIN = ("error", "timeout", "crash")
+"""Kinds of replies after which another try, a moment later, may succeed: a judge over HTTP."""
 
 Scores = list[dict[str, float | None]]
 
@@ -26,15 +27,15 @@ class Rewards:
         self,
         functions: Sequence[RewardConfig],
         workers: int = 2,
-        say: Callable[[str], None] = print,
+        retries: int = 0,
     ):
+        """retries: further tries of a call that failed in a way that may pass."""
         self.functions = list(functions)
+        self.retries = retries
         self.weights = {function.label: function.weight for function in functions}
+        self.keys = {one.label: f"rewards.{index}" for index, one in enumerate(functions)}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(workers)
-        self.say = say
-        self.failed_in_a_row: Counter[str] = Counter()
-        self.told: set[tuple[str, str]] = set()
 
     def only(self, names: Sequence[str] | None) -> "Rewards":
         """The same with the functions of these names alone (None: all): one pool of workers, one
@@ -54,9 +55,8 @@ class Rewards:
     async def score(self, episodes: Sequence[Episode], row: Mapping[str, Any]) -> Scores:
         """{name: number or None} for each episode of one row (a group).
 
-        None: the function had nothing to say, or failed; the counters tell which. What the
-        environment gave itself is among them. Raises UserError for a mistake in a function's
-        options, its columns or its result, and when a function has raised PATIENCE times in a row.
+        None: the function had nothing to say. What the environment gave itself is among them.
+        Raises EpisodeFailed where a function failed, so that nothing is trained on half a verdict.
         """
         arguments = {
             **{name: [value] * len(episodes) for name, value in row.items()},
@@ -72,35 +72,45 @@ class Rewards:
         ]
 
     async def call(self, one: RewardConfig, arguments: dict[str, Any]) -> list[float | None]:
-        """One function's numbers; all None where it failed."""
+        """One function's numbers, asked for again where that may help; raises EpisodeFailed."""
         options = {_parameter(name): value for name, value in one.options.items()}
-        reply = await asyncio.to_thread(
-            self.pool.call, one.function, {**arguments, **options}, one.timeout
-        )
-        self.counters[f"rewards/{one.label}/calls"] += 1
-        if reply.kind == "ok":
-            self.failed_in_a_row[one.label] = 0
-            return reply.value
-        self.note(one, reply)
-        return [None] * len(arguments["completions"])
+        for attempt in range(self.retries + 1):
+            if attempt:
+                await asyncio.sleep(pause_before(attempt))
+            reply = await asyncio.to_thread(self._ask, one, {**arguments, **options})
+            self.counters[f"rewards/{one.label}/calls"] += 1
+            if reply.kind == "ok":
+                return reply.value
+            self.counters[f"rewards/{one.label}/{reply.kind}"] += 1
+            if reply.kind not in AGAIN:
+                break
+        raise self._explain(one, reply)
 
-    def note(self, one: RewardConfig, reply: Reply) -> None:
-        """Count a failure; say it once; stop the run where it is no accident."""
-        if reply.kind == "user":
-            raise UserError(f"rewards, {one.label}: {reply.value}")
-        self.counters[f"rewards/{one.label}/{reply.kind}"] += 1
-        self.failed_in_a_row[one.label] += reply.kind == "error"
-        if self.failed_in_a_row[one.label] >= PATIENCE:
-            raise UserError(
-                f"reward function {one.function!r} has raised {PATIENCE} times and never returned"
-                f" in between, last: {reply.value}; mend it"
-            )
-        if (one.label, reply.kind) not in self.told:
-            self.told.add((one.label, reply.kind))
-            self.say(
-                f"reward {one.label!r}: {reply.kind}: {reply.value}; its value is missing for this"
-                " group. This is said once, and counted"
-            )
+    def _ask(self, one: RewardConfig, arguments: dict[str, Any]) -> Reply:
+        """One call, which may block; what cannot be sent to another process is an error."""
+        try:
+            return self.pool.call(one.function, arguments, one.timeout)
+        except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+            return Reply("error", f"{type(error).__name__}: {error}"[:500])
+
+    def _explain(self, one: RewardConfig, reply: Reply) -> EpisodeFailed:
+        """What became of a call, as the failure of the episodes that it should have judged."""
+        raised = printable(str(reply.value).partition(":")[0][:60])
+        reasons = {
+            "error": f"raised {raised}",
+            "timeout": "timed out",
+            "crash": "ended its process",
+            "not_finite": "is NaN or infinite",
+            "user": "was not understood",
+        }
+        key = f"{self.keys[one.label]} (function {one.function!r})"
+        return EpisodeFailed(
+            f"reward {one.label} {reasons[reply.kind]}",
+            cause=printable(f"{key}: {reply.value}"),
+            trace=reply.trace,
+            again=False,
+            mistake=reply.kind == "user",
+        )
 
     def total(self, scores: Mapping[str, float | None]) -> float | None:
         """Weighted sum of what is there; None where every function had nothing to say (TRL's
@@ -121,15 +131,13 @@ def _parameter(option: str) -> str:
     return "column_name" if option == "column" else option
 
 
-def open_rewards(
-    functions: Sequence[RewardConfig], workers: int = 2, say: Callable[[str], None] = print
-) -> Rewards:
+def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: int = 0) -> Rewards:
     """Start the workers and look up every function; UserError where one does not exist."""
     functions = [
         one.model_copy(update={"options": reveal(one.options, f"rewards.{place}.options")})
         for place, one in enumerate(functions)
     ]
-    rewards = Rewards(functions, workers, say)
+    rewards = Rewards(functions, workers, retries)
     try:
         rewards.check()
     except BaseException:

@@ -1,7 +1,8 @@
 """The process that runs reward functions: `python -m jaxtrain.rewards.worker FD`.
 
-It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake that ends the
-run, or ("error", text). It ends when its parent does, also while a function hangs.
+It answers (name, arguments) with ("ok", numbers), ("user", message) for a mistake that a person
+must mend, ("not_finite", message), or ("error", text, traceback). It ends when its parent does,
+also while a function hangs.
 """
 
 import os
@@ -12,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
-from jaxtrain.rewards.load import call_function, find_function
+from jaxtrain.rewards.load import NotFinite, call_function, find_function
 
 
 def serve(connection: Connection) -> None:
@@ -25,15 +26,17 @@ def serve(connection: Connection) -> None:
         connection.send(answer(name, arguments))
 
 
-def answer(name: str, arguments: dict | None) -> tuple[str, object]:
+def answer(name: str, arguments: dict | None) -> tuple:
     """The reply to one call; without arguments the function is only looked up."""
     try:
         function = find_function(name)
         return "ok", None if arguments is None else call_function(function, arguments)
     except UserError as error:
         return "user", str(error)
+    except NotFinite as error:
+        return "not_finite", str(error)
     except Exception as error:  # anything that a user's function may raise
-        return "error", plugins.describe(error)
+        return "error", plugins.describe(error), plugins.trace(error)
 
 
 def follow(parent: int) -> None:

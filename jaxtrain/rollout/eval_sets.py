@@ -13,7 +13,9 @@ from math import comb
 from typing import Any
 
 from jaxtrain.config.evals import EvalSetConfig
+from jaxtrain.errors import UserError
 from jaxtrain.rewards import Rewards
+from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.round_metrics import average_env_metrics, describe_sample
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Sampling
 
@@ -44,25 +46,42 @@ async def answer_set(
     sampling: Sampling,
     k: int,
     max_running: int = 256,
+    failures: Failures | None = None,
 ) -> list[Answered]:
     """Let the engine answer every row k times, at most `max_running` episodes at once.
 
     The same rows, weights and sampling.seed give the same answers, wherever in a run it happens.
+    Episodes and judgements that fail are counted, and told to `failures`; they end nothing, unless
+    it is a mistake that a person must mend and nothing has worked yet.
     """
     gate = asyncio.Semaphore(max_running)
+    failures = failures or Failures()
 
     async def play(row: Mapping[str, Any], index: int) -> Episode | None:
         async with gate:
             try:
-                return await env.run(dict(row), engine, sampling, index)
-            except EpisodeFailed:
+                episode = await env.run(dict(row), engine, sampling, index)
+            except EpisodeFailed as failure:
+                failures.tell(failure)
+                failures.add(failure)
                 return None
+            failures.add(None)
+            return episode
+
+    async def judge(found: list[Episode], row: Mapping[str, Any]) -> list[dict[str, float | None]]:
+        try:
+            return await rewards.score(found, dict(row))
+        except EpisodeFailed as failure:
+            if failure.mistake:
+                raise UserError(failure.cause) from None
+            failures.tell(failure)
+            return [dict.fromkeys(one.label for one in rewards.functions) for _ in found]
 
     async def answer(number: int, row: Mapping[str, Any]) -> Answered:
         first = FIRST_INDEX + number * k
         played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
         found = [episode for episode in played if episode is not None]
-        scores = await rewards.score(found, dict(row)) if found else []
+        scores = await judge(found, row) if found else []
         totals = [rewards.total(score) for score in scores]
         return Answered(
             row=row,

@@ -54,11 +54,16 @@ class OnPolicy:
         start = time.monotonic()
         if source.last_part:
             self.began, self.waited, self.scored = start, 0.0, 0.0
-        with live.phase("waiting for answers and rewards"):
-            batches = next(source)
+            source.tell_progress(live.step / self.total_steps)
+        try:
+            with live.phase("waiting for answers and rewards"):
+                batches = next(source)
+        except StopIteration:  # the epochs are over, in fewer steps than they could have been
+            self.total_steps = live.step
+            return Round([])
         drawn = time.monotonic()
-        if source.last_part:
-            self.publisher.sleep()
+        if source.last_part and (batches or source.part):
+            self.publisher.sleep()  # of a round with nothing to train the next is drawn at once
         with live.phase("scoring the answers"):
             found = live.prepare(Round(batches, part=source.part, last=source.last_part))
         self.waited += drawn - start

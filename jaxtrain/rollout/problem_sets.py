@@ -4,7 +4,6 @@ rows, env, rewards, seed ─> eval_sets.answer_set ─> {"eval/gsm8k/pass@4": 0.
                                                     the best and the worst answers for people
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.sources import open_rows
-from jaxtrain.envs.open import open_env
+from jaxtrain.envs.guard import open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rewards import Rewards, open_rewards
@@ -24,6 +23,8 @@ from jaxtrain.rollout.eval_sets import (
     show_extremes,
     summarise,
 )
+from jaxtrain.rollout.event_loop import EventLoop
+from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.open import seed_sampling
 from jaxtrain.rollout.types import Engine, Env, Sampling
 
@@ -40,25 +41,36 @@ class ProblemSets:
         sampling: Sampling,
         *,
         show: int = 0,
+        patience: float | None = None,
         say: Callable[[str], None] = print,
     ):
         """Reads all rows. envs: one for each set. show: best and worst answers of each set to
         tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
-        self.show, self.say = show, say
+        self.show, self.patience, self.say = show, patience, say
 
     def run(
-        self, engine: Engine, step: int, sampled: Callable[[int, Iterable], Any]
+        self,
+        engine: Engine,
+        step: int,
+        sampled: Callable[[int, Iterable], Any],
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Let the engine answer all sets; `sampled` gets every answer's line.
 
-        Blocks, in an event loop of its own. Raises UserError for rows that the environment cannot
-        play and answers that nothing judges, and RunStopped where no engine is left.
+        Blocks; the answers are drawn in an event loop's own thread. Raises UserError for answers
+        that nothing judges, RunStopped where no engine is left, and Interrupted once should_stop()
+        says so.
         """
         found: dict[str, float] = {}
         for index, (one, rows) in enumerate(self.sets):
-            answered = asyncio.run(self.answer(index, one, rows, engine))
+            loop = EventLoop("evaluation", self.patience, self.say)
+            loop.should_stop = should_stop
+            try:
+                answered = loop.run(self.answer(index, one, rows, engine))
+            finally:
+                loop.close(engine.close)
             numbers = summarise(answered, one.k, one.threshold)
             found |= {f"eval/{one.label}/{name}": value for name, value in numbers.items()}
             sampled(step, list_answers(one.label, answered))
@@ -79,11 +91,10 @@ class ProblemSets:
                 self.rewards.only(one.rewards),
                 set_sampling(self.sampling, one),
                 one.k,
+                failures=Failures(say=self.say),
             )
         except UserError as error:
             raise UserError(f"eval.sets.{index} ({one.path}): {error}") from None
-        finally:
-            await engine.close()
         scores = [score for problem in answered for score in problem.scores]
         if scores and not any(scores):
             raise UserError(
@@ -105,19 +116,22 @@ def open_problem_sets(
     if not config.eval.sets or not is_main_process():
         return None
     with ExitStack() as stack:
-        rewards = open_rewards(config.rewards, config.rollout.reward_workers, say)
+        rewards = open_rewards(
+            config.rewards, config.rollout.reward_workers, config.rollout.retries
+        )
         stack.callback(rewards.close)
         made = ProblemSets(
             config.eval.sets,
             [
-                open_env(config.env, parts.tokenizer)
+                open_guarded(config.env, parts.tokenizer)
                 if one.env is None
-                else open_env(one.env, parts.tokenizer, section=f"eval.sets.{index}.env")
+                else open_guarded(one.env, parts.tokenizer, section=f"eval.sets.{index}.env")
                 for index, one in enumerate(config.eval.sets)
             ],
             rewards,
             seed_sampling(config),
             show=config.eval.show,
+            patience=config.env.step_timeout,
             say=say,
         )
         stack.pop_all()

@@ -9,22 +9,30 @@ by take() alone, and never more than were asked for so far plus `ahead`; that bo
 queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one round while
 it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
 
-Where engines live in this process, `take` itself runs the event loop (inline): only the loop thread
-may launch device work. For engines over HTTP the event loop has a thread of its own, and slots go
-on while the trainer trains. Either way nothing but the event loop touches slots and prompts.
+Slots are played in an event loop with a thread of its own (event_loop.py). An episode that fails is
+tried again, then its group is dropped; failures.py ends the run where that persists.
 """
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.errors import Interrupted, RunStopped, UserError
+from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.advantage import is_flat, turn_tables
+from jaxtrain.rollout.event_loop import EventLoop
+from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
-from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Group, Sampling
+from jaxtrain.rollout.types import (
+    Engine,
+    Env,
+    Episode,
+    EpisodeFailed,
+    Group,
+    Sampling,
+    pause_before,
+)
 
 
 @dataclass(eq=False)
@@ -72,16 +80,18 @@ class GroupPlayer:
         rewards: Any,
         sampling: Sampling,
         rules: Rules,
+        failures: Failures | None = None,
         own: Sequence[tuple[Env, Any]] = (),
     ):
         """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
-        the environment gave among them. own: environment and rewards of each dataset, where they
-        differ."""
+        the environment gave among them; raises EpisodeFailed where a judge failed. own: environment
+        and rewards of each dataset, where they differ."""
         self.env, self.engine, self.rewards = env, engine, rewards
         self.sampling, self.rules, self.own = sampling, rules, own
+        self.failures = Failures() if failures is None else failures
 
     async def play(self, ask: Ask, slot: Slot) -> Group | None:
-        """The group of a prompt; None when an episode failed too often."""
+        """The group of a prompt; None when an episode or the judgement failed too often."""
         size = self.rules.group_size
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
@@ -90,10 +100,20 @@ class GroupPlayer:
         )
         episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
         if len(episodes) < size:
-            reason = next(str(e) for e in found if isinstance(e, EpisodeFailed))
-            slot.dropped[f"failed: {reason}"] += 1
+            failed = [failure for failure in found if isinstance(failure, EpisodeFailed)]
+            slot.dropped[f"failed: {failed[0]}"] += 1
+            self.failures.add(None, len(episodes))
+            for failure in failed:
+                self.failures.add(failure)
             return None
-        scores = await rewards.score(episodes, ask.row)
+        try:
+            scores = await rewards.score(episodes, ask.row)
+        except EpisodeFailed as failure:
+            self.failures.tell(failure)
+            slot.dropped[f"failed: {failure}"] += 1
+            self.failures.add(failure, size)
+            return None
+        self.failures.add(None, size)
         if not scores[0]:
             raise UserError(
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
@@ -104,14 +124,19 @@ class GroupPlayer:
     async def play_one(
         self, env: Env, row: dict[str, Any], index: int, slot: Slot
     ) -> Episode | EpisodeFailed:
-        """One episode, played again when it fails."""
+        """One episode, played again when it fails, after a pause where that may help."""
         failure = EpisodeFailed("never played")
         for attempt in range(self.rules.retries + 1):
+            if attempt and failure.pause:
+                await asyncio.sleep(pause_before(attempt))
             slot.redone += attempt > 0
             try:
                 return await env.run(row, self.engine, self.sampling, index)
             except EpisodeFailed as error:
                 failure = error
+            self.failures.tell(failure)
+            if not failure.again:
+                break
         return failure
 
     def is_flat(self, group: Group) -> bool:
@@ -139,46 +164,47 @@ class Producer:
         ahead: int = 0,
         ordered: bool = True,
         streaming: bool = False,
-        threaded: bool = False,
         choose_again: Callable[[], bool] = lambda: False,
-        should_stop: Callable[[], bool] = lambda: False,
+        patience: float | None = None,
+        say: Callable[[str], None] = print,
     ):
         """ordered: slots come out in the order in which they were started, not finished.
         streaming: as they finish after all, but never one that was not asked for yet.
-        choose_again: whether the next prompt may be one that waits for a second try."""
+        choose_again: whether the next prompt may be one that waits for a second try. patience: of
+        the event loop."""
         self.prompts, self.player, self.rules = prompts, player, player.rules
-        self.ahead, self.ordered, self.threaded = ahead, ordered, threaded
-        self.streaming = streaming
-        self.choose_again, self.should_stop = choose_again, should_stop
+        self.ahead, self.ordered, self.streaming = ahead, ordered, streaming
+        self.choose_again = choose_again
         self._asked = self._started = 0
         self._running: dict[asyncio.Task, int] = {}
         self._finished: dict[int, Slot] = {}
         self._taken = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = None
-        if threaded:
-            self._thread = threading.Thread(
-                target=self._loop.run_forever, name="rollouts", daemon=True
-            )
-            self._thread.start()
+        self._loop = EventLoop("rollouts", patience, say)
+
+    def stop_when(self, should_stop: Callable[[], bool]) -> None:
+        """Whoever waits for slots asks this from time to time, and stops waiting."""
+        self._loop.should_stop = should_stop
 
     def next_slots(self, count: int, asking: int | None = None) -> list[Slot]:
         """The next `count` slots; waits for them. They are not done until `mark_done`.
 
         asking: places that are asked for by this call, where it is not `count`: all of a round when
         its first slots are taken, none when the rest is.
-        Raises what an engine or a reward raised that ends a run (UserError, RunStopped), and
-        Interrupted once should_stop() says so.
+        Raises what ends a run: what an engine raised, RunStopped or UserError for too many
+        failures, and Interrupted once the run is to stop.
         """
-        return self._wait(self._take(count, count if asking is None else asking))
+        return self._loop.run(self._take(count, count if asking is None else asking))
 
     def mark_done(self, slots: Sequence[Slot]) -> None:
         """Slots that were taken are done: handed to the trainer, or dropped and counted."""
-        self._wait(self._mark_done(slots), patient=True)
+        for slot in slots:
+            for ask in slot.asks:
+                hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
+                self.prompts.mark_done(ask, again=hopeless)
 
     def state(self) -> dict[str, Any]:
         """Cursor of the prompts: what was marked done is done, all else will be asked again."""
-        return self._wait(self._prompts_state(), patient=True)
+        return self.prompts.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a cursor; before the first take()."""
@@ -187,35 +213,13 @@ class Producer:
 
     def close(self) -> None:
         """Cancel what is being played and stop the thread."""
-        if self._loop.is_closed():
-            return
-        self._wait(self._cancel(), patient=True)
-        if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=30)
-        if not self._loop.is_running():
-            self._loop.close()
-
-    def _wait(self, work: Coroutine, patient: bool = False) -> Any:
-        """Run a coroutine on the event loop, wherever that is, from the loop thread."""
-        if not self.threaded:
-            return self._loop.run_until_complete(work)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            try:
-                return future.result(timeout=0.2)
-            except TimeoutError:
-                if future.done():
-                    return future.result()
-                if not patient and self.should_stop():
-                    future.cancel()
-                    raise Interrupted from None
+        self._loop.close(self._cancel)
 
     async def _take(self, count: int, asking: int) -> list[Slot]:
         self._asked += asking
         assert self._taken + count <= self._asked, "taken before it was asked for"
         while self._started < self._asked + self.ahead:
-            task = self._loop.create_task(self._fill())
+            task = asyncio.get_running_loop().create_task(self._fill())
             self._running[task] = self._started
             self._started += 1
         slots: list[Slot] = []
@@ -225,12 +229,6 @@ class Producer:
             if len(slots) < count:
                 await self._progress()
         return slots
-
-    async def _mark_done(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            for ask in slot.asks:
-                hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
-                self.prompts.mark_done(ask, again=hopeless)
 
     def _pop(self) -> Slot | None:
         """A finished slot that is due, the oldest first."""
@@ -268,9 +266,6 @@ class Producer:
             slot.group = group
             break
         return slot
-
-    async def _prompts_state(self) -> dict[str, Any]:
-        return self.prompts.state()
 
     async def _cancel(self) -> None:
         for task in self._running:

@@ -1,5 +1,6 @@
 """Which prompt is asked when: a seeded order with a cursor of what is done, and second tries."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ class Ask(NamedTuple):
 
 
 class Prompts:
-    """Endless order of prompts; `state` remembers which of them are done, in whatever order.
+    """Endless order of prompts; `state` remembers which of them are done, in whatever order. May be
+    used from two threads: by who plays them and by who trains them.
 
     A prompt counts as done when its group was handed to the trainer or dropped for a reason. What
     was asked but is not done when a run stops is asked again after a resume.
@@ -42,6 +44,7 @@ class Prompts:
             raise UserError("data.datasets holds no prompt")
         self.datasets = datasets
         self.order = Order([len(rows) for rows in datasets], weights, seed=seed, shuffle=shuffle)
+        self._lock = threading.Lock()
         self._next = 0
         self._low = 0
         self._beyond: set[int] = set()
@@ -54,27 +57,35 @@ class Prompts:
 
     def next(self, again: bool = False) -> Ask:
         """The next prompt; with `again` one that waits for a second try, if there is any."""
-        if again and self._again:
-            draw, attempt = self._again.popleft()
-            self._retried.append((draw, attempt))
-            return self._ask(draw, attempt)
-        while self._next in self._beyond:
-            self._next += 1
-        draw = self._next
-        self._next += 1
-        return self._ask(draw, 0)
+        with self._lock:
+            attempt = 0
+            if again and self._again:
+                draw, attempt = self._again.popleft()
+                self._retried.append((draw, attempt))
+            else:
+                while self._next in self._beyond:
+                    self._next += 1
+                draw = self._next
+                self._next += 1
+        return self._ask(draw, attempt)
 
     def mark_done(self, ask: Ask, *, again: bool = False) -> None:
         """A prompt is done; `again`: it shall be asked once more, later."""
-        if ask.attempt == 0:
-            self._beyond.add(ask.draw)
-            while self._low in self._beyond:
-                self._beyond.remove(self._low)
-                self._low += 1
-        else:
-            self._retried.remove((ask.draw, ask.attempt))
-        if again and ask.attempt + 1 < MAX_ATTEMPTS:
-            self._again.append((ask.draw, ask.attempt + 1))
+        with self._lock:
+            if ask.attempt == 0:
+                self._beyond.add(ask.draw)
+                while self._low in self._beyond:
+                    self._beyond.remove(self._low)
+                    self._low += 1
+            else:
+                self._retried.remove((ask.draw, ask.attempt))
+            if again and ask.attempt + 1 < MAX_ATTEMPTS:
+                self._again.append((ask.draw, ask.attempt + 1))
+
+    @property
+    def done(self) -> int:
+        """Prompts that were done, each counted once."""
+        return self._low + len(self._beyond)
 
     @property
     def waiting(self) -> int:
@@ -83,12 +94,13 @@ class Prompts:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: everything below `low` is done, and `beyond`; `again` waits."""
-        return {
-            "low": self._low,
-            "beyond": sorted(self._beyond),
-            "again": [list(pair) for pair in (*self._retried, *self._again)],
-            "rows": [len(rows) for rows in self.datasets],
-        }
+        with self._lock:
+            return {
+                "low": self._low,
+                "beyond": sorted(self._beyond),
+                "again": [list(pair) for pair in (*self._retried, *self._again)],
+                "rows": [len(rows) for rows in self.datasets],
+            }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on with what was not done; UserError if the data changed."""

@@ -2,9 +2,11 @@
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.rollout.keep import pack, unpack
 from jaxtrain.rollout.types import Group
 
 
@@ -13,6 +15,7 @@ class ReplayBuffer:
 
     A group's score is sum |advantage| x standard deviation of its rewards. A stored group keeps the
     sampler's own log-probs, so that the importance weight stays that of the policy that drew it.
+    The buffer is part of the cursor in every checkpoint: a resumed run draws what it would have.
     """
 
     def __init__(self, size: int, max_lag: int, seed: int = 0):
@@ -20,6 +23,8 @@ class ReplayBuffer:
         self._heap: list[tuple[float, int, int, Group]] = []
         self._count = 0
         self._drawn: tuple[int, set[int]] = (-1, set())
+        self._packed: dict[int, Any] = {}
+        """Groups of the heap as JSON, by their number: each is packed once."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -67,3 +72,20 @@ class ReplayBuffer:
                 )
             )
         return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: the groups with what is needed to draw and to train them again."""
+        self._packed = {
+            number: self._packed.get(number) or pack(group) for _, number, _, group in self._heap
+        }
+        entries = [[*entry[:3], self._packed[entry[1]]] for entry in sorted(self._heap)]
+        version, drawn = self._drawn
+        return {"entries": entries, "count": self._count, "drawn": [version, *sorted(drawn)]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with these groups, the best `size` of them."""
+        entries = [(*entry[:3], unpack(entry[3])) for entry in state["entries"]]
+        self._heap = heapq.nlargest(self.size, entries)
+        heapq.heapify(self._heap)
+        version, *drawn = state["drawn"]
+        self._count, self._drawn = state["count"], (version, set(drawn))

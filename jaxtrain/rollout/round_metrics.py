@@ -8,6 +8,7 @@ import numpy as np
 from jaxtrain.rollout.advantage import deviation, reward_table, weigh
 from jaxtrain.rollout.producer import reward_names
 from jaxtrain.rollout.types import Episode, Group
+from jaxtrain.shown import printable
 
 
 def describe_rewards(
@@ -41,6 +42,8 @@ def describe_rewards(
 
 def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
     """Lengths in drawn tokens, the share that was cut off, and what the environment measured."""
+    if not episodes:
+        return {}
     lengths = np.array([episode.num_sampled for episode in episodes])
     ended = np.array([episode.finish_reason != "length" for episode in episodes])
     found = {
@@ -110,6 +113,14 @@ def describe_sample(
         "finish_reason": episode.finish_reason,
         "tokens": episode.num_sampled,
     }
+
+
+def excerpt(said: Any, width: int = 160) -> str:
+    """The end of a text, or of a conversation's last message, on one line, quoted."""
+    if isinstance(said, list) and said and isinstance(said[-1], Mapping):
+        said = said[-1].get("content")
+    text = " ".join(str(said or "").split())
+    return printable(repr(text if len(text) <= width else f"...{text[-width:]}"))
 
 
 def nan_mean(values: np.ndarray) -> float:

@@ -3,7 +3,9 @@
     Producer.take ─> stale groups out ─> replayed ones in ─> advantages ─> label ─> list of Batch
 
 A round is what is trained under one policy version: one Batch a minibatch. Every group that the
-producer made is trained here exactly once, or counted under the reason why it was not.
+producer made is trained here exactly once, or counted under the reason why it was not. A round with
+nothing to learn from comes out without a batch, with its numbers and samples; after too many of
+them in a row the run ends.
 
 When streaming, a round comes out in parts of one minibatch each, while the rest is still drawn:
 
@@ -26,11 +28,13 @@ from jaxtrain.rollout.advantage import compute_advantages, turn_tables, weigh
 from jaxtrain.rollout.labels import Labelled, Labels, label
 from jaxtrain.rollout.producer import Producer, Slot, reward_names
 from jaxtrain.rollout.replay import ReplayBuffer
-from jaxtrain.rollout.round_metrics import choose_samples, describe_episodes, describe_rewards
+from jaxtrain.rollout.round_metrics import (
+    choose_samples,
+    describe_episodes,
+    describe_rewards,
+    excerpt,
+)
 from jaxtrain.rollout.types import Group
-
-MAX_EMPTY = 8
-"""Rounds in a row without anything to learn from after which the run stops."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,13 @@ class RoundSource:
         replay: ReplayBuffer | None = None,
         num_samples: int | None = 2,
         counters: Callable[[], dict[str, float]] = dict,
+        max_idle: int = 8,
+        max_prompts: float | None = None,
     ):
         """parts: most parts of a round, each of which is labelled on its own. max_lag: groups with
         older tokens are dropped; None: none is. num_samples: of a round; None: all. counters:
-        cumulative numbers of rewards and engines that go into the metrics."""
+        cumulative numbers of rewards and engines that go into the metrics. max_idle: rounds in a
+        row without anything to learn from. max_prompts: no round begins once so many are done."""
         assert prompts_per_round % parts == 0, (prompts_per_round, parts)
         self.producer, self.labels, self.estimator = producer, labels, estimator
         self.prompts_per_round, self.parts, self.max_lag = prompts_per_round, parts, max_lag
@@ -112,6 +119,10 @@ class RoundSource:
         self._round = Taken()
         # Places of the round that were not taken yet, and those not even asked for.
         self._left = self._unasked = 0
+        self.max_idle, self.max_prompts = max_idle, max_prompts
+        self._idle, self._idle_drops = 0, Counter[str]()
+        self.steps_share = 0.0
+        """Optimizer steps done, as a share of the run's."""
         self._totals: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._efficiency = 0.0
@@ -121,19 +132,34 @@ class RoundSource:
 
     def __next__(self) -> list[Batch]:
         if self.last_part:
+            if self._idle >= self.max_idle:
+                raise RunStopped(self._explain())
+            if self.max_prompts is not None and self.producer.prompts.done >= self.max_prompts:
+                raise StopIteration
             self._round, self.part = Taken(), 0
             self._left = self._unasked = self.prompts_per_round
         else:
             self.part += 1
-        taken, empty = Taken(), 0
+        taken = Taken()
         found = self._fill(taken)
-        while found is None and self.part == 0:
-            empty += 1
-            if empty == MAX_EMPTY:
-                raise RunStopped(self._explain(taken.drops))
-            self._left = self._unasked = self.prompts_per_round
-            found = self._fill(taken)
+        if found is not None:
+            self._idle, self._idle_drops = 0, Counter()
+        elif self.part == 0:
+            self._idle += 1
+            self._idle_drops.update(taken.drops)
         return self._hand_out(taken, found)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is over: by prompts where its length is in epochs, else by steps."""
+        if self.max_prompts is not None:
+            return self.producer.prompts.done / self.max_prompts
+        return self.steps_share
+
+    @property
+    def rounds_begun(self) -> int:
+        """Rounds that were handed out, in whole or in part."""
+        return self._totals["rounds"]
 
     def _fill(self, taken: Taken) -> Labelled | None:
         """The round's next part, or None if the places that are left give nothing to train."""
@@ -177,13 +203,27 @@ class RoundSource:
                 groups.append(slot.group)
         return groups + self.replay.draw(flat, self.version)
 
-    def _explain(self, drops: Counter[str]) -> str:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in drops.most_common())
+    def _explain(self) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in self._idle_drops.most_common(4))
+        failure = self.producer.player.failures.newest
+        advice = (
+            "Where all answers of a group earn the same there is no better one: choose easier or"
+            " harder prompts, raise rollout.group_size or sampling.temperature, or mend the rewards"
+        )
+        if any(reason.startswith("failed") for reason in self._idle_drops) and failure is not None:
+            advice = f"The newest failure: {(failure.cause or str(failure))[:500]}"
+        shown = ""
+        if self.samples:
+            sample = self.samples[0]
+            shown = (
+                f". One of the last answers (more are in samples.jsonl): prompt"
+                f" {excerpt(sample['prompt'])}, answer {excerpt(sample['completion'])}, reward"
+                f" {sample['reward']:g} {str(sample['rewards'])[:200]}"
+            )
         return (
-            f"{MAX_EMPTY} rounds of {self.prompts_per_round} prompts in a row gave nothing to learn"
-            f" from (dropped: {reasons or 'nothing'}). Where all answers of a group earn the same"
-            " there is no better one: choose easier or harder prompts, raise rollout.group_size or"
-            " sampling.temperature, or look at the rewards in samples.jsonl"
+            f"{self._idle} rounds of {self.prompts_per_round} prompts in a row, as many as"
+            f" rollout.max_idle_rounds allows, gave nothing to learn from (dropped:"
+            f" {reasons or 'nothing'}). {advice}{shown}"
         )
 
     def lag(self, group: Group) -> int:
@@ -268,17 +308,24 @@ class RoundSource:
             "groups/replayed": float(replayed),
             "groups/waiting_for_second_try": float(self.producer.prompts.waiting),
             "episodes/redone": float(sum(slot.redone for slot in round.slots)),
-            "lag/mean": float(np.mean([self.lag(group) for group in groups])),
-            "lag/max": float(max(self.lag(group) for group in groups)),
+            **self._describe_lag(groups),
+            **({"idle_rounds": float(self._idle)} if self._idle else {}),
             "policy_version": float(self.version),
             "num_sampled_tokens": float(sum(e.num_sampled for g in judged for e in g.episodes)),
             "prompt_tokens_saved": round.saved_tokens / max(round.flat_tokens, 1),
             **self.more_counters(),
         }
 
+    def _describe_lag(self, groups: Sequence[Group]) -> dict[str, float]:
+        lags = [self.lag(group) for group in groups]
+        return {"lag/mean": float(np.mean(lags)), "lag/max": float(max(lags))} if lags else {}
+
     def state(self) -> dict[str, Any]:
-        """Cursor: prompts that were trained or dropped are done, all others will be asked again."""
+        """Cursor: prompts that were trained or dropped are done, all others will be asked again;
+        and the replay buffer."""
+        replay = {"replay": self.replay.state()} if self.replay.size else {}
         return {
+            **replay,
             "prompts": self.producer.state(),
             "version": self.version,
             "totals": dict(self._totals),
@@ -290,6 +337,8 @@ class RoundSource:
         self.producer.restore(state["prompts"])
         self.version = state["version"]
         self._totals, self._dropped = Counter(state["totals"]), Counter(state["dropped"])
+        if "replay" in state:
+            self.replay.restore(state["replay"])
 
     def counters(self) -> dict[str, Any]:
         """Totals of the run so far, dropped groups by reason, and the last packing efficiency."""

@@ -47,7 +47,7 @@ class SharedRounds:
 
     def __next__(self) -> list[Batch]:
         """The next round. What goes wrong on process 0 is raised on all processes; Interrupted is
-        one of these, when the run is to stop."""
+        one of these, when the run is to stop, and StopIteration, when all prompts are done."""
         drawn = Drawn(*broadcast_or_raise("a round", self._draw))
         self.part, self.last_part = drawn.part, drawn.last_part
         self.metrics, self._counters = drawn.metrics, drawn.counters
@@ -74,10 +74,15 @@ class SharedRounds:
         """Lines for samples.jsonl."""
         return [] if self.own is None else self.own.samples
 
+    def tell_progress(self, share: float) -> None:
+        """Optimizer steps done, as a share of the run's."""
+        if self.own is not None:
+            self.own.steps_share = share
+
     def stop_when(self, should_stop: Callable[[], bool]) -> None:
         """Whoever waits for answers asks this from time to time, and stops waiting."""
         if self.own is not None:
-            self.own.producer.should_stop = should_stop
+            self.own.producer.stop_when(should_stop)
 
     def state(self) -> dict[str, Any]:
         """Cursor; that of process 0 is the one to be saved."""

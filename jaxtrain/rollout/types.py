@@ -117,6 +117,34 @@ class EpisodeFailed(Exception):
     """An episode came to nothing through no fault of the policy; its text is a short reason to
     count: "server gone", "environment timed out". It is played again, or dropped and counted."""
 
+    def __init__(
+        self,
+        reason: str,
+        *,
+        cause: str = "",
+        trace: str = "",
+        pause: bool = False,
+        again: bool = True,
+        mistake: bool = False,
+    ):
+        super().__init__(reason)
+        self.cause = cause
+        """For people: which environment, reward or server, by its key, and what it said."""
+        self.trace = trace
+        """The end of the traceback, where somebody's code raised something."""
+        self.pause = pause
+        """Whether another try is worth a pause before it, as after a connection was refused."""
+        self.again = again
+        """Whether another try can help."""
+        self.mistake = mistake
+        """Whether a person must mend something: where nothing has ever worked, the run ends."""
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds to wait before try number `attempt`, from 1, of what has failed in a way that may
+    pass: 1, 2, 4, ..."""
+    return 2.0 ** (attempt - 1)
+
 
 @dataclass(eq=False)
 class TokenSequence:

@@ -23,7 +23,7 @@ HIDDEN = {
 SHOWN = {
     "completions/mean_length": "length",
     "sampling/mismatch_kl": "mismatch",
-    "clip_ratio/region_mean": "clipped",
+    "completions/clipped_ratio": "clipped",
     "lag/max": "lag",
     "rollout/seconds": "rollout s",
     "sync/seconds": "sync s",

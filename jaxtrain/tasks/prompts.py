@@ -17,12 +17,13 @@ from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
 from jaxtrain.data.sources import open_rows
-from jaxtrain.envs.open import open_env
+from jaxtrain.envs.guard import open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import Rewards, open_rewards
+from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
@@ -94,12 +95,15 @@ class PromptData:
             seed=config.run.seed,
             shuffle=data.shuffle,
         )
-        rounds = math.inf
+        max_prompts, rounds = None, math.inf
         if config.run.num_epochs:
-            rounds = math.ceil(config.run.num_epochs * len(prompts) / rollout.prompts_per_step)
+            max_prompts = config.run.num_epochs * len(prompts)
+            rounds = math.ceil(max_prompts / rollout.prompts_per_step)
+        # In epochs these are the most: a round that lost groups may have fewer minibatches.
         total_steps = int(config.run.max_steps or rounds * plan.updates)
-        say(f"{len(prompts)} prompts, {total_steps} steps, {plan.updates} a round")
-        rewards = open_rewards(config.rewards, rollout.reward_workers, say)
+        most = "at most " if max_prompts and plan.updates > 1 else ""
+        say(f"{len(prompts)} prompts, {most}{total_steps} steps, {plan.updates} a round")
+        rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
         env, own = open_envs(config, parts.tokenizer, rewards)
         kind = find_engine(config)
@@ -118,17 +122,19 @@ class PromptData:
             datasets=label_datasets(data.datasets),
         )
         ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
-        second_tries = SecondTries(
-            math.ceil(rollout.reroll_start * total_steps / plan.updates), rollout.reroll_max_groups
-        )
+        # What fails takes longer than what does not: a window holds all that is under way.
+        window = (2 + ahead) * rollout.prompts_per_step * rollout.group_size
+        failures = Failures(rollout.max_failures, window, say)
+        second_tries = SecondTries(rollout.reroll_start, rollout.reroll_max_groups)
         producer = Producer(
             prompts,
-            GroupPlayer(env, engine, rewards, seed_sampling(config), rules, own),
+            GroupPlayer(env, engine, rewards, seed_sampling(config), rules, failures, own),
             ahead=ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",
             streaming=rollout.streaming,
-            threaded=kind.ahead(config),
             choose_again=second_tries,
+            patience=config.env.step_timeout,
+            say=say,
         )
         source = RoundSource(
             producer,
@@ -140,6 +146,8 @@ class PromptData:
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             num_samples=None if rollout.samples == "all" else rollout.samples,
             counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
+            max_idle=rollout.max_idle_rounds,
+            max_prompts=max_prompts,
         )
         second_tries.source = source
         stack.callback(source.close)
@@ -167,14 +175,14 @@ def open_envs(
 ) -> tuple[Env, list[tuple[Env, Rewards]]]:
     """(the run's environment, environment and rewards of each dataset where one has its own)."""
     row_tokens, datasets = config.data.sequence_len, config.data.datasets
-    env = open_env(config.env, tokenizer, row_tokens)
+    env = open_guarded(config.env, tokenizer, row_tokens)
     if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
         return env, []
     return env, [
         (
             env
             if dataset.env is None
-            else open_env(dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env"),
+            else open_guarded(dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env"),
             rewards.only(dataset.rewards),
         )
         for index, dataset in enumerate(datasets)
@@ -193,19 +201,19 @@ def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
 
 
 class SecondTries:
-    """Whether the next prompt may be one whose answers earned nothing: from a round on, and only
-    so many a round."""
+    """Whether the next prompt may be one whose answers earned nothing: from a share of the run on,
+    and only so many a round."""
 
-    def __init__(self, first_round: int, per_round: int):
-        self.first_round, self.per_round = first_round, per_round
+    def __init__(self, start: float, per_round: int):
+        self.start, self.per_round = start, per_round
         self.source: Any = None
         self._round, self._count = -1, 0
 
     def __call__(self) -> bool:
-        version = self.source.version
-        if version < self.first_round or not self.source.producer.prompts.waiting:
+        source = self.source
+        if source.progress < self.start or not source.producer.prompts.waiting:
             return False
-        if version != self._round:
-            self._round, self._count = version, 0
+        if source.rounds_begun != self._round:
+            self._round, self._count = source.rounds_begun, 0
         self._count += 1
         return self._count <= self.per_round

@@ -40,13 +40,16 @@ class Evaluation:
         *,
         served: bool = False,
         run_eval: Callable | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ):
         """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0,
         if `served`: it holds the current weights whenever an evaluation comes; else process 0
-        answers the sets itself. run_eval: of step.make_eval, where there is one already."""
+        answers the sets itself. run_eval: of step.make_eval, where there is one already.
+        should_stop: asked while problems are answered, which then ends by Interrupted."""
         self.config, self.task, self.parts, self.say = config, task, roles.parts, say
         self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
+        self.should_stop = should_stop
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
         self.sampler: LocalSampler | None = None
@@ -100,7 +103,7 @@ class Evaluation:
             model = rebuild(params)
             engine = LocalEngine(self.open_sampler(model))
             engine.use(model, step)
-        found = self.sets.run(engine, step, self.sampled)
+        found = self.sets.run(engine, step, self.sampled, self.should_stop)
         if self.sampler is not None and self.weights.copies:
             self.sampler.use(None)
         return found

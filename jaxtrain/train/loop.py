@@ -81,6 +81,7 @@ def train(config: Config, command: list[str]) -> int:
             session.rounds.engine,
             served=session.rounds.serves,
             run_eval=session.run_eval,
+            should_stop=session.asked_to_stop,
         )
         run = Loop(session, sinks, watchdog, signals, checkpoints, evaluation)
         with stack.enter_context(
@@ -126,6 +127,8 @@ class Loop:
         self.reader = StepReader(session)
         self.pending: Pending | None = None
         self.shapes: set[tuple[int, ...]] = set()
+        self.evaluated = -1
+        """The last step that was evaluated."""
         self.latest: dict[str, float] = {}
         self.round: dict[str, float] = {}
         """Numbers about rounds that wait for the next line."""
@@ -169,18 +172,21 @@ class Loop:
                 self.report()
             try:
                 round_ = rounds.next(session)
-            except Interrupted:  # here, too, where another process got the signal
-                self.signals.stop, interrupted = True, True
-                self.signals.name = self.signals.name or asked_to_stop()
+            except Interrupted:
+                self.stop()
+                interrupted = True
                 break
             if rounds.pauses:
                 self.reader.restart()
-            self.sinks.sampled(session.step, round_.samples)
+            # The step that is made of it. A round without a batch is one of those before the next
+            # step: a run that goes on from the last one repeats it, with its lines.
+            step = session.step + bool(round_.batches or session.step == before)
+            self.sinks.sampled(step, round_.samples)
             found = round_.metrics
             for batch in round_.batches[: rounds.total_steps - session.step]:
                 self.train(batch, found, profile)
                 found = {}
-            self.note(found)
+            self.note(step, found)
             last = round_.last
         if session.step > before:
             if rounds.pauses:
@@ -188,14 +194,19 @@ class Loop:
             session.task.after_round(session, before)
             found = rounds.finish(session, interrupted=interrupted)
             self.saves.mark()
-            self.note(found)
+            self.note(session.step, found)
         return not interrupted
 
-    def note(self, found: dict[str, float]) -> None:
+    def note(self, step: int, found: dict[str, float]) -> None:
         """Numbers that no step's line has: a line of their own."""
         if found:
             self.report()
-            self.sinks.write(self.session.step, found)
+            self.sinks.write(step, found)
+
+    def stop(self) -> None:
+        """Somebody waited in vain because the run is to stop; the signal may be another's."""
+        self.signals.stop = True
+        self.signals.name = self.signals.name or asked_to_stop()
 
     def train(self, batch: Batch, found: dict[str, float], profile: ProfileWindow) -> None:
         """One optimizer step; `found` goes into its line of metrics."""
@@ -233,7 +244,9 @@ class Loop:
     def act(self, before: int) -> None:
         """Whatever is due after the steps `before` + 1 to the current one."""
         last = self.session.step == self.session.rounds.total_steps
-        if last or self.due(self.config.eval.every, before):
+        if (last and self.evaluated < self.session.step) or self.due(
+            self.config.eval.every, before
+        ):
             self.report()
             self.evaluate()
         if not last and self.saves.due(before):
@@ -263,9 +276,14 @@ class Loop:
             self.sinks.write(pending.step, values)
 
     def evaluate(self) -> None:
-        """Held-out numbers of the current weights."""
-        with self.watchdog.phase("evaluating"):
-            found = self.evaluation.run(self.session.held(), self.session.scorer)
+        """Held-out numbers of the current weights; none if the run is to stop meanwhile."""
+        self.evaluated = self.session.step
+        try:
+            with self.watchdog.phase("evaluating"):
+                found = self.evaluation.run(self.session.held(), self.session.scorer)
+        except Interrupted:
+            self.stop()
+            return
         self.reader.restart()
         if found:
             self.latest = {**self.latest, **found}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import open_rewards
-from jaxtrain.rewards.score import PATIENCE
-from jaxtrain.rollout.types import Episode
+from jaxtrain.rewards import score as scoring
+from jaxtrain.rollout.types import Episode, EpisodeFailed
 
 SOURCE = """
 import os, time
@@ -42,6 +43,11 @@ def bad(completions, **columns):
 def short(completions, **columns):
     return [1.0]
 
+def away(completions, file, **columns):
+    if not os.path.exists(file):
+        raise ConnectionRefusedError("the judge is away")
+    return [1.0] * len(completions)
+
 def pid(completions, **columns):
     print("noise on stdout")
     return [os.getpid()] * len(completions)
@@ -54,9 +60,9 @@ def make(tmp_path):
     path.write_text(textwrap.dedent(SOURCE))
     opened = []
 
-    def make(*names, **fields):
+    def make(*names, retries=0, **fields):
         sections = [RewardConfig(function=f"{path}:{name}", **fields) for name in names]
-        opened.append(open_rewards(sections, workers=2, say=lambda text: None))
+        opened.append(open_rewards(sections, workers=2, retries=retries))
         return opened[-1]
 
     yield make
@@ -90,7 +96,10 @@ def test_functions_are_called_as_trl_calls_them(make):
         {"count": 2.0, "uses_columns": 3.0, "later": 1.0},
         {"count": 0.0, "uses_columns": 4.0, "later": None},
     ]
-    assert score(rewards, ["nan"], row)[0]["later"] is None
+    with pytest.raises(EpisodeFailed, match="reward later is NaN or infinite") as failed:
+        score(rewards, ["nan"], row)
+    assert "rewards.2 (function" in failed.value.cause
+    assert rewards.counters["rewards/later/not_finite"] == 1
 
 
 def test_total_is_the_weighted_sum_of_what_is_there(make):
@@ -113,30 +122,35 @@ def test_options_reach_the_function(make):
 def test_a_hanging_reward_is_killed_counted_and_the_next_call_works(make):
     rewards = make("hang", timeout=1.0)
     start = time.monotonic()
-    assert score(rewards, ["hang", "x"]) == [{"hang": None}] * 2
+    with pytest.raises(EpisodeFailed, match="reward hang timed out"):
+        score(rewards, ["hang", "x"])
     assert time.monotonic() - start < 30
     assert rewards.counters["rewards/hang/timeout"] == 1
     assert score(rewards, ["fine"]) == [{"hang": 1.0}]
 
 
-def test_a_crashing_reward_never_stops_the_run(make):
-    rewards = make("crash", "count")
-    for _ in range(3):
-        assert score(rewards, ["a"]) == [{"crash": None, "count": 1.0}]
-    assert rewards.counters["rewards/crash/crash"] == 3
+def test_a_crash_or_an_exception_is_a_failure_with_its_place(make):
+    rewards = make("crash", "bad")
+    with pytest.raises(EpisodeFailed, match="reward crash ended its process"):
+        score(rewards.only(["crash"]), ["a"])
+    with pytest.raises(EpisodeFailed, match="reward bad raised KeyError") as failed:
+        score(rewards.only(["bad"]), ["a"])
+    assert "KeyError: 'missing' (" in failed.value.cause and "rewards.1" in failed.value.cause
+    assert "Traceback" in failed.value.trace and len(failed.value.trace) < 2000
 
 
-def test_a_function_that_always_raises_stops_the_run_with_its_reason(make):
-    rewards = make("bad")
-    with pytest.raises(UserError, match=r"KeyError: 'missing' \(.*mine.py"):
-        for _ in range(PATIENCE):
-            assert score(rewards, ["a"]) == [{"bad": None}]
-    assert rewards.counters["rewards/bad/error"] == PATIENCE
+def test_a_judge_that_is_away_for_a_moment_is_asked_again(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "pause_before", lambda attempt: 0.1)
+    rewards = make("away", retries=2, options={"file": str(tmp_path / "there")})
+    threading.Timer(0.12, (tmp_path / "there").touch).start()
+    assert score(rewards, ["a"]) == [{"away": 1.0}]
+    assert 1 <= rewards.counters["rewards/away/error"] <= 2
 
 
 def test_a_result_of_the_wrong_length_is_a_mistake(make):
-    with pytest.raises(UserError, match="list of 2"):
+    with pytest.raises(EpisodeFailed) as failed:
         score(make("short"), ["a", "b"])
+    assert failed.value.mistake and "list of 2" in failed.value.cause
 
 
 def test_functions_run_elsewhere_and_may_print(make):

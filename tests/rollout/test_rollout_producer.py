@@ -135,7 +135,7 @@ def test_sync_draws_nothing_ahead(closing):
 
 def test_ahead_is_the_bound_of_what_is_drawn_before_it_is_asked_for(closing):
     engine = KnownPolicy()
-    producer = make(engine, ahead=3, threaded=True)
+    producer = make(engine, ahead=3)
     closing(producer)
     producer.next_slots(2)
     wait_until(lambda: len(engine.calls) >= 5 * GROUP)
@@ -153,7 +153,7 @@ def wait_until(condition, seconds=10.0):
 
 def test_asynchronous_slots_come_as_they_finish(closing):
     slow_first = KnownPolicy(delay=lambda index: 0.5 if index < GROUP else 0.0)
-    producer = make(slow_first, ahead=2, ordered=False, threaded=True)
+    producer = make(slow_first, ahead=2, ordered=False)
     closing(producer)
     assert sorted(drawn(producer.next_slots(2))) == [1, 2]
     assert drawn(producer.next_slots(1)) == [3]
@@ -187,7 +187,7 @@ def test_groups_of_equal_rewards_are_dropped_or_replaced(closing):
 
 
 def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
-    producer = make(rows=12, ahead=2, threaded=True)
+    producer = make(rows=12, ahead=2)
     closing(producer)
     before = drawn(take(producer, 3))
     state = producer.state()
@@ -200,7 +200,7 @@ def test_a_resumed_run_asks_what_was_not_trained_and_nothing_twice(closing):
 
 def test_prompts_taken_out_of_order_leave_no_hole_in_the_cursor(closing):
     slow = KnownPolicy(delay=lambda index: 0.5 if index // (4 * GROUP) == 1 else 0.0)
-    producer = make(slow, rows=8, ahead=2, ordered=False, threaded=True)
+    producer = make(slow, rows=8, ahead=2, ordered=False)
     closing(producer)
     before = drawn(take(producer, 3))
     assert 1 not in before
@@ -236,17 +236,17 @@ def test_what_ends_a_run_reaches_the_loop(closing):
         async def generate(self, *args, **kwargs):
             raise RunStopped("no server left")
 
-    for threaded in (False, True):
-        producer = make(Broken(), threaded=threaded)
-        closing(producer)
-        with pytest.raises(RunStopped, match="no server left"):
-            producer.next_slots(1)
+    producer = make(Broken())
+    closing(producer)
+    with pytest.raises(RunStopped, match="no server left"):
+        producer.next_slots(1)
 
 
 def test_waiting_can_be_interrupted_and_closing_leaves_nothing_behind():
     engine = KnownPolicy(delay=lambda index: 60.0)
     stop = threading.Event()
-    producer = make(engine, threaded=True, should_stop=stop.is_set)
+    producer = make(engine)
+    producer.stop_when(stop.is_set)
     threading.Timer(0.1, stop.set).start()
     begin = time.monotonic()
     with pytest.raises(Interrupted):
@@ -304,7 +304,7 @@ def test_dropped_groups_still_count_in_the_mean_reward(closing):
 
 def test_stale_groups_are_dropped_and_replaced(closing):
     engine = KnownPolicy()
-    producer = make(engine, ahead=4, ordered=False, threaded=True)
+    producer = make(engine, ahead=4, ordered=False)
     closing(producer)
     source = make_source(producer, max_lag=1)
     next(source)
@@ -321,7 +321,7 @@ def test_stale_groups_are_dropped_and_replaced(closing):
 
 def test_prefetch_lags_one_round(closing):
     engine = KnownPolicy()
-    producer = make(engine, ahead=2, threaded=True)
+    producer = make(engine, ahead=2)
     closing(producer)
     source = make_source(producer)
     lags = []
@@ -334,10 +334,23 @@ def test_prefetch_lags_one_round(closing):
 
 
 def test_a_run_without_anything_to_learn_from_stops_with_the_reason(closing):
-    producer = make(judge=Judge(lambda row, place: 1.0))
+    """The rounds come out with their numbers and samples, and are not asked again meanwhile; the
+    end says what was sampled."""
+    producer = make(judge=Judge(lambda row, place: 0.0))
     closing(producer)
-    with pytest.raises(RunStopped, match="16 zero_advantage"):
-        next(make_source(producer))
+    source = make_source(producer, max_idle=3)
+    for count in (1, 2, 3):
+        assert next(source) == [] and source.last_part
+        assert source.metrics["idle_rounds"] == count and source.metrics["reward"] == 0
+        assert {sample["prompt_number"] for sample in source.samples} <= {
+            2 * count - 2,
+            2 * count - 1,
+        }
+        assert len(source.samples) == 2
+    with pytest.raises(RunStopped) as stopped:
+        next(source)
+    for words in ("3 rounds", "max_idle_rounds", "6 zero_advantage", "answer '10'", "{'r': 0.0}"):
+        assert words in str(stopped.value)
 
 
 def test_no_reward_at_all_is_an_error(closing):
@@ -364,8 +377,7 @@ def test_replayed_groups_stand_in_for_flat_ones_and_are_marked(closing):
     advantages = batch.streams["advantage"][batch.weights["pg"] != 0]
     assert sorted(np.round(advantages, 2)) == sorted(2 * [-1.16, -0.39, 0.39, 1.16])
     source.version = 4  # too old by now
-    with pytest.raises(RunStopped):
-        next(source)
+    assert next(source) == [] and source.metrics["groups/replayed"] == 0
 
 
 def test_the_replay_buffer_keeps_the_most_informative():

@@ -61,7 +61,7 @@ def open_source():
         )
         options = {"prompts_per_round": 4, **options}
         source = RoundSource(
-            Producer(prompts, player, threaded=True, streaming=True, **(producer or {})),
+            Producer(prompts, player, streaming=True, **(producer or {})),
             Labels(Shape(1, 1, 64, units=1), "token", num_minibatches=1),
             Estimator(),
             parts=parts,
@@ -233,7 +233,7 @@ def test_a_round_cut_short_asks_again_what_was_not_trained(open_source):
     engine = HeldPolicy(held={2})
     stop = threading.Event()
     source = open_source(engine, rows=8)
-    source.producer.should_stop = stop.is_set
+    source.producer.stop_when(stop.is_set)
     next(source)
     trained = draws_of(source)
     threading.Timer(0.2, stop.set).start()
@@ -263,7 +263,7 @@ def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupt
     source.version = engine.version = 1
     engine.held = set(range(12, 100))
     stop = threading.Event()
-    source.producer.should_stop = stop.is_set
+    source.producer.stop_when(stop.is_set)
     threading.Timer(0.2, stop.set).start()
     with pytest.raises(Interrupted):
         next(source)
@@ -272,5 +272,6 @@ def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupt
 
 def test_rounds_without_anything_to_learn_from_stop_the_run(open_source):
     source = open_source(judge=Judge(lambda row, place: 1.0))
+    assert [next(source) for _ in range(8)] == 8 * [[]]
     with pytest.raises(RunStopped, match="32 zero_advantage"):
         next(source)

@@ -1,0 +1,151 @@
+"""The border between a run and somebody's environment: whatever happens there is a failed episode.
+
+    guarded.run ─> task: env.run(row, engine) ──> an Episode that is one, with finite rewards
+          │            └─ engine.generate         the engine's time is not the environment's
+          └─ time-outs: of the whole episode, of what the environment does between two answers
+
+What goes wrong is raised as EpisodeFailed, with the key and the name of the environment.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from jaxtrain import plugins
+from jaxtrain.config import EnvConfig
+from jaxtrain.envs.open import open_env
+from jaxtrain.errors import Interrupted, RunStopped, UserError
+from jaxtrain.rollout.types import Completion, Engine, Env, Episode, EpisodeFailed, Sampling
+from jaxtrain.shown import printable
+
+ENDS = (EpisodeFailed, RunStopped, Interrupted)
+"""What an environment may raise for the engine, and what is no failure of its own."""
+
+
+class Guarded:
+    """An `Env` that only raises EpisodeFailed, and what the engine raises to end a run."""
+
+    def __init__(
+        self, env: Env, name: str, timeout: float | None = None, step_timeout: float | None = None
+    ):
+        """name: "env.kind 'single_turn'". timeout: seconds of an episode; step_timeout: seconds
+        from one answer of the engine to the next question, or the end."""
+        self.env, self.name = env, name
+        self.timeout, self.step_timeout = timeout, step_timeout
+
+    async def run(
+        self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
+    ) -> Episode:
+        """See types.Env."""
+        watched = Watched(engine)
+        task = asyncio.ensure_future(self._play(self.env.run(row, watched, sampling, index)))
+        try:
+            await self._wait(task, watched)
+        finally:
+            task.cancel()
+        episode = task.result()
+        if problem := find_problem(episode):
+            raise self._failed(problem, problem)
+        return episode
+
+    async def _play(self, work: Coroutine[Any, Any, Episode]) -> Episode:
+        """Await it; what it raises becomes EpisodeFailed."""
+        try:
+            return await work
+        except ENDS:
+            raise
+        except UserError as error:
+            raise self._failed(
+                "a row that cannot be played", str(error), again=False, mistake=True
+            ) from None
+        except (Exception, SystemExit) as error:  # the border: whatever foreign code may raise
+            reason = f"environment raised {type(error).__name__}"
+            text, trace = plugins.describe(error), plugins.trace(error)
+            raise self._failed(reason, text, trace=trace, pause=True) from error
+
+    async def _wait(self, task: asyncio.Task, watched: "Watched") -> None:
+        """Until the task is done; raises EpisodeFailed after a time-out."""
+        end = math.inf if self.timeout is None else time.monotonic() + self.timeout
+        step = math.inf if self.step_timeout is None else self.step_timeout
+        while not task.done():
+            now = time.monotonic()
+            if now >= end:
+                self._give_up(task, f"env.timeout {self.timeout:g}")
+            if not watched.asking and now >= watched.since + step:
+                self._give_up(task, f"env.step_timeout {self.step_timeout:g}")
+            left = min(end - now, step if watched.asking else watched.since + step - now)
+            await asyncio.wait({task}, timeout=None if left == math.inf else left)
+        if task.cancelled():
+            raise self._failed("environment was cancelled", "its task was cancelled from within")
+
+    def _give_up(self, task: asyncio.Task, key: str) -> None:
+        frames = task.get_stack(limit=1)
+        place = f" in {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
+        raise self._failed("environment timed out", f"it took longer than {key} seconds{place}")
+
+    def _failed(self, reason: str, text: str, **options: Any) -> EpisodeFailed:
+        cause = printable(f"{self.name}: {text}")
+        return EpisodeFailed(printable(reason), cause=cause, **options)
+
+
+class Watched:
+    """An engine that knows whether it is being asked, and since when it is not."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.asking = 0
+        self.since = time.monotonic()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """See types.Engine."""
+        self.asking += 1
+        try:
+            return await self._engine.generate(prompt, sampling, stop_ids, index)
+        finally:
+            self.asking -= 1
+            self.since = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def find_problem(episode: Any) -> str:
+    """What is wrong with what an environment returned, in a few words; empty: nothing."""
+    if not isinstance(episode, Episode):
+        return f"environment returned a {type(episode).__name__}, which is no Episode"
+    for one in episode.sequences:
+        lengths = {len(one.tokens), len(one.sampled), len(one.logprobs), len(one.versions)}
+        if len(lengths) > 1:
+            return "environment returned lists of different lengths"
+        if any(value != value for value in one.logprobs):
+            return "a log-prob is NaN"
+    for name, value in [pair for one in given_rewards(episode) for pair in one.items()]:
+        if value is None:
+            continue
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            return f"reward {name} is no number"
+        if not math.isfinite(value):
+            return f"reward {name} is {'NaN' if value != value else 'infinite'}"
+    return ""
+
+
+def given_rewards(episode: Episode) -> list[dict[str, Any]]:
+    """The dicts of rewards that an environment gave: of the episode, and of its turns."""
+    return [episode.rewards, *episode.turn_rewards]
+
+
+def open_guarded(
+    config: EnvConfig, tokenizer: Any, row_tokens: int | None = None, section: str = "env"
+) -> Guarded:
+    """As open.open_env, behind its border; `section` is its key in the config."""
+    key, name = ("kind", config.kind) if config.path is None else ("path", config.path)
+    env = open_env(config, tokenizer, row_tokens, section)
+    return Guarded(env, f"{section}.{key} {name!r}", config.timeout, config.step_timeout)
