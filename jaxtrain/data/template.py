@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf.chat_template import TemplateFailed as TemplateFailed
+from jaxtrain.hf.chat_template import render
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "tokenizer"
 
@@ -41,10 +42,6 @@ class Retokenised(Exception):
 
 class LeftOut(Exception):
     """The chat template does not write a part of the row; the text names the part."""
-
-
-class TemplateFailed(Exception):
-    """The chat template refuses these messages."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +120,9 @@ def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 def render_text(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
 ) -> str:
-    """The chat template's text; raises TemplateFailed with the template's reason."""
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, add_generation_prompt=generation, tokenize=False
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TemplateFailed(f"chat template: {str(error)[:100]}") from error
+    """The chat template's text; raises TemplateFailed with the template's reason, UserError for a
+    template that is none or that does not end."""
+    return render(tokenizer, messages, tools, generation)
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
