@@ -117,8 +117,8 @@ class Conversation:
     async def _draw(self) -> Answer:
         if not self._drawn:
             self._prompt_end = len(self._said)
-        messages, turns = self._stand_ins()
-        tokens = self._history.prepare(messages, turns, [*self.schemas, *self.tools.schemas])
+        tools = [*self.schemas, *self.tools.schemas]
+        tokens = self._history.prepare(self.messages, self._find_drawn(), tools)
         sampling, room = self.sampling, None
         if self.row_tokens is not None:
             room = self.row_tokens - len(tokens)
@@ -216,18 +216,15 @@ class Conversation:
         self.messages.append(message)
         self._said.append(dict(message))
 
-    def _stand_ins(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """(the messages with a stand-in for each drawn turn that nobody edited, these turns)."""
+    def _find_drawn(self) -> dict[int, int]:
+        """{index of a message: number of the turn that it is}, of those that nobody edited."""
         numbers = {id(message): number for number, message in enumerate(self._drawn)}
-        found, turns = [], []
-        for message in self.messages:
+        found = {}
+        for index, message in enumerate(self.messages):
             number = numbers.get(id(message))
             if number is not None and message.get("content") == self._texts[number]:
-                turns.append(number)
-                content = self._history.template.stand_in(number, self._history.turns[number])
-                message = {**message, "content": content}
-            found.append(message)
-        return found, turns
+                found[index] = number
+        return found
 
 
 def _is_message(value: Any) -> bool:

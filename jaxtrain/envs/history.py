@@ -61,17 +61,25 @@ class TurnTemplate:
         return f"{OPENED}\n{self._name('thought', number)}\n{CLOSED}\n\n{answer}"
 
     def split(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, turns: Mapping[int, "DrawnTurn"]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        drawn: Mapping[int, int],
+        turns: Sequence["DrawnTurn"],
+        tools: Any,
     ) -> list[Piece]:
-        """What the policy sees when it is to speak after `messages`, where drawn turns have
-        stand-ins: texts and turns, alternating; a turn that the template leaves out is left out.
+        """What the policy sees when it is to speak after `messages`: texts and turns, alternating;
+        a turn that the template leaves out is left out.
 
-        turns: those that occur, by number, in order.
+        drawn: {index of a message: number of its turn}, in order.
         """
-        text = render_text(self.tokenizer, messages, tools, generation=True)
+        filled = [dict(message) for message in messages]
+        for index, number in drawn.items():
+            filled[index]["content"] = self.stand_in(number, turns[number])
+        text = render_text(self.tokenizer, filled, tools, generation=True)
         pieces: list[Piece] = []
         start = 0
-        for number, turn in turns.items():
+        for number in drawn.values():
+            turn = turns[number]
             answer = self._name("answer", number)
             found = text.find(answer, start)
             if found < 0:
@@ -127,11 +135,12 @@ class History:
         """What the last sequence shows, up to its last turn."""
         self._opened = False
 
-    def prepare(self, messages: Sequence[Mapping[str, Any]], drawn: Sequence[int], tools: Any):
-        """The tokens that the next turn is drawn behind. messages: of which those of the turns
-        `drawn` have stand-ins as content."""
-        turns = {number: self.turns[number] for number in drawn}
-        pieces = self.template.split(messages, tools, turns)
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], drawn: Mapping[int, int], tools: Any
+    ) -> list[int]:
+        """The tokens that the next turn is drawn behind. drawn: {index of a message: number of the
+        turn that it is}, in order."""
+        pieces = self.template.split(messages, drawn, self.turns, tools)
         known = len(self._pieces)
         if self.sequences and not self.rewritten:
             last = (len(self.turns) - 1, True)
