@@ -5,20 +5,26 @@ elsewhere; a mask wrong in one pair would show at 1e-3.
 """
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxtrain.batch import check_batch
+from jaxtrain.config import validate_config
 from jaxtrain.config.rl import OBJECTIVES, RLTask
 from jaxtrain.core.step import denominator
 from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import Objective, policy_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
+from jaxtrain.rollout.advantage import turn_tables
 from jaxtrain.rollout.labels import EPISODE, TURN, Labels, label
+from jaxtrain.rollout.rounds import Estimator, RoundSource
+from jaxtrain.rollout.rounds import Table as RewardTable
 from jaxtrain.rollout.types import Episode, Group, TokenSequence
+from jaxtrain.tasks.rl import Preparation
 
 VOCABULARY = 31
 ARCHITECTURE = {
@@ -320,3 +326,49 @@ def test_every_objective_sets_every_knob():
     assert all(set(preset) == knobs for preset in OBJECTIVES.values())
     task = RLTask(objective="dr_grpo", scale_rewards="batch")
     assert (task.knob("average"), task.knob("scale_rewards")) == ("constant", "batch")
+
+
+def test_a_penalty_of_the_episode_comes_off_every_turn():
+    """KL in the reward with rewarded turns: each token's advantage is that of its turn, from what
+    was still to come less beta times the episode's sum of old - reference."""
+    groups = make_rewritten_groups(turn_advantages=True)
+    rng = np.random.default_rng(2)
+    for group in groups:
+        for episode in group.episodes:
+            episode.turn_rewards = [{"step": float(v)} for v in rng.normal(size=3)]
+        group.rewards = [episode.all_rewards for episode in group.episodes]
+    (batch,) = label(groups, make_labels()).batches
+    mask = batch.weights["pg"] != 0
+    streams = {**batch.streams, "old_logp": rng.normal(size=mask.shape)}
+    streams["ref_logp"] = rng.normal(size=mask.shape)
+    batch = batch._replace(streams=streams)
+    sizes = tuple(len(group.episodes) for group in groups)
+    tables = turn_tables(groups, ["step"])
+    own = SimpleNamespace(estimator=Estimator("leave_one_out", "none"))
+    source = SimpleNamespace(
+        table=RewardTable(tables, (1.0,), sizes),
+        advantages=functools.partial(RoundSource.advantages, own),
+    )
+    config = validate_config(
+        {
+            "run": {"max_steps": 1},
+            "model": {"path": "x"},
+            "data": {"datasets": [{"path": "x"}]},
+            "task": {"kind": "rl", "objective": "rloo", "beta": 0.5},
+            "env": {"kind": "calculator"},
+            "sampling": {"temperature": 1.0},
+        },
+        "test",
+    )
+    preparation = Preparation(config.task, config, SimpleNamespace(source=source))
+    ((changed,), mean) = preparation.penalise([batch])
+    gap = np.where(mask, streams["old_logp"] - streams["ref_logp"], 0.0)
+    kl_N = np.bincount(streams[EPISODE][mask], gap[mask])
+    assert mean == pytest.approx(kl_N.mean())
+    for turn, table in enumerate(tables):
+        totals = table[:, 0] - 0.5 * kl_N
+        first = [t - (totals[:3].sum() - t) / 2 for t in totals[:3]]
+        second = [totals[3] - totals[4], totals[4] - totals[3]]
+        here = mask & (streams[TURN] == turn)
+        wanted = np.array([*first, *second])[streams[EPISODE][here]]
+        np.testing.assert_allclose(changed.streams["advantage"][here], wanted, rtol=1e-5)

@@ -239,7 +239,9 @@ def test_shared_memory_that_was_written_meanwhile_is_not_served():
     )
     | st.fixed_dictionaries(
         {
-            "path": st.sampled_from(["/proc/1/fd/0", "/dev/zero", "/proc/self/fd/0", "/etc/passwd"]),
+            "path": st.sampled_from(
+                ["/proc/1/fd/0", "/dev/zero", "/proc/self/fd/0", "/etc/passwd"]
+            ),
             "nonce": st.text(max_size=4),
             "bytes": st.integers(-5, 2**70),
         }
