@@ -2,7 +2,7 @@
 
     pieces, from the device or the host    the loop thread waits for each to arrive
           v  chunks, in threads            compared with what was there (delta), copied
-    image: all tensors end to end          shared with servers on this host (`jaxtrain_vllm/segment`)
+    image: all tensors end to end          shared with this host's servers (`jaxtrain_vllm/segment`)
 
 `publish_weights.collect` says in plain steps what comes out.
 """
