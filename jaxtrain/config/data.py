@@ -41,6 +41,10 @@ class DatasetConfig(Section):
     train_on: Literal["all", "assistant", "last", "per_message"] = "assistant"
     """Which tokens train: all, every assistant turn (with its end-of-turn token), only the last
     one, or the messages whose own key `train` is true."""
+    special_tokens: Literal["text", "control"] = "text"
+    """What a control token is that a text of the data spells, such as "<|im_end|>": text: letters,
+    as the model reads them from people. control: the control token itself, for data that are
+    rendered already."""
     weight: float | None = Field(None, gt=0)
     """Share of this dataset in the rows drawn, relative to the others' (unset counts as 1).
     Without any weight an epoch holds every row of every dataset once; with weights it is as long,
@@ -82,6 +86,10 @@ class DataConfig(Section):
     run can go on with another number of devices."""
     packing: bool = True
     """Pack several samples into a row (they never see each other); false: one sample a row."""
+    share_prefixes: bool = True
+    """Task sft: the samples of a conversation whose chat template rewrites history (Qwen3's leaves
+    earlier thinking out) become one tree, which computes what they begin with once; the loss is the
+    same. false, or a model whose layers do not follow trees: each a sample of its own."""
     packing_window: int = Field(256, ge=1, le=ROWS)
     """Samples looked ahead at while rows are filled, longest first."""
     length_buckets: list[int] = []

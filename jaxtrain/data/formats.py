@@ -29,9 +29,12 @@ from typing import Any
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.columns import COLUMNS, accepted_columns, detect_format
+from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sources import open_rows
+from jaxtrain.data.tally import Counts, add_items, describe_controls, describe_counts
 from jaxtrain.data.tokeniser import Tokeniser
+from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
 
 NUM_ROWS = 16
@@ -41,15 +44,20 @@ USABLE = 0.1
 
 
 def make_tokeniser(
-    dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str
-) -> Callable[[dict[str, Any], str], list[Sample | Dropped]]:
+    dataset: DatasetConfig,
+    tokenizer: Any,
+    sequence_len: int,
+    too_long: str,
+    trees: bool = False,
+) -> Callable[[dict[str, Any], str], list[Sample | Tree | Dropped]]:
     """A picklable function (row, origin) -> samples and drops, for one dataset.
 
-    too_long: drop | truncate | error, for samples of more than sequence_len tokens. The function
+    too_long: drop | truncate | error, for samples of more than sequence_len tokens. trees: samples
+    of one conversation that begin alike become trees, of that many tokens at most. The function
     raises UserError only for what makes every row fail (no chat template, no end-of-turn token)
     and for a long sample under "error".
     """
-    return Tokeniser(dataset, tokenizer, sequence_len, too_long)
+    return Tokeniser(dataset, tokenizer, sequence_len, too_long, trees)
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,22 @@ class Probe:
     """Columns found."""
     num_rows: int | None
     """Rows of the dataset; None for a stream."""
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample | Tree, ...]
     """What the rows looked at became."""
     dropped: dict[str, int]
     """And those that would not train, by reason."""
+    counts: Counts
+    """The same in numbers, with what sharing prefixes saves: see tally.py."""
+    told: str = ""
+    """What of it people should know."""
 
     def __str__(self) -> str:
         size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
-        return f"{self.path}: {size}, format {self.format}, columns {', '.join(self.columns)}"
+        line = f"{self.path}: {size}, format {self.format}, columns {', '.join(self.columns)}"
+        return f"{line}\n  first look: {self.told}" if self.told else line
 
 
-def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig) -> Probe:
+def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool = False) -> Probe:
     """Read up to 16 rows and tokenise them as training would.
 
     Raises UserError when no format fits, naming the columns found and those accepted, when hardly
@@ -86,17 +99,19 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig) -> Probe:
         raise UserError(f"{dataset.path} has no rows")
     columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
     name = _format(dataset, columns)
-    tokenise = make_tokeniser(dataset, tokenizer, data.sequence_len, data.too_long)
+    tokenise = make_tokeniser(dataset, tokenizer, data.sequence_len, data.too_long, trees)
     samples, dropped, usable, example = [], Counter(), 0, {}
+    counts: Counts = Counter()
     for row, origin in picked:
         results = tokenise(row, origin)
+        add_items(counts, to_trees(results, data.sequence_len))
         for result in results:
             if isinstance(result, Dropped):
                 dropped[result.reason] += 1
                 example.setdefault(result.reason, result.origin)
             else:
                 samples.append(result)
-        usable += any(isinstance(result, Sample) for result in results)
+        usable += not all(isinstance(result, Dropped) for result in results)
     left_out = any(reason.startswith("chat template leaves out") for reason in dropped)
     if usable <= USABLE * len(picked) or left_out:
         reasons = "\n".join(
@@ -108,7 +123,8 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig) -> Probe:
             f"train:\n{reasons}"
         )
     num_rows = len(rows) if hasattr(rows, "__len__") else None
-    return Probe(dataset.path, name, columns, num_rows, tuple(samples), dict(dropped))
+    told = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
+    return Probe(dataset.path, name, columns, num_rows, tuple(samples), dict(dropped), counts, told)
 
 
 def _pick(rows: Any) -> Iterator[tuple[dict[str, Any], str]]:

@@ -33,6 +33,11 @@ class Order:
         if any(weight is not None for weight in weights):
             shares = [1.0 if weight is None else weight for weight in weights]
             self.counts = share_out(self.epoch_len, shares)
+        self.pass_len = self.epoch_len
+        """Draws after which every row of every dataset was drawn."""
+        if self.counts is not None:
+            pairs = zip(self.sizes, self.counts, strict=True)
+            self.pass_len *= max(-(-size // count) for size, count in pairs)
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
 

@@ -1,6 +1,6 @@
 """From the config's datasets to a Source: the doorway between section data and steps.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -9,9 +9,10 @@ from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.pack import Fields, Normalise
 from jaxtrain.data.readers import Part
-from jaxtrain.data.steps import Source, count_part_steps, eval_part_batches, open_parts
+from jaxtrain.data.steps import Source, eval_part_batches, open_parts, plan_part_steps
+from jaxtrain.data.tally import Counts
 
-__all__ = ["Recipe", "Source", "count_steps", "eval_batches", "open_source"]
+__all__ = ["Recipe", "Source", "count_steps", "eval_batches", "open_source", "plan_steps"]
 
 
 class Recipe(Protocol):
@@ -21,6 +22,8 @@ class Recipe(Protocol):
     """T."""
     normalise: Normalise
     """What the weights of a tree are divided by: see pack.lay_out."""
+    held_out_normalise: Normalise
+    """The same for held-out data."""
     units: int | None
     """Trees of an optimizer step, which replaces a fixed number of microsteps."""
     fields: Fields
@@ -75,7 +78,7 @@ def open_source(
     )
 
 
-def count_steps(
+def plan_steps(
     data: DataConfig,
     recipe: Recipe,
     *,
@@ -83,9 +86,10 @@ def count_steps(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float = 1.0,
-) -> int:
-    """Optimizer steps that open_source(num_epochs=...) will give: every row is tokenised once."""
-    return count_part_steps(
+) -> tuple[int, Counts]:
+    """Optimizer steps that open_source(num_epochs=...) will give, and the counts of what was read:
+    every row is tokenised once."""
+    return plan_part_steps(
         [recipe.open(dataset) for dataset in data.datasets],
         data,
         seed=seed,
@@ -97,10 +101,22 @@ def count_steps(
     )
 
 
+def count_steps(data: DataConfig, recipe: Recipe, **shape: Any) -> int:
+    """The steps of plan_steps alone."""
+    return plan_steps(data, recipe, **shape)[0]
+
+
 def eval_batches(
-    dataset: DatasetConfig, data: DataConfig, recipe: Recipe, rows: int
+    dataset: DatasetConfig,
+    data: DataConfig,
+    recipe: Recipe,
+    rows: int,
+    done: Callable[[Counts], None] = lambda counts: None,
 ) -> Iterator[Batch]:
-    """Batches [1, B, T] of every example of a held-out dataset once; the last one is padded."""
+    """Batches [1, B, T] of every example of a held-out dataset once; the last one is padded.
+
+    done: gets the counts of what was read.
+    """
     part = recipe.open_held_out(dataset)
     return eval_part_batches(
         part,
@@ -108,4 +124,6 @@ def eval_batches(
         rows=rows,
         row_tokens=recipe.row_tokens,
         fields=recipe.fields,
+        normalise=recipe.held_out_normalise,
+        done=done,
     )

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Tree, TreeGroup
+from jaxtrain.data.tree import Node, Tree, TreeGroup, split_branches
+from jaxtrain.data.workload import describe_tree
 
 TRAINED = "bold green"
 CONTEXT = "dim"
@@ -24,6 +25,7 @@ class Counts:
         self.dropped: dict[str, int] = {}
         self.lengths: list[int] = []
         self.trained: list[int] = []
+        self.packed = self.controls = 0
 
     def add(self, results: Iterable[Sample | Tree | TreeGroup | Dropped]) -> None:
         """Count the samples of one or more rows, and what was dropped."""
@@ -33,6 +35,13 @@ class Counts:
             elif isinstance(result, Sample):
                 self.lengths.append(len(result.tokens))
                 self.trained.append(int(np.count_nonzero(result.weights)))
+                self.packed += len(result.tokens)
+                self.controls += result.controls
+            elif isinstance(result, Tree):
+                self.lengths += result.branch_lengths()
+                self.trained.append(sum(_count_trained(node) for node in result.nodes))
+                self.packed += result.num_tokens
+                self.controls += result.controls
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, in the order they are shown."""
@@ -41,8 +50,13 @@ class Counts:
             lines.append((f"dropped: {reason}", f"{count:,}"))
         if not self.lengths:
             return lines
-        total, trained = sum(self.lengths), sum(self.trained)
+        flat, total, trained = sum(self.lengths), self.packed, sum(self.trained)
         lines.append(("tokens", f"{total:,}"))
+        if flat > total:
+            saved = f"{flat:,} ({1 - total / flat:.0%} saved)"
+            lines.append(("  without sharing what samples begin with", saved))
+        if self.controls:
+            lines.append(("control tokens spelled in texts", f"{self.controls:,}"))
         lines.append(("trained tokens", f"{trained:,} ({trained / total:.1%})"))
         low, middle, high = np.percentile(self.lengths, [50, 90, 99], method="nearest")
         lines.append(("tokens a sample", f"{min(self.lengths):,} to {max(self.lengths):,}"))
@@ -94,8 +108,17 @@ def plain_text(sample: Sample, tokenizer: Any) -> str:
     )
 
 
-def show_sample(sample: Sample, tokenizer: Any, console: Console) -> None:
-    """Print a sample with a line that says what is marked, in colour on a terminal."""
+def _count_trained(node: Node) -> int:
+    return int(np.count_nonzero(np.any([values != 0 for values in node.weights.values()], axis=0)))
+
+
+def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None:
+    """Print a sample with a line that says what is marked, in colour on a terminal; of samples that
+    share a beginning the outline of their tree, and one of them whole."""
+    if isinstance(sample, Tree):
+        console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)
+        tokens, weights = split_branches(sample)[0]
+        sample = Sample(tokens, weights["nll"].astype(np.float32), f"{sample.origin}, one branch")
     trained = int(np.count_nonzero(sample.weights))
     style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"

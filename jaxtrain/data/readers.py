@@ -107,7 +107,7 @@ class IndexedReader:
         self._num_workers = num_workers
         # Without an end: a number that no run reaches and that grain can still slice.
         self._stop = 2**50 if num_epochs is None else round(self._order.epoch_len * num_epochs)
-        self.pass_len = self._order.epoch_len
+        self.pass_len = self._order.pass_len
         """Draws after which every row was seen."""
         self._drawn = 0
         self._chunks: grain.DatasetIterator | None = None

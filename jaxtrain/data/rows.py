@@ -5,14 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Tree, TreeGroup, chain
+from jaxtrain.data.tree import Node, Tree, TreeGroup
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
     """One-branch tree of a sample; its weights become those of `component`."""
-    return chain(
-        np.asarray(sample.tokens, np.int32), {component: sample.weights}, origin=sample.origin
-    )
+    node = Node(-1, np.asarray(sample.tokens, np.int32), {component: sample.weights})
+    return Tree((node,), origin=sample.origin, controls=sample.controls)
 
 
 def to_trees(

@@ -15,6 +15,8 @@ class Sample:
     """float32 [n] loss weight of each token; 0 is context, 1 an ordinary trained token."""
     origin: str = ""
     """Where it came from, for messages: "train.jsonl row 17"."""
+    controls: int = 0
+    """Control tokens that its texts spell: see control.py."""
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,31 @@ from jaxtrain.data.formats import Probe, make_tokeniser, probe
 from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.preview import Counts, show_counts, show_sample
 from jaxtrain.data.readers import STREAM_ROWS, Part
-from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources import open_rows
+from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
 
 
 class Sequences:
     """`pipeline.Recipe` of chat, completion and text data."""
 
-    normalise: Normalise = "token"
+    # Weights of shared tokens are those of the sequences, added up: not divided by the branches.
+    normalise: Normalise = "branch"
+    held_out_normalise: Normalise = "branch"
     units: int | None = None
     fields: Fields = NLL
 
-    def __init__(self, data: DataConfig, tokenizer: Any):
-        self.data, self.tokenizer = data, tokenizer
+    def __init__(self, data: DataConfig, tokenizer: Any, trees: bool = False):
+        """trees: the samples of a conversation that begin alike become trees; the model's layers
+        must follow them."""
+        self.data, self.tokenizer, self.trees = data, tokenizer, trees
         self.row_tokens = data.sequence_len
 
     def open(self, dataset: DatasetConfig) -> Part:
         """See pipeline.Recipe."""
         tokenise = make_tokeniser(
-            dataset, self.tokenizer, self.data.sequence_len, self.data.too_long
+            dataset, self.tokenizer, self.data.sequence_len, self.data.too_long, self.trees
         )
         return Part(dataset.path, open_rows(dataset), tokenise, dataset.weight)
 
@@ -40,7 +45,7 @@ class Sequences:
 
     def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe."""
-        return probe(dataset, self.tokenizer, self.data)
+        return probe(dataset, self.tokenizer, self.data, self.trees)
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """Tokenise the dataset; print its first samples and its counts."""
@@ -52,10 +57,9 @@ class Sequences:
                 break
             results = part.tokenise(row, f"{dataset.path} row {index}")
             num_rows += 1
+            counts.add(results)
             for result in results:
-                assert isinstance(result, Sample | Dropped), "a recipe of sequences makes no trees"
-                counts.add([result])
-                if isinstance(result, Sample) and shown < num_samples:
+                if isinstance(result, Sample | Tree) and shown < num_samples:
                     show_sample(result, self.tokenizer, console)
                     shown += 1
         speed = num_rows / max(time.monotonic() - began, 1e-9)

@@ -7,8 +7,10 @@ The workers wait for the thread, the thread for the loop; both queues are bounde
 depends on the data, the seed and the draw number alone: not on workers, threads or resumes.
 """
 
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,10 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig
 from jaxtrain.data.pack import NLL, Fields, Normalise, Packed, build_batch, lay_out, stack_batches
-from jaxtrain.data.readers import IndexedReader, Part, StreamReader, is_stream
+from jaxtrain.data.readers import STREAM_ROWS, IndexedReader, Part, StreamReader, is_stream
+from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped
+from jaxtrain.data.tally import Counts, add_items, count_metrics, drops_of
 from jaxtrain.data.units import UnitPacker
 from jaxtrain.data.window import Reader, WindowPacker
 from jaxtrain.errors import UserError
@@ -208,18 +212,17 @@ class Source:
         self._iterator.set_state({key: state[key] for key in ("packer", "totals")})
 
     def counters(self) -> dict:
-        """rows_read, samples, dropped by reason, tokens, trained_tokens, packing_efficiency, and
-        batch_shapes: how many shapes of a batch there were, each of which is compiled once."""
+        """rows_read, samples, dropped by reason, counts and the same as metrics (see tally.py);
+        tokens, trained_tokens, packing_efficiency, and batch_shapes: how many shapes of a batch
+        there were, each of which is compiled once."""
         state = self._iterator.get_state()
         counts, totals = state["packer"]["counts"], state["totals"]
         return {
             "rows_read": counts.get("draws", 0),
             "samples": counts.get("trees", 0),
-            "dropped": {
-                name.removeprefix("dropped:"): number
-                for name, number in counts.items()
-                if name.startswith("dropped:")
-            },
+            "dropped": drops_of(counts),
+            "counts": counts,
+            "metrics": count_metrics(counts),
             "tokens": totals["tokens"],
             "trained_tokens": totals["trained_tokens"],
             "batch_shapes": len(totals["shapes"]),
@@ -313,6 +316,13 @@ class _Length:
     """Stands for a tree where only its size matters."""
 
     num_tokens: int
+    flat_tokens: int
+    controls: int
+
+
+def _measure(item: Any) -> _Length:
+    flat = getattr(item, "flat_tokens", item.num_tokens)
+    return _Length(item.num_tokens, flat, item.controls)
 
 
 def measure_lengths(part: Part, data: DataConfig, row_tokens: int) -> list[list[_Length | Dropped]]:
@@ -320,14 +330,29 @@ def measure_lengths(part: Part, data: DataConfig, row_tokens: int) -> list[list[
     options = {"row_tokens": row_tokens, "shuffle": False, "num_epochs": 1}
     reader = IndexedReader([part], num_workers=data.num_workers, **options)
     lengths = [
-        [item if isinstance(item, Dropped) else _Length(item.num_tokens) for item in items]
+        [item if isinstance(item, Dropped) else _measure(item) for item in items]
         for items in iter(lambda: next(reader, None), None)
     ]
     reader.close()
     return lengths
 
 
-def count_part_steps(
+def count_part(part: Part, row_tokens: int, seconds: float) -> tuple[Counts, bool]:
+    """Counts of what the rows of `part` become, in order; and whether those are all its rows and
+    not as many as were read in `seconds`."""
+    counts: Counts = Counter()
+    began = time.monotonic()
+    stream = is_stream(part.rows)
+    rows = part.rows if stream else (part.rows[index] for index in range(len(part.rows)))
+    for index, row in enumerate(rows):
+        if time.monotonic() - began > seconds or (stream and index == STREAM_ROWS):
+            return counts, False
+        origin = f"{part.name} row {index}" if stream else part.origin(index)
+        add_items(counts, to_trees(part.tokenise(row, origin), row_tokens))
+    return counts, True
+
+
+def plan_part_steps(
     parts: Sequence[Part],
     data: DataConfig,
     *,
@@ -337,8 +362,9 @@ def count_part_steps(
     num_epochs: float = 1.0,
     row_tokens: int | None = None,
     units: int | None = None,
-) -> int:
-    """Optimizer steps of `num_epochs`, exactly those that open_parts will yield."""
+) -> tuple[int, Counts]:
+    """Optimizer steps of `num_epochs`, exactly those that open_parts will yield; and the counts of
+    all that was read for them."""
     row_tokens = row_tokens or data.sequence_len
     if units is not None:  # only how many there are matters, and a group has no row of its own
         data = data.model_copy(update={"packing": False})
@@ -352,7 +378,7 @@ def count_part_steps(
     packer = _open_packer(reader, data, seed, row_tokens, units)
     found = sum(1 for _ in iter(lambda: next(packer, None), None))
     per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
-    return -(-found // per_step)
+    return -(-found // per_step), packer.counts
 
 
 def _pass_on(row: list, origin: str) -> list:
@@ -366,8 +392,13 @@ def eval_part_batches(
     rows: int,
     row_tokens: int | None = None,
     fields: Fields = NLL,
+    normalise: Normalise = "token",
+    done: Callable[[Counts], None] = lambda counts: None,
 ) -> Iterator[Batch]:
-    """Batches [1, B, T] of every row of `part` once, in order; the last one is padded."""
+    """Batches [1, B, T] of every row of `part` once, in order; the last one is padded.
+
+    done: gets the counts of what was read, also where nobody takes the rest.
+    """
     row_tokens = row_tokens or data.sequence_len
     options = {"row_tokens": row_tokens, "shuffle": False}
     if is_stream(part.rows):
@@ -375,10 +406,13 @@ def eval_part_batches(
     else:
         reader = IndexedReader([part], num_epochs=1, **options)
     quiet = data.model_copy(update={"shuffle": False})
-    shape = Shape(rows, 1, row_tokens, tuple(data.length_buckets), fields=fields)
-    iterator = _StepIterator(_open_packer(reader, quiet, 0, row_tokens), shape)
+    buckets = tuple(data.length_buckets)
+    shape = Shape(rows, 1, row_tokens, buckets, normalise=normalise, fields=fields)
+    packer = _open_packer(reader, quiet, 0, row_tokens)
+    iterator = _StepIterator(packer, shape)
     try:
         for batch in iterator:
             yield _raise_if_error(batch)
     finally:
+        done(packer.counts)
         iterator.close()

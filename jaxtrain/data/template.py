@@ -15,9 +15,12 @@ rendering that begins with both, in text and in tokens; then training sees what 
   thinking block, a turn that has none), the turn trains from where the two part.
 - Where tokens merge across the border of a turn (silent re-tokenisation), the model would be
   trained on tokens that it never sees in use: `Retokenised`, which formats count as dropped.
+- What people's texts spell of control tokens stays text: see control.py.
 - Where the template leaves out tools, tool calls or thinking that the row has: `LeftOut`, the same.
 """
 
+import bisect
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -27,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.control import Encoder, SpecialTokens, encoder_of, find_control
 from jaxtrain.errors import UserError
 from jaxtrain.hf.chat_template import TemplateFailed as TemplateFailed
 from jaxtrain.hf.chat_template import render
@@ -53,6 +57,8 @@ class Rendering:
     author: np.ndarray
     """int32 [n]: index of the message that a token belongs to as a trainable part; -1 for context
     (headers, generation prompts, messages that are not asked for)."""
+    controls: int = 0
+    """Control tokens that the messages spell; counted with the first rendering of them."""
 
 
 def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
@@ -112,7 +118,8 @@ def require_chat_template(tokenizer: Any) -> None:
 
 
 def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Token ids of a text; special: with the tokens that the tokenizer adds at its ends."""
+    """Token ids of a text in which control tokens count as such (of people's: `encoder_of`);
+    special: with the tokens that the tokenizer adds at its ends."""
     # The Python wrapper gives the same ids, at several times the cost for a short text.
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
@@ -126,9 +133,14 @@ def render_text(
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
-    """Tokens of messages with the generation prompt: what a model continues."""
+    """Tokens of messages with the generation prompt: what a model continues.
+
+    Control tokens that the messages spell stay text.
+    """
     require_chat_template(tokenizer)
-    return encode(tokenizer, render_text(tokenizer, messages, tools, generation=True))
+    encoder = encoder_of(tokenizer)
+    (messages, tools), mark, _ = encoder.protect((messages, tools))
+    return encoder(render_text(tokenizer, messages, tools, generation=True), mark)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -149,8 +161,7 @@ def end_of_turn_ids(tokenizer: Any, raw: bool = False) -> frozenset[int]:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Ids of control tokens: those that no ordinary text produces."""
-    added = tokenizer.added_tokens_decoder
-    return set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+    return set(find_control(tokenizer).values())
 
 
 @dataclass(frozen=True)
@@ -165,10 +176,12 @@ class Turn:
 class Renderer:
     """Renders conversations with one tokenizer. Picklable."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text") -> None:
+        """special_tokens: what a control token is that the messages spell."""
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
-        self.special = special_ids(tokenizer)
+        self.encoder = Encoder(tokenizer, special_tokens)
+        self.special = self.encoder.contents_ids
 
     def __call__(
         self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]
@@ -179,16 +192,25 @@ class Renderer:
         generation prompt. Raises TemplateFailed, Retokenised, LeftOut, or UserError when an
         assistant turn does not end in a special token.
         """
+        (messages, tools), mark, count = self.encoder.protect((messages, tools))
+        first, *others = self.render(messages, tools, wanted, mark)
+        return [dataclasses.replace(first, controls=count), *others]
+
+    def render(
+        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int], mark: str
+    ) -> list[Rendering]:
+        """As called, of protected messages and tools with their mark."""
         left = [self._turn(messages, tools, index) for index in wanted]
         text = render_text(self.tokenizer, messages, tools)
         names = [tool.get("function", tool).get("name", "") for tool in tools or []]
         if not all(name in text for name in names):
             raise LeftOut("tools")
-        renderings = []
+        renderings, known = [], {}
         while True:
             shown = [turn for turn in left if text.startswith(turn.done)]
             if shown or not renderings:
-                renderings.append(self._mark(text, shown, messages))
+                encoded = Encoded(self.encoder, text, mark, known)
+                renderings.append(self._mark(encoded, shown, messages))
             left = [turn for turn in left if turn not in shown]
             if not left:
                 return renderings
@@ -218,39 +240,15 @@ class Renderer:
             if call["function"]["name"] not in text:
                 raise LeftOut("tool_calls")
 
-    def _mark(self, text: str, turns: list[Turn], messages: Sequence[Message]) -> Rendering:
+    def _mark(self, text: "Encoded", turns: list[Turn], messages: Sequence[Message]) -> Rendering:
         """Tokens of a text with the turns marked that it shows."""
-        tokens = encode(self.tokenizer, text)
-        author = np.full(len(tokens), -1, np.int32)
-        for turn, (start, end) in zip(turns, self._spans(text, tokens, turns), strict=True):
+        author = np.full(len(text.tokens), -1, np.int32)
+        for turn in turns:
+            start, end = text.find(len(turn.prompt)), text.find(len(turn.done))
             if messages[turn.index]["role"] == "assistant":
-                end = self._end_of_turn(tokens, start, end)
+                end = self._end_of_turn(text.tokens, start, end)
             author[start:end] = turn.index
-        return Rendering(np.asarray(tokens, np.int32), author)
-
-    def _spans(self, text: str, tokens: list[int], turns: list[Turn]) -> list[tuple[int, int]]:
-        """First and last-but-one token of each turn; its borders must be borders of tokens."""
-        cuts = sorted(
-            {0, len(text)} | {len(t.prompt) for t in turns} | {len(t.done) for t in turns}
-        )
-        pieces = [
-            encode(self.tokenizer, text[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-        ]
-        if [token for piece in pieces for token in piece] == tokens:
-            counts = np.cumsum([0] + [len(piece) for piece in pieces])
-            at = dict(zip(cuts, counts.tolist(), strict=True))
-        else:
-            # A tokenizer that treats the start of a text specially, or a real merge: look closely.
-            at = {cut: self._prefix(text[:cut], tokens) for cut in cuts}
-        return [(at[len(turn.prompt)], at[len(turn.done)]) for turn in turns]
-
-    def _prefix(self, text: str, tokens: list[int]) -> int:
-        """Number of tokens of a text, which must begin the tokens of the whole."""
-        head = encode(self.tokenizer, text)
-        if head != tokens[: len(head)]:
-            around = self.tokenizer.decode(head[-5:])
-            raise Retokenised(f"tokens change after {around!r} when the next turn follows")
-        return len(head)
+        return Rendering(np.asarray(text.tokens, np.int32), author)
 
     def _end_of_turn(self, tokens: list[int], start: int, end: int) -> int:
         """End of an assistant turn behind its last special token; only white space may follow."""
@@ -265,3 +263,41 @@ class Renderer:
             f"{self.tokenizer.decode(tokens[max(start, end - 8) : end])!r}. "
             "Use another chat template (key model.chat_template)."
         )
+
+
+class Encoded:
+    """Tokens of a rendered text, and where in them its characters are.
+
+    The text is tokenised in pieces between control tokens, each once for all renderings of a
+    conversation, so that the work is that of the conversation and not of all its prefixes.
+    """
+
+    def __init__(self, encoder: Encoder, text: str, mark: str, known: dict[str, list[int]]) -> None:
+        """known: pieces that were tokenised before; grows."""
+        self.encoder, self.mark = encoder, mark
+        self.pieces = encoder.pieces(text)
+        self.tokens: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        start = 0
+        for piece in self.pieces:
+            self._starts.append(start)
+            self._counts.append(len(self.tokens))
+            if piece not in known:
+                known[piece] = encoder(piece, mark)
+            self.tokens += known[piece]
+            start += len(piece)
+
+    def find(self, cut: int) -> int:
+        """Tokens before the character `cut`; Retokenised where that is within a token."""
+        index = bisect.bisect_right(self._starts, cut) - 1
+        if index < 0:
+            return 0
+        before, count = self.pieces[index][: cut - self._starts[index]], self._counts[index]
+        if len(before) == len(self.pieces[index]):
+            return self._counts[index + 1] if index + 1 < len(self.pieces) else len(self.tokens)
+        head = self.encoder(before, self.mark)
+        if head != self.tokens[count : count + len(head)]:
+            around = self.encoder.backend.decode(head[-5:], skip_special_tokens=False)
+            raise Retokenised(f"tokens change after {around!r} when the next turn follows")
+        return count + len(head)

@@ -13,6 +13,7 @@ from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data import template
 from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
+from jaxtrain.data.control import Encoder
 from jaxtrain.data.messages import (
     ACCEPTED,
     KEYS,
@@ -23,6 +24,8 @@ from jaxtrain.data.messages import (
     read_tools,
 )
 from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.shared import share_prefixes
+from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
 from jaxtrain.shown import name_type, show
 
@@ -30,8 +33,8 @@ TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "syst
 """Columns of texts; those of messages and tools are checked as they are read."""
 ALPACA_INPUT = "\n\n### Input:\n"
 
-Result = list[Sample | Dropped]
-Weighted = tuple[list[int], list[float]]
+Result = list[Sample | Tree | Dropped]
+Weighted = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]
 
 
 class Tokeniser:
@@ -41,7 +44,12 @@ class Tokeniser:
     """
 
     def __init__(
-        self, dataset: DatasetConfig, tokenizer: Any, sequence_len: int, too_long: str
+        self,
+        dataset: DatasetConfig,
+        tokenizer: Any,
+        sequence_len: int,
+        too_long: str,
+        trees: bool = False,
     ) -> None:
         self.outside = None
         if dataset.format not in FORMATS:
@@ -52,10 +60,17 @@ class Tokeniser:
         self.tokenizer = tokenizer
         self.sequence_len = sequence_len
         self.too_long = too_long
-        self.renderer = template.Renderer(tokenizer) if tokenizer.chat_template else None
+        self.trees = trees
+        self.renderer = None
+        if tokenizer.chat_template:
+            self.renderer = template.Renderer(tokenizer, dataset.special_tokens)
+        self.encoder = Encoder(tokenizer, dataset.special_tokens)
+        if self.renderer:
+            self.encoder = self.renderer.encoder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokeniser, (self.dataset, self.tokenizer, self.sequence_len, self.too_long)
+        options = (self.dataset, self.tokenizer, self.sequence_len, self.too_long, self.trees)
+        return Tokeniser, options
 
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
         """Samples of a row, or why it has none."""
@@ -97,13 +112,17 @@ class Tokeniser:
         if name == "completion":
             return self._completion(row, origin)
         if name == "input_output":
-            return self._finish([self._segments(row)], origin)
+            pair = self._segments(row)
+            texts = [segment["text"] for segment in row["segments"]]
+            return self._finish([pair], origin, self._count(*texts))
         if name == "chat":
             return self._chat(*self._conversation(row), origin)
         if name == "prompt_completion":
             prompt, completion = _need(row, "prompt"), _need(row, "completion")
             if isinstance(prompt, str) and isinstance(completion, str) and not self.dataset.as_chat:
-                return self._finish([self._pair(prompt, completion)], origin)
+                return self._finish(
+                    [self._pair(prompt, completion)], origin, self._count(prompt, completion)
+                )
             before = self._with_system(row, self._messages(prompt, "user"))
             after = self._messages(completion, "assistant")
             return self._chat(before + after, read_tools(row.get("tools")), origin, len(before))
@@ -115,7 +134,7 @@ class Tokeniser:
             middle = f"{ALPACA_INPUT}{given}" if given else ""
             system = f"{row['system']}\n\n" if row.get("system") else ""
             prompt = f"{system}### Instruction:\n{instruction}{middle}\n\n### Response:\n"
-            return self._finish([self._pair(prompt, output)], origin)
+            return self._finish([self._pair(prompt, output)], origin, self._count(prompt, output))
         user = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
         return self._chat(self._with_system(row, messages), None, origin)
@@ -178,13 +197,13 @@ class Tokeniser:
         for part in parts:
             weights = np.ones(len(part.tokens)) if mode == "all" else part.author >= 0
             if weights.any():
-                weighted.append((part.tokens.tolist(), weights.astype(float).tolist()))
-        return self._finish(weighted, origin)
+                weighted.append((part.tokens, weights.astype(np.float32)))
+        return self._finish(weighted, origin, parts[0].controls)
 
     def _pair(self, prompt: str, completion: str) -> Weighted:
         """Text before, text after and eos, tokenised apart: as the model meets them in use."""
         before = self._start(prompt)
-        after = [*template.encode(self.tokenizer, completion), self._eos()]
+        after = [*self.encoder.text(completion), self._eos()]
         everything = self.dataset.train_on == "all"
         return before + after, [float(everything)] * len(before) + [1.0] * len(after)
 
@@ -200,7 +219,7 @@ class Tokeniser:
             train = segment.get("train", segment.get("label")) if text is not None else None
             if not isinstance(text, str) or not isinstance(train, bool):
                 raise Malformed("a segment must have a string text and a true/false train")
-            ids = self._start(text) if not tokens else template.encode(self.tokenizer, text)
+            ids = self._start(text) if not tokens else self.encoder.text(text)
             tokens += ids
             weights += [float(train or self.dataset.train_on == "all")] * len(ids)
         return tokens, weights
@@ -216,11 +235,12 @@ class Tokeniser:
         stride = self.sequence_len - 1
         starts = range(0, max(1, len(tokens) - 1), stride)
         pieces = [tokens[start : start + self.sequence_len] for start in starts]
-        return self._finish([(piece, [1.0] * len(piece)) for piece in pieces], origin)
+        weighted = [(piece, [1.0] * len(piece)) for piece in pieces]
+        return self._finish(weighted, origin, self._count(text))
 
     def _start(self, text: str) -> list[int]:
         """Tokens of the beginning of a text, with a bos token if the tokenizer has that habit."""
-        ids = template.encode(self.tokenizer, text)
+        ids = self.encoder.text(text)
         bos = self.tokenizer.bos_token_id
         habit = template.encode(self.tokenizer, "", special=True)
         return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
@@ -233,9 +253,12 @@ class Tokeniser:
             )
         return self.tokenizer.eos_token_id
 
-    def _finish(self, sequences: Sequence[Weighted], origin: str) -> Result:
+    def _count(self, *texts: str) -> int:
+        return sum(map(self.encoder.count, texts))
+
+    def _finish(self, sequences: Sequence[Weighted], origin: str, controls: int = 0) -> Result:
         """Length and mask rules, the same for all formats."""
-        results: Result = []
+        results: list[Sample | Dropped] = []
         for tokens, weights in sequences:
             if len(tokens) > self.sequence_len:
                 if self.too_long == "error":
@@ -247,13 +270,16 @@ class Tokeniser:
                     results.append(Dropped("too long", origin))
                     continue
                 tokens, weights = tokens[: self.sequence_len], weights[: self.sequence_len]
-            weight = np.asarray(weights, np.float32)
+            weight = np.array(weights, np.float32)
             weight[:1] = 0.0
             if weight.any():
-                results.append(Sample(np.asarray(tokens, np.int32), weight, origin))
+                results.append(Sample(np.asarray(tokens, np.int32), weight, origin, controls))
+                controls = 0  # each counts once, with the row's first sample
             else:
                 results.append(Dropped("no trained token", origin))
-        return results or [Dropped("no trained token", origin)]
+        if not results:
+            return [Dropped("no trained token", origin)]
+        return share_prefixes(results, self.sequence_len) if self.trees else [*results]
 
 
 def _check_names(dataset: DatasetConfig) -> None:

@@ -65,6 +65,8 @@ class Tree:
     ends inside another one or occurs twice."""
     origin: str = ""
     """Where it came from, for messages."""
+    controls: int = 0
+    """Control tokens that its texts spell: see control.py."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -110,6 +112,11 @@ class Tree:
     def num_tokens(self) -> int:
         """N, the tokens of the packed tree."""
         return sum(len(node.tokens) for node in self.nodes)
+
+    @property
+    def flat_tokens(self) -> int:
+        """Tokens of its branches apart."""
+        return sum(self.branch_lengths()) if len(self.nodes) > 1 else self.num_tokens
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
@@ -160,6 +167,11 @@ class TreeGroup:
     def num_tokens(self) -> int:
         """Tokens of all of them."""
         return sum(tree.num_tokens for tree in self.trees)
+
+    @property
+    def controls(self) -> int:
+        """Control tokens that their texts spell: the trees are branches of one."""
+        return max(tree.controls for tree in self.trees)
 
 
 def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str = "") -> Tree:

@@ -34,6 +34,7 @@ class Trees:
 
     fields: Fields = NLL
     normalise: Normalise
+    held_out_normalise: Normalise = "token"
 
     def __init__(self, task: TreeTask, data: DataConfig, tokenizer: Any):
         self.task, self.data, self.tokenizer = task, data, tokenizer
@@ -155,7 +156,10 @@ def _read_tools(path: str | None) -> list[dict] | None:
         return None
     key = "(key tools of a dataset)"
     try:
-        return read_tools(parse_json(read_text(path, MOST_TOOL_BYTES)))
+        found = parse_json(read_text(path, MOST_TOOL_BYTES))
+        if not isinstance(found, list):
+            raise Malformed("expected a list of tool schemas")
+        return read_tools(found)
     except FileNotFoundError:
         raise UserError(f"tools file {show(path)} does not exist {key}") from None
     except OSError as error:

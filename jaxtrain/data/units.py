@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxtrain.data.pack import fit_rows
 from jaxtrain.data.sample import Dropped
+from jaxtrain.data.tally import Counts, count_items, describe_drops
 from jaxtrain.data.tree import TreeGroup
-from jaxtrain.data.window import Reader, Sized, count_items, describe_drops
+from jaxtrain.data.window import Reader, Sized
 from jaxtrain.errors import UserError
 
 
@@ -23,7 +24,7 @@ class UnitPacker:
         self._begin = reader.state()
         self._skip = 0
         self._pending: list[Any] = []
-        self.counts: Counter[str] = Counter()
+        self.counts: Counts = Counter()
 
     def __next__(self) -> list[list[Sized]]:
         """Rows of the next step; StopIteration at the end of the data."""

@@ -17,10 +17,8 @@ import numpy as np
 
 from jaxtrain.data.pack import fit_rows
 from jaxtrain.data.sample import Dropped
+from jaxtrain.data.tally import Counts, count_items, describe_drops
 from jaxtrain.errors import UserError
-
-PROBE = 64
-"""Draws after which data that mostly do not train are refused."""
 
 
 class Sized(Protocol):
@@ -66,8 +64,8 @@ class WindowPacker:
         self._emitted = 0
         self._final = False
         self._next: tuple[dict, int, list[tuple[int, int, Sized]]] = (self._begin, 0, [])
-        self.counts: Counter[str] = Counter()
-        """draws, trees, and "dropped:<reason>", of everything read so far."""
+        self.counts: Counts = Counter()
+        """Of everything read so far: see tally.count_items."""
 
     def __next__(self) -> list[Sized]:
         while self._emitted == len(self._rows):
@@ -100,6 +98,11 @@ class WindowPacker:
             for item, tree in enumerate(next(self._reader)):
                 if (draw, item) in wanted:
                     found[draw, item] = tree
+        if found.keys() != set(wanted):
+            raise UserError(
+                "the data do not give what they gave when the checkpoint was written; restore the"
+                ' data and the version of jaxtrain, or start with run.resume = "never"'
+            )
         self._carried = [(*pair, found[pair]) for pair in wanted]
         self._rows, self._emitted = [], 0
         if self._number >= 0:
@@ -153,37 +156,3 @@ class WindowPacker:
         if not self._packing:
             return [[index] for index in range(len(lengths))]
         return fit_rows(lengths, self._row_tokens, range(num_carried))
-
-
-def count_items(counts: Counter[str], items: list, pass_len: int | None) -> None:
-    """Count one draw; UserError when a whole pass over the data gave nothing, or no masks do."""
-    counts["draws"] += 1
-    survived = 0
-    for item in items:
-        if isinstance(item, Dropped):
-            counts[f"dropped:{item.reason}"] += 1
-        else:
-            survived += 1
-    counts["trees"] += survived
-    counts["draws_since_tree"] = 0 if survived else counts["draws_since_tree"] + 1
-    if pass_len is not None and counts["draws_since_tree"] >= pass_len:
-        raise UserError(
-            f"no example of the data trains: {describe_drops(counts)}; look at a few with"
-            " `jaxtrain preprocess`"
-        )
-    if counts["draws"] == PROBE and counts["dropped:no trained token"] > PROBE // 2:
-        raise UserError(
-            f"most examples have no trained token ({describe_drops(counts)}): the masking does not"
-            " fit the data; look at a few with `jaxtrain preprocess`, and at train_on of the"
-            " dataset"
-        )
-
-
-def describe_drops(counts: Counter[str] | dict[str, int]) -> str:
-    """ "40 rows read, 39 x too long, 1 x no trained token"."""
-    drops = [
-        f"{number} x {name.removeprefix('dropped:')}"
-        for name, number in sorted(counts.items(), key=lambda pair: -pair[1])
-        if name.startswith("dropped:")
-    ]
-    return ", ".join([f"{counts.get('draws', 0)} rows read", *drops])

@@ -5,6 +5,11 @@ from jaxtrain.models import build
 from jaxtrain.models.decoder import DecoderConfig
 
 
+def follows_trees(config: DecoderConfig) -> bool:
+    """Whether all layers of the model follow trees (see layers.mixer.Mixer)."""
+    return build.abstract(config).follows_trees
+
+
 def require_trees(config: DecoderConfig, found: str, fix: str, key: str = "model.path") -> None:
     """UserError unless all layers of the model follow trees (see layers.mixer.Mixer).
 
@@ -12,7 +17,7 @@ def require_trees(config: DecoderConfig, found: str, fix: str, key: str = "model
     runs along the row would carry one into the next. found: what asks for it ('task.mode "tree"
     packs branches that share a prefix'); fix: what to do instead; key: where the model is named.
     """
-    if not build.abstract(config).follows_trees:
+    if not follows_trees(config):
         raise UserError(
             f"{found}, but {key} is {config.architecture}, which has layers that pass something"
             f" from one branch or document of a row to the next; {fix}, or choose another {key}"

@@ -1,6 +1,6 @@
 """Data that lie there before training: what methods that train on datasets have in common."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,16 +10,25 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts, count_microsteps
 from jaxtrain.core.task import Live, Round
-from jaxtrain.data.pipeline import Recipe, Source, count_steps, eval_batches, open_source
+from jaxtrain.data.pipeline import Recipe, Source, eval_batches, open_source, plan_steps
+from jaxtrain.data.steps import count_part
+from jaxtrain.data.tally import describe_controls, describe_counts
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.feed import row_shards
+from jaxtrain.parallel.mesh import is_main_process
+
+LOOK_SECONDS = 10.0
+"""How long a dry run tokenises each dataset."""
 
 
 class OfflineData:
     """`core.task.Data` of section data, its rows made into trees by a recipe."""
 
-    def __init__(self, config: Config, recipe: Recipe):
-        self.config, self.recipe = config, recipe
+    def __init__(self, config: Config, recipe: Recipe, note: str = ""):
+        """note: what people should know about the data beside what is found in them."""
+        self.config, self.recipe, self.note = config, recipe, note
+        self.say: Callable[[str], None] = print if is_main_process() else _say_nothing
+        self._told: set[str] = set()
         self.row_tokens = recipe.row_tokens
         self.fields = recipe.fields
 
@@ -27,6 +36,8 @@ class OfflineData:
         """See task.Data."""
         for dataset in self._all():
             yield str(self.recipe.probe(dataset))
+        if self.note:
+            yield self.note
 
     def open(self, parts: Parts, say: Callable[[str], None]) -> "OfflineRounds":
         """See task.Data."""
@@ -37,18 +48,35 @@ class OfflineData:
             "microsteps": count_microsteps(config, parts.mesh),
         }
         epochs, total_steps = config.run.num_epochs, config.run.max_steps
+        self.say, counted = say, False
         if total_steps is None:
             assert epochs is not None, "the config has one of the two"
             say("counting steps: tokenising and packing the data once")
-            total_steps = count_steps(config.data, self.recipe, **shape, num_epochs=epochs)
+            total_steps, counts = plan_steps(config.data, self.recipe, **shape, num_epochs=epochs)
             say(f"{total_steps} steps in {epochs:g} epochs")
+            self.tell(counts, f"data of {epochs:g} epochs")
+            counted = True
         source = open_source(config.data, self.recipe, **shape, num_epochs=epochs)
-        return OfflineRounds(source, total_steps)
+        tell = None if counted else self.tell
+        return OfflineRounds(source, total_steps, tell)
+
+    def tell(self, counts: Mapping[str, int], what: str) -> None:
+        """Say what of the data was dropped and why, and what sharing prefixes saves."""
+        datasets = self.config.data.datasets
+        if line := describe_counts(counts, self.row_tokens, describe_controls(datasets)):
+            self.say(f"{what}: {line}")
 
     def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
         """See task.Data."""
         rows = self.config.data.micro_batch_size * row_shards(parts.mesh)
-        return eval_batches(dataset, self.config.data, self.recipe, rows)
+
+        def done(counts: Mapping[str, int]) -> None:
+            key = f"{dataset.path} {dataset.split}"
+            if key not in self._told:
+                self._told.add(key)
+                self.tell(counts, f"held-out {dataset.path}")
+
+        return eval_batches(dataset, self.config.data, self.recipe, rows, done)
 
     def show(self, console: Console, num_samples: int) -> None:
         """See task.Data."""
@@ -62,8 +90,21 @@ class OfflineData:
         probes = [self.recipe.probe(dataset) for dataset in self._all()]
         for found in probes:
             console.print(str(found), markup=False)
+        if self.note:
+            console.print(self.note, markup=False)
+        self.show_counts(console)
         self.show_packing(console, num_batches=4)
         self.recipe.show_example(probes[0], console)
+
+    def show_counts(self, console: Console) -> None:
+        """What becomes of the rows, of as many as are tokenised in LOOK_SECONDS."""
+        controls = describe_controls(self.config.data.datasets)
+        for dataset in self._all():
+            counts, whole = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
+            rows = f"{'all' if whole else 'the first'} {counts['draws']:,} rows"
+            line = describe_counts(counts, self.row_tokens, controls)
+            line = line or f"{counts['trees']:,} examples, none dropped"
+            console.print(f"{dataset.path}, {rows}: {line}", markup=False, soft_wrap=True)
 
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
         """How full the first batches' rows are."""
@@ -98,8 +139,15 @@ class OfflineRounds:
     engine: Any = None
     serves = pauses = False
 
-    def __init__(self, source: Source, total_steps: int):
+    def __init__(
+        self,
+        source: Source,
+        total_steps: int,
+        tell: Callable[[Mapping[str, int], str], None] | None = None,
+    ):
+        """tell: gets the counts of what was read, after the first batch and with the last."""
         self.source, self.total_steps = source, total_steps
+        self._tell, self._told = tell, 0
         self.state, self.restore = source.state, source.restore
         self.counters, self.close = source.counters, source.close
 
@@ -110,11 +158,21 @@ class OfflineRounds:
         """The next batch; StopIteration where epochs end."""
         with live.phase("waiting for data"):
             batches = next(self.source)
+        last = live.step + 1 >= self.total_steps
+        if self._tell is not None and (last or not self._told):
+            counts = self.source.counters()["counts"]
+            if counts["draws"] > self._told:
+                self._tell(counts, "data read so far")
+            self._told = counts["draws"]
         return live.prepare(Round(batches))
 
     def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
         """Nothing waits for weights."""
         return {}
+
+
+def _say_nothing(text: str) -> None:
+    """What other processes say."""
 
 
 def count_roots(batch: Batch) -> int:

@@ -271,7 +271,8 @@ class Loop:
             or pending.step == self.session.rounds.total_steps
         ):
             efficiency = pending.counters["packing_efficiency"]
-            values = {**self.latest, **self.round, "packing_efficiency": efficiency}
+            found = pending.counters.get("metrics", {})
+            values = {**self.latest, **self.round, **found, "packing_efficiency": efficiency}
             self.round = {}
             self.sinks.write(pending.step, values)
 

@@ -11,7 +11,7 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
 from jaxtrain.data.readers import Part
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.steps import Shape, count_part_steps, eval_part_batches, open_parts
+from jaxtrain.data.steps import Shape, eval_part_batches, open_parts, plan_part_steps
 from jaxtrain.errors import UserError
 
 
@@ -211,7 +211,7 @@ def test_a_dataset_smaller_than_a_batch_repeats_or_is_padded():
 def test_counted_steps_are_those_that_come_out(num_epochs, kind, packing):
     data = make_data(packing=packing)
     options = {"seed": 3, "rows_per_microstep": 2, "microsteps": 2, "num_epochs": num_epochs}
-    steps = count_part_steps(make_parts(kind), data, **options)
+    steps, _ = plan_part_steps(make_parts(kind), data, **options)
     assert len(read(open_parts(make_parts(kind), data, **options), 1000)) == steps
 
 

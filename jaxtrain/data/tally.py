@@ -1,0 +1,126 @@
+"""What reading the data gave so far: rows, samples, drops by reason, what sharing prefixes saves.
+
+The counts travel in the data's cursor, so they go on where a resumed run goes on.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxtrain.data.sample import Dropped
+from jaxtrain.errors import UserError
+
+Counts = Counter[str]
+"""draws, lost_rows (draws of which nothing was kept), trees, "dropped:<reason>",
+packed_tokens and flat_tokens (those of all branches apart), controls (control tokens that texts
+spell)."""
+
+PROBE = 64
+"""Draws after which data that mostly do not train are refused."""
+SHOWN_REASONS = 5
+"""Reasons that a line names."""
+
+
+def count_items(counts: Counts, items: Iterable[Any], pass_len: int | None) -> None:
+    """Count one draw; UserError when a whole pass over the data gave nothing, or no masks do.
+
+    items: trees, groups, or what has their `num_tokens` and may have `flat_tokens`; and drops.
+    """
+    add_items(counts, items)
+    if pass_len is not None and counts["draws"] >= pass_len and not counts["trees"]:
+        raise UserError(
+            f"no example of the data trains: {describe_drops(counts)}; look at a few with"
+            " `jaxtrain preprocess`"
+        )
+    if counts["draws"] == PROBE and counts["dropped:no trained token"] > PROBE // 2:
+        raise UserError(
+            f"most examples have no trained token ({describe_drops(counts)}): the masking does not"
+            " fit the data; look at a few with `jaxtrain preprocess`, and at train_on of the"
+            " dataset"
+        )
+
+
+def add_items(counts: Counts, items: Iterable[Any]) -> None:
+    """Count what one row became."""
+    counts["draws"] += 1
+    before = counts["trees"]
+    for item in items:
+        if isinstance(item, Dropped):
+            counts[f"dropped:{item.reason}"] += 1
+        else:
+            counts["trees"] += 1
+            counts["packed_tokens"] += item.num_tokens
+            counts["flat_tokens"] += getattr(item, "flat_tokens", item.num_tokens)
+            counts["controls"] += getattr(item, "controls", 0)
+    counts["lost_rows"] += counts["trees"] == before
+
+
+def drops_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """{reason: how many}, the most frequent first."""
+    found = [(name, n) for name, n in counts.items() if name.startswith("dropped:") and n]
+    found.sort(key=lambda pair: -pair[1])
+    return {name.removeprefix("dropped:"): number for name, number in found}
+
+
+def list_drops(counts: Mapping[str, int]) -> str:
+    """ "39 x too long, 1 x no trained token"."""
+    drops = list(drops_of(counts).items())
+    shown = [f"{number:,} x {reason}" for reason, number in drops[:SHOWN_REASONS]]
+    rest = sum(number for _, number in drops[SHOWN_REASONS:])
+    return ", ".join(shown + ([f"{rest:,} for other reasons"] if rest else []))
+
+
+def describe_drops(counts: Mapping[str, int]) -> str:
+    """ "40 rows read, 39 x too long, 1 x no trained token"."""
+    return ", ".join(filter(None, (f"{counts.get('draws', 0)} rows read", list_drops(counts))))
+
+
+def describe_counts(counts: Mapping[str, int], sequence_len: int, controls: str) -> str:
+    """A line for people: what was dropped and why, what sharing saves, spelled control tokens.
+
+    "" where there is nothing to tell. controls: what became of those ("stay text").
+    """
+    parts = []
+    if drops_of(counts):
+        advice = ""
+        if any(reason.startswith("too long") for reason in drops_of(counts)):
+            advice = f" (data.sequence_len is {sequence_len}, see also data.too_long)"
+        parts.append(
+            f"{counts.get('lost_rows', 0):,} of {counts.get('draws', 0):,} rows give nothing to"
+            f" train on; dropped examples: {list_drops(counts)}; kept: {counts.get('trees', 0):,}"
+            f"{advice}"
+        )
+    packed, flat = counts.get("packed_tokens", 0), counts.get("flat_tokens", 0)
+    if flat > packed:
+        parts.append(f"shared prefixes save {1 - packed / flat:.0%}: {packed:,} of {flat:,} tokens")
+    if counts.get("controls"):
+        parts.append(f"{counts['controls']:,} control tokens spelled in texts {controls}")
+    return "; ".join(parts)
+
+
+def describe_controls(datasets: Iterable[Any]) -> str:
+    """What becomes of the control tokens that the datasets' texts spell."""
+    kinds = {dataset.special_tokens for dataset in datasets}
+    if kinds == {"control"}:
+        return "count as control tokens"
+    return "stay text" if kinds == {"text"} else "become what each dataset says"
+
+
+def count_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """The same for metrics.jsonl: totals since the start of the run."""
+    found: dict[str, float] = {
+        "data/rows": counts.get("draws", 0),
+        "data/lost_rows": counts.get("lost_rows", 0),
+        "data/examples": counts.get("trees", 0),
+    }
+    drops = drops_of(counts)
+    found["data/dropped"] = sum(drops.values())
+    for reason, number in drops.items():
+        name = "_".join(reason.partition(":")[0].split()[:6])
+        found[f"data/dropped/{name}"] = found.get(f"data/dropped/{name}", 0) + number
+    packed, flat = counts.get("packed_tokens", 0), counts.get("flat_tokens", 0)
+    if flat > packed:
+        found["data/shared_prefix_share"] = 1 - packed / flat
+    if counts.get("controls"):
+        found["data/control_tokens"] = counts["controls"]
+    return {name: float(number) for name, number in found.items()}
