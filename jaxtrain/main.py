@@ -23,7 +23,7 @@ usage:
   jaxtrain preprocess --config FILE                   tokenise, validate, show samples
   jaxtrain eval RUN | --config FILE                   held-out loss, problems answered
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
-  jaxtrain export RUN [--output FOLDER]               write a Hugging Face model folder
+  jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
@@ -198,6 +198,11 @@ def run_generate(argv: list[str]) -> None:
     parser.add_argument("--output", type=expand_path, help="jsonl to write the answers to")
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
+        "--ids",
+        action="store_true",
+        help="prompts and answers are token ids: prompt_ids in, completion_ids and logprobs out",
+    )
+    parser.add_argument(
         "--env",
         action="store_true",
         help="play section env's environment; env.key=value changes it",
@@ -210,16 +215,21 @@ def run_generate(argv: list[str]) -> None:
 
 
 def run_export(argv: list[str]) -> None:
-    """Write a checkpoint as a Hugging Face model folder."""
+    """Write a checkpoint, or a Hugging Face folder anew, as a Hugging Face model folder."""
     parser = Parser("jaxtrain export", description=run_export.__doc__)
-    parser.add_argument("run", type=expand_path, help="a run's output_dir")
-    parser.add_argument("--output", type=expand_path, help="default: RUN/model")
-    parser.add_argument("--step", type=int, help="default: the newest checkpoint")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as loaded")
+    parser.add_argument(
+        "source", type=expand_path, help="a run's output_dir, a Hugging Face folder or a Hub id"
+    )
+    parser.add_argument("--output", type=expand_path, help="default, of a run: RUN/model")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as loaded"
+    )
+    parser.add_argument("--max-shard-size", help="of a weights file: 500MB, 2GiB; default 5GB")
     args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.export import export_command
 
-    export_command(args.run, args.output or args.run / "model", args.step, args.dtype)
+    export_command(args.source, args.output, args.step, args.dtype, args.max_shard_size)
 
 
 def run_merge(argv: list[str]) -> None:

@@ -30,6 +30,7 @@ LAYERS = [
     ["rollout"],
     ["tasks"],
     ["train"],
+    ["api"],
     ["verbs"],
     ["main"],
 ]

@@ -6,8 +6,6 @@ the size or the family of the model.
 
 import dataclasses
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,9 @@ from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
 from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import round_trip
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import check_inside
-from jaxtrain.hf.ops import Piece, whole
-from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
+from jaxtrain.hf.copy import copy_folder, is_float
+from jaxtrain.hf.ops import whole
+from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
 from jaxtrain.models.build import read_config
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -72,30 +70,17 @@ def merge_adapter(
     base, output = Path(base), Path(output)
     files, peft = Folder(base), open_peft(adapter)
     corrections = find_corrections(files, peft)
-    plan = {
-        name: (stored.shape, np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype)
-        for name, stored in files.tensors.items()
-    }
-
     linears = find_linears(read_config(base, family)).values() if quantize != "none" else ()
     quantised = {f"{module}.weight" for linear in linears for module in linear.modules}
 
-    def pieces() -> Iterator[Piece]:
-        for name, stored in files.tensors.items():
-            array = files.fetch(name, whole(stored.shape))
-            if name in quantised:
-                array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
-                array = array.astype(stored.dtype)
-            if name in corrections:
-                array = corrections[name].apply(array)
-            yield Piece(name, stored.shape, whole(stored.shape), array)
+    def change(name: str, array: np.ndarray) -> np.ndarray:
+        stored = array.dtype
+        if name in quantised:
+            array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
+            array = array.astype(stored)
+        return corrections[name].apply(array) if name in corrections else array
 
-    write_folder(output, plan, pieces(), max_shard_bytes)
-    for file in base.iterdir():
-        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
-            if file.suffix in (".json", ".jinja", ".txt", ".model"):
-                check_inside(base, file)  # the merged folder may be given to others
-                shutil.copyfile(file, output / file.name)
+    copy_folder(base, output, dtype, max_shard_bytes, change)
     return len(corrections)
 
 
@@ -132,11 +117,6 @@ def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
             f"{peft.path} cannot be merged into {files.path}: {'; '.join(problems[:4])}{more}"
         )
     return found
-
-
-def is_float(dtype: np.dtype) -> bool:
-    """Whether a stored tensor holds plain floating-point weights."""
-    return CODES[dtype] in ("F64", "F32", "F16", "BF16")
 
 
 def _same_tables(peft: PeftFolder) -> bool:

@@ -7,31 +7,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.api import Model, read_ids
 from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.config.base import Section
 from jaxtrain.config.load import apply_overrides, validate
-from jaxtrain.data.template import encode, end_of_turn_ids, prompt_tokens
+from jaxtrain.data.template import encode, prompt_tokens
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.rollout.eval_sets import list_turns
 from jaxtrain.rollout.local.engine import LocalEngine
-from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.types import Episode, EpisodeFailed
-from jaxtrain.train.trained import open_trained
+from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
+
+MOST_INPUT = 2**29
+"""Bytes of a file of prompts."""
 
 
 class Writer:
-    """A model that answers messages, continues text or acts in an environment."""
+    """A model that answers messages, continues text or ids, or acts in an environment."""
 
     def __init__(self, name: str, overrides: list[str], raw: bool):
+        """raw: texts or ids are continued as they stand."""
         # Section env on its own: the config of a run that has no use for it would refuse it.
         of_env = [word for word in overrides if word.startswith("env.")]
-        others = [word for word in overrides if word not in of_env]
-        config, _, held = open_trained(name, others)
-        parts = held.roles.parts
+        self.model = Model(name, [word for word in overrides if word not in of_env])
+        config = self.model.config
         table = apply_overrides({"env": config.env.model_dump()}, of_env)
         self.env_config = validate(EnvSection, table, name).env
-        self.tokenizer = parts.tokenizer
+        self.tokenizer = self.model.tokenizer
         self.raw = raw
         if not raw and not self.tokenizer.chat_template:
             raise UserError(
@@ -39,12 +42,7 @@ class Writer:
                 " model.chat_template=FILE"
             )
         self.sampling: SamplingConfig = config.sampling
-        self.sampler = LocalSampler(
-            held.model(),
-            end_of_turn_ids(self.tokenizer, raw),
-            max_len=parts.architecture.max_position_embeddings,
-            to_text=self.tokenizer.decode,
-        )
+        self.sampler = self.model.sampler(raw)
 
     def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
         """Texts for prompts (strings with --raw, else message lists), side by side."""
@@ -54,13 +52,17 @@ class Writer:
             else prompt_tokens(self.tokenizer, prompt, tool)
             for prompt, tool in zip(prompts, tools, strict=True)
         ]
+        return [
+            self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            for answer in self.complete(tokens)
+        ]
+
+    def complete(self, tokens: list[list[int]]) -> list[Completion]:
+        """Answers to prompts of ids, side by side."""
         empty = next((index for index, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
             raise UserError(f"prompt {empty} is empty; give at least one token")
-        answers = self.sampler.generate(tokens, self.sampling)
-        return [
-            self.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers
-        ]
+        return self.sampler.generate(tokens, self.sampling)
 
     def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
         """Episodes of rows in section env's environment, side by side."""
@@ -93,17 +95,25 @@ def generate_command(args: argparse.Namespace) -> None:
             "generate: --env takes neither --raw nor --system; env.raw=true and env.system=TEXT say"
             " the same to the environment single_turn"
         )
+    if args.ids and (args.raw or args.system or args.env):
+        raise UserError(
+            "generate: --ids continues token ids as they stand, without --raw, --system or --env"
+        )
     if not args.env and any(word.startswith("env.") for word in args.overrides):
         raise UserError("generate: keys of section env have no effect without --env")
     rows = list_rows(args)
     requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
-    writer = Writer(args.model, args.overrides, args.raw)
+    writer = Writer(args.model, args.overrides, args.raw or args.ids)
     if not rows:
         converse(writer, args.system, args.env)
         return
     if args.env:
         played = [env_row(row) for row, _ in rows]
         write_records(args, played, list(map(describe_episode, writer.play(played))))
+        return
+    if args.ids:
+        found = continue_ids(writer, requests)
+        write_records(args, [request["row"] for request in requests], found)
         return
     prompts = [request["prompt"] for request in requests]
     answers = writer.answer(prompts, [request.get("tools") for request in requests])
@@ -112,6 +122,23 @@ def generate_command(args: argparse.Namespace) -> None:
         for request, answer in zip(requests, answers, strict=True)
     ]
     write_records(args, [request["row"] for request in requests], found)
+
+
+def continue_ids(
+    writer: Writer, requests: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], str]]:
+    """(keys to add to a row, the row as a line of JSON) of each request."""
+    size = writer.model.vocab_size
+    prompts = [read_ids(one["prompt"], size, one["shown"]).tolist() for one in requests]
+    found = []
+    for request, answer in zip(requests, writer.complete(prompts), strict=True):
+        keys = {
+            "completion_ids": answer.tokens,
+            "logprobs": answer.logprobs,
+            "finish_reason": answer.finish_reason,
+        }
+        found.append((keys, json.dumps({**request["row"], **keys})))
+    return found
 
 
 def write_records(
@@ -145,36 +172,56 @@ def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
 
 def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:
     """Rows of --prompt and --input in order, and where each stands; none: a conversation."""
-    rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
+    if args.ids:
+        rows = [parse_line(text, f"--prompt {text!r:.60}") for text in args.prompt]
+    else:
+        rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
     if args.input:
         rows += read_lines(args.input)
-    if not rows and (args.output or args.raw):
-        raise UserError("generate: --raw and --output need --prompt or --input")
+    if not rows and (args.output or args.raw or args.ids):
+        raise UserError("generate: --raw, --ids and --output need --prompt or --input")
     return rows
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     """The rows of a jsonl file with where each stands."""
-    if not path.is_file():
-        raise UserError(f"--input {path}: no such file")
+    try:
+        text = read_text(path, MOST_INPUT)
+    except FileNotFoundError:
+        raise UserError(f"--input {path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--input {path} {error}") from None
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} must be an object with prompt or messages")
-        rows.append((row, f"{path} line {number}"))
+        rows.append(parse_line(line, f"{path} line {number}"))
     if not rows:
         raise UserError(f"--input {path} is empty")
     return rows
 
 
+def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
+    """(row, origin) of a line of JSON; a list stands for its prompt_ids."""
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{origin} is not valid JSON: {error}") from None
+    if isinstance(row, list):
+        row = {"prompt_ids": row}
+    if not isinstance(row, dict):
+        raise UserError(f"{origin} must be an object with prompt, messages or prompt_ids")
+    return row, origin
+
+
 def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One prompt: text for --raw, else messages that end before the assistant speaks."""
+    """One prompt: ids, text for --raw, else messages that end before the assistant speaks."""
+    if args.ids:
+        if not isinstance(row.get("prompt_ids"), list):
+            raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
+        return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
     given = row.get("messages", row.get("prompt"))
     if args.raw:
         if not isinstance(given, str):

@@ -1,10 +1,7 @@
 """The verb `merge`: a run's adapter, or a PEFT folder, folded into its base's weights."""
 
-import json
 import tempfile
 from pathlib import Path
-
-import numpy as np
 
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import CONFIG, open_peft, write_peft
@@ -60,15 +57,10 @@ def merge(
     quantize: str,
     family: str | None = None,
 ) -> None:
-    """Merge, put config.json's dtype right, and tell."""
+    """Merge, and tell."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
         changed = merge_adapter(
             folder, adapter, unfinished, dtype, quantize=quantize, family=family
         )
-        config = unfinished / "config.json"
-        if dtype and config.is_file():
-            raw = {**json.loads(config.read_text()), "torch_dtype": str(np.dtype(dtype))}
-            raw.pop("dtype", None)
-            config.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     print(f"{changed} tensors of {base} changed; the merged model is in {output}")

@@ -1,0 +1,206 @@
+"""For programs: log-probs, logits and answers of plain lists of texts; trees as flat rows.
+
+    from jaxtrain.api import Model, logprobs
+
+    logprobs("runs/sft", ["Water boils at 100 degrees."])      # one call
+    model = Model("Qwen/Qwen3-0.6B")                           # loaded once, asked often
+    model.logits([[151644, 872], "as text"])
+
+A model is named as for `jaxtrain generate`: a run's output_dir (its newest checkpoint), a Hugging
+Face or PEFT folder, a Hub id. Texts are strings or lists of token ids; short ones share rows.
+docs/api.md has examples.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import SamplingConfig
+from jaxtrain.config.load import validate
+from jaxtrain.core.scorer import make_logp
+from jaxtrain.data.branches import Branch, list_branches
+from jaxtrain.data.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
+from jaxtrain.data.template import encode, end_of_turn_ids
+from jaxtrain.data.tree import chain
+from jaxtrain.errors import UserError
+from jaxtrain.models.build import to_host
+from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.parallel.feed import feed, row_shards
+from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.types import Completion
+from jaxtrain.train.trained import open_trained
+
+__all__ = ["Branch", "Completion", "Model", "Text", "list_branches", "logits", "logprobs"]
+
+Text = str | Sequence[int] | np.ndarray
+"""A string, which is tokenised as it stands (no chat template, no token added at its ends), or the
+ids themselves."""
+LEAST_ROW, ROW = 128, 2048
+"""Tokens of the shortest row, and of rows that short texts share."""
+
+
+class Model:
+    """A model with its weights on the devices."""
+
+    def __init__(self, name: str | os.PathLike, overrides: Sequence[str] = ()):
+        """name: as above. overrides: "section.key=value" as on the command line, such as
+        "model.compute_dtype=bfloat16" (a folder is computed in float32, a run as it trained).
+
+        Raises UserError for a name that is no model, and for a damaged one.
+        """
+        self.name = os.fspath(name)
+        trained = open_trained(os.path.expanduser(self.name), list(overrides))
+        self.config, self.held = trained.config, trained.held
+        parts = self.held.roles.parts
+        self.mesh, self.tokenizer = parts.mesh, parts.tokenizer
+        self.vocab_size: int = parts.architecture.vocab_size
+        self.max_len: int = parts.architecture.max_position_embeddings
+        """Tokens of the longest text."""
+
+    def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """Ids int32 [n] of each text; UserError for what is neither text nor ids of this model."""
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, (Sequence, np.ndarray)):
+            raise UserError(f"give a list of texts or of lists of ids, not {texts!r:.60}")
+        return [self._ids(text, index) for index, text in enumerate(texts)]
+
+    def logprobs(self, texts: Sequence[Text], temperature: float | None = None) -> list[np.ndarray]:
+        """Natural log-probs float32 [n] of each text's n tokens given those before them.
+
+        The first token, which nothing predicts, has 0: the sum is that of the rest given it.
+        temperature: what logits are divided by.
+        """
+        if temperature is not None and not 0 < temperature < float("inf"):
+            raise UserError(f"temperature {temperature!r} must be a number above 0")
+        role = self.held.roles.trained
+        score = make_logp(self.held.roles.rebuild(role), self.config.model.logp, temperature)
+        found = self._run(self.encode(texts), score, ROW, np.zeros(0, np.float32))
+        for values in found:
+            values[:1] = 0.0
+        return found
+
+    def logits(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """Logits float32 [n, V] of each text: row i is what follows its token i.
+
+        All of them lie in the host's memory: 4 n V bytes a text.
+        """
+        score = make_logits(self.held.roles.rebuild(self.held.roles.trained))
+        nothing = np.zeros((0, self.vocab_size), np.float32)
+        return self._run(self.encode(texts), score, LEAST_ROW, nothing)
+
+    def generate(self, texts: Sequence[Text], **sampling: Any) -> list[Completion]:
+        """A Completion (tokens, logprobs, finish_reason) for each text, which is continued as it
+        stands. sampling: keys of section sampling, such as max_new_tokens=64, temperature=0.0."""
+        table = {**self.config.sampling.model_dump(), **sampling}
+        chosen = validate(SamplingConfig, table, "sampling")
+        prompts = [ids.tolist() for ids in self.encode(texts)]
+        return self.sampler(raw=True).generate(prompts, chosen)
+
+    def sampler(self, raw: bool) -> LocalSampler:
+        """A sampler with these weights. raw: an answer ends with its text, not with a turn."""
+        return LocalSampler(
+            self.held.model(),
+            end_of_turn_ids(self.tokenizer, raw),
+            max_len=self.max_len,
+            to_text=self.tokenizer.decode,
+        )
+
+    def _ids(self, text: Text, index: int) -> np.ndarray:
+        if isinstance(text, str):
+            ids = np.asarray(encode(self.tokenizer, text), np.int64)
+        else:
+            ids = read_ids(text, self.vocab_size, f"text {index}")
+        if len(ids) > self.max_len:
+            raise UserError(
+                f"text {index} has {len(ids)} tokens, more than the {self.max_len} of"
+                f" max_position_embeddings of {self.name}; cut it"
+            )
+        return ids.astype(np.int32)
+
+    def _run(
+        self, texts: list[np.ndarray], score: Callable, row: int, nothing: np.ndarray
+    ) -> list[np.ndarray]:
+        """score(params, batch [1, B, T]) -> [1, B, T, ...], cut back into texts."""
+        found = [nothing.copy() for _ in texts]
+        params, ways = self.held.params(), row_shards(self.mesh)
+        shares = self.held.model().follows_trees
+        with jax.set_mesh(self.mesh):
+            for batch, places in pack(texts, row, ways, shares):
+                values = np.asarray(to_host(score(params, feed(batch, self.mesh))))[0]
+                for index, b, start in places:
+                    found[index] = values[b, start : start + len(texts[index])].copy()
+        return found
+
+
+def logprobs(
+    model: str | os.PathLike | Model, texts: Sequence[Text], temperature: float | None = None
+) -> list[np.ndarray]:
+    """`Model.logprobs` of a model that is loaded for it, or of one that is there."""
+    return (model if isinstance(model, Model) else Model(model)).logprobs(texts, temperature)
+
+
+def logits(model: str | os.PathLike | Model, texts: Sequence[Text]) -> list[np.ndarray]:
+    """`Model.logits` of a model that is loaded for it, or of one that is there."""
+    return (model if isinstance(model, Model) else Model(model)).logits(texts)
+
+
+def read_ids(given: Any, vocab_size: int, what: str) -> np.ndarray:
+    """Token ids int64 [n] of a list or an array; UserError names `what` they are."""
+    try:
+        ids = np.asarray(given)
+    except (TypeError, ValueError, OverflowError):
+        ids = np.asarray(None)
+    if ids.size == 0 and ids.ndim == 1:
+        return np.zeros(0, np.int64)
+    whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not whole or (ids is not given and any(isinstance(one, bool) for one in given)):
+        raise UserError(f"{what} must be a list of token ids (whole numbers), not {given!r:.60}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise UserError(
+            f"{what} holds the id {wrong}; the model has those from 0 to {vocab_size}-1"
+        )
+    return ids.astype(np.int64)
+
+
+def pack(
+    texts: Sequence[np.ndarray], row: int, ways: int, shares: bool
+) -> Iterator[tuple[Batch, list[tuple[int, int, int]]]]:
+    """(batch [1, ways, T], [(text, row, first token)]) of all texts that hold any token.
+
+    T is a power of two, so that few programs are compiled. shares: several texts may lie in a row.
+    """
+    kept = [index for index, ids in enumerate(texts) if len(ids)]
+    if not kept:
+        return
+    lengths = [len(texts[index]) for index in kept]
+    wanted = max(max(lengths), min(row, -(-sum(lengths) // ways)) if shares else 0)
+    tokens = LEAST_ROW
+    while tokens < wanted:
+        tokens *= 2
+    rows = fit_rows(lengths, tokens) if shares else [[i] for i in np.argsort(lengths)[::-1]]
+    for first in range(0, len(rows), ways):
+        packed, places = [], []
+        for b, members in enumerate(rows[first : first + ways]):
+            packed.append([lay_out(chain(texts[kept[member]], {})) for member in members])
+            start = 0
+            for member in members:
+                places.append((kept[member], b, start))
+                start += lengths[member]
+        packed += [[]] * (ways - len(packed))
+        yield stack_batches([build_batch(packed, tokens, Fields(components=()))]), places
+
+
+@functools.lru_cache(maxsize=8)
+def make_logits(rebuild: Rebuild) -> Callable[[Params, Batch], jax.Array]:
+    """Compiled once `(params, batch [A, B, T]) -> logits float32 [A, B, T, V]`."""
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        model = rebuild(params)
+        return jax.lax.map(lambda micro: model.logits(model.hidden(micro).hidden), batch)
+
+    return jax.jit(score)

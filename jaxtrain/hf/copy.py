@@ -1,0 +1,65 @@
+"""A Hugging Face folder written anew, tensor by tensor: cast, cut into shards, corrected.
+
+Works by tensor names alone, so the host never holds more than one of them, whatever the size or the
+family of the model.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import check_inside, read_object
+from jaxtrain.hf.ops import Piece, whole
+from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
+
+
+def copy_folder(
+    base: Path,
+    output: Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    change: Callable[[str, np.ndarray], np.ndarray] = lambda name, array: array,
+) -> None:
+    """Write the model of `base` to the folder `output`, with its tokenizer and configs.
+
+    dtype: of all floating-point tensors, by default their own. A shard holds at most
+    `max_shard_bytes`, or one tensor. change: (name, array) -> what is written instead. Raises
+    UserError for a folder that is none, and for a cast of a model that is stored quantised.
+    """
+    files = Folder(base)
+    config = read_object(base / "config.json") if (base / "config.json").is_file() else None
+    if dtype and config and config.get("quantization_config") is not None:
+        raise UserError(
+            f"{base / 'config.json'} has a quantization_config: its tensors are codes, which no"
+            " cast makes weights of; leave out the dtype"
+        )
+    plan = {
+        name: (stored.shape, np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype)
+        for name, stored in files.tensors.items()
+    }
+
+    def pieces() -> Iterator[Piece]:
+        for name, stored in files.tensors.items():
+            array = change(name, files.fetch(name, whole(stored.shape)))
+            yield Piece(name, stored.shape, whole(stored.shape), array)
+
+    write_folder(output, plan, pieces(), max_shard_bytes)
+    for file in base.iterdir():
+        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                check_inside(base, file)  # the folder may be given to others
+                shutil.copyfile(file, output / file.name)
+    if dtype and config is not None:
+        config = {**config, "torch_dtype": str(np.dtype(dtype))}
+        config.pop("dtype", None)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (output / "config.json").write_text(text)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a stored tensor holds plain floating-point weights."""
+    return CODES[dtype] in ("F64", "F32", "F16", "BF16")

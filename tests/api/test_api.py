@@ -1,0 +1,256 @@
+"""jaxtrain.api and the verbs around it, on a tiny model folder; transformers is the reference.
+
+Tolerance 2e-5: float32 logits of order 1 whose sums run in another order.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain import api
+from jaxtrain.data.pack import build_batch, lay_out
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.tree import build_tree, split_branches
+from jaxtrain.errors import UserError
+from jaxtrain.hf.safetensors import Folder
+from jaxtrain.main import main
+from jaxtrain.models import build
+
+RAW = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+TEXTS = ["Water boils at 100 degrees.", [3, 1, 4, 1, 5], "", np.array([7]), list(range(200)), "ß ü"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    config = build.config_from_hf(RAW)
+    build.save(build.init(config, 0), config, path)
+    load_tokenizer("builtin").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return api.Model(folder)
+
+
+def run(*words) -> int:
+    return main([str(word) for word in words])
+
+
+def test_logits_and_logprobs_are_transformers(folder, model):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found, scored = model.logits(TEXTS), model.logprobs(TEXTS)
+    assert len(found) == len(scored) == len(TEXTS)
+    for ids, logits, logp in zip(model.encode(TEXTS), found, scored, strict=True):
+        assert logits.shape == (len(ids), 512) and logp.shape == (len(ids),)
+        assert logits.dtype == logp.dtype == np.float32
+        if not len(ids):
+            continue
+        with torch.no_grad():
+            want = reference(torch.tensor(ids[None].astype(np.int64))).logits[0].numpy()
+        np.testing.assert_allclose(logits, want, rtol=2e-5, atol=2e-5)
+        of_all = np.asarray(jax.nn.log_softmax(want, axis=-1))
+        assert logp[0] == 0.0
+        np.testing.assert_allclose(
+            logp[1:], of_all[np.arange(len(ids) - 1), ids[1:]], rtol=2e-5, atol=2e-5
+        )
+
+
+def test_texts_that_share_rows_are_what_they_are_alone(model):
+    many = [list(range(i, i + 1 + i % 40)) for i in range(60)]
+    together = model.logprobs(many, temperature=0.7)
+    for index in (0, 17, 59):
+        alone = api.logprobs(model, [many[index]], temperature=0.7)[0]
+        np.testing.assert_allclose(together[index], alone, rtol=1e-5, atol=1e-5)
+    assert api.logits(model, []) == []
+
+
+@pytest.mark.parametrize(
+    "texts, message",
+    [
+        ("a text", "give a list of texts"),
+        (3, "give a list of texts"),
+        ([[1, 512]], "text 0 holds the id 512"),
+        ([[1], [-1]], "text 1 holds the id -1"),
+        ([[True, False]], "must be a list of token ids"),
+        ([[1.5]], "must be a list of token ids"),
+        ([[[1], [2, 3]]], "must be a list of token ids"),
+        ([None], "must be a list of token ids"),
+        ([{"a": 1}], "must be a list of token ids"),
+        ([[1] * 257], "text 0 has 257 tokens, more than the 256"),
+    ],
+)
+def test_what_is_no_text_is_named(model, texts, message):
+    with pytest.raises(UserError, match=message):
+        model.logprobs(texts)
+
+
+junk = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(junk)
+def test_anything_is_ids_or_named(model, given):
+    try:
+        for ids in model.encode(given):
+            assert ids.dtype == np.int32 and ids.ndim == 1
+            assert not len(ids) or (0 <= ids.min() and ids.max() < model.vocab_size)
+    except UserError as error:
+        assert len(str(error)) < 2000
+
+
+def test_generate_answers_with_the_most_probable_tokens(model):
+    prompts = [[5, 6, 7], "Hello"]
+    answers = model.generate(prompts, temperature=0.0, max_new_tokens=4)
+    for ids, answer in zip(model.encode(prompts), answers, strict=True):
+        whole = [*ids.tolist(), *answer.tokens]
+        best = model.logits([whole])[0].argmax(-1)[len(ids) - 1 : -1]
+        assert answer.tokens == best.tolist()
+        scored = model.logprobs([whole])[0][len(ids) :]
+        np.testing.assert_allclose(answer.logprobs, scored, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="max_new_tokenz"):
+        model.generate(prompts, max_new_tokenz=4)
+
+
+def make_tree():
+    parts = [(-1, [1, 2], [0, 1], "system"), (0, [3], [1], "think")]
+    parts += [(0, [4, 5], [1, 1], "answer"), (2, [6], [1], "a"), (2, [7], [0], "b")]
+    return build_tree(parts)
+
+
+def test_branches_of_a_tree_and_of_its_row_are_the_same():
+    tree, other = make_tree(), build_tree([(-1, [8, 9], [0, 1], "")])
+    found = api.list_branches(tree)
+    for branch, (tokens, weights) in zip(found, split_branches(tree), strict=True):
+        np.testing.assert_array_equal(branch.tokens, tokens)
+        np.testing.assert_allclose(branch.weights["nll"], weights["nll"])
+    assert [b.tokens.tolist() for b in found] == [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7]]
+    rows = [[lay_out(tree, "branch"), lay_out(other, "branch")], [lay_out(other, "branch")]]
+    batch = build_batch(rows, 12)
+    flat = api.list_branches(batch)
+    want = [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7], [8, 9], [8, 9]]
+    assert [branch.tokens.tolist() for branch in flat] == want
+    assert [branch.row for branch in flat] == [(0,)] * 4 + [(1,)]
+    for branch, alone in zip(flat, found, strict=False):
+        np.testing.assert_allclose(branch.weights["nll"], alone.weights["nll"])
+    total = sum(branch.weights["nll"].sum() for branch in flat)
+    np.testing.assert_allclose(total, batch.weights["nll"].sum())
+    without = api.list_branches(batch._replace(owner=None))
+    assert [branch.tokens.tolist() for branch in without] == want
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_export_casts_and_cuts_a_model_folder(folder, tmp_path, capsys, dtype):
+    output = tmp_path / "out"
+    words = [] if dtype is None else ["--dtype", dtype]
+    assert run("export", folder, "--output", output, "--max-shard-size", "20KB", *words) == 0
+    before, after = Folder(folder), Folder(output)
+    shards = sorted(output.glob("model-*.safetensors"))
+    assert len(shards) > 2 and max(shard.stat().st_size for shard in shards) < 70_000
+    assert before.tensors.keys() == after.tensors.keys()
+    for name, stored in before.tensors.items():
+        index = tuple(slice(0, size) for size in stored.shape)
+        want = before.fetch(name, index).astype(dtype or stored.dtype)
+        assert after.fetch(name, index).tobytes() == want.tobytes()
+    config = json.loads((output / "config.json").read_text())
+    assert config["torch_dtype"] == (dtype or "float32") and config["hidden_size"] == 32
+    assert (output / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert "is now in" in capsys.readouterr().out
+    if dtype is None:
+        texts = ["the same"]
+        np.testing.assert_array_equal(api.logits(output, texts)[0], api.logits(folder, texts)[0])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name where to write with --output"),
+        (["--output", "SELF"], "was not made by a run|holds"),
+        (["--output", "new", "--step", "3"], "--step is of a run's checkpoints"),
+        (["--output", "new", "--max-shard-size", "big"], "is no size"),
+        (["--output", "new", "--max-shard-size", "0MB"], "is no size"),
+    ],
+)
+def test_export_says_what_is_missing(folder, tmp_path, capsys, words, message):
+    import re
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    named = {"SELF": folder, "new": tmp_path / "new"}
+    assert run("export", folder, *[named.get(word, word) for word in words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_export_refuses_to_cast_codes(folder, tmp_path, capsys):
+    import shutil
+
+    quantised = tmp_path / "quantised"
+    shutil.copytree(folder, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    assert run("export", quantised, "--output", tmp_path / "o", "--dtype", "float32") == 2
+    assert "quantization_config" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_generate_reads_and_writes_ids(folder, model, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_ids": [5, 6, 7], "name": "a"}\n[9, 8]\n')
+    words = ["sampling.temperature=0", "sampling.max_new_tokens=4"]
+    ids = ["generate", folder, "--ids"]
+    assert run(*ids, "--input", source, "--output", output, *words) == 0
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    want = model.generate([[5, 6, 7], [9, 8]], temperature=0.0, max_new_tokens=4)
+    assert [row["completion_ids"] for row in rows] == [answer.tokens for answer in want]
+    assert rows[0]["name"] == "a" and rows[1]["prompt_ids"] == [9, 8]
+    assert rows[0]["finish_reason"] == want[0].finish_reason
+    np.testing.assert_allclose(rows[0]["logprobs"], want[0].logprobs, rtol=1e-5)
+    capsys.readouterr()
+    assert run(*ids, "--prompt", "[9, 8]", *words) == 0
+    assert json.loads(capsys.readouterr().out)["completion_ids"] == want[1].tokens
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompt", "[1, 2"], "is not valid JSON"),
+        (["--prompt", "3"], "must be an object"),
+        (["--prompt", '{"prompt": "a"}'], "needs a list of token ids in the key prompt_ids"),
+        (["--prompt", "[1, 512]"], "holds the id 512"),
+        (["--prompt", '[1, "a"]'], "must be a list of token ids"),
+        (["--prompt", "[]"], "is empty"),
+        (["--prompt", "[" * 100000], "is not valid JSON"),
+        ([], "need --prompt or --input"),
+        (["--raw", "--prompt", "[1]"], "--ids continues token ids"),
+    ],
+)
+def test_wrong_ids_are_named(folder, capsys, words, message):
+    assert run("generate", folder, "--ids", *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error) < 2000
