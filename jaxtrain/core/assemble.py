@@ -4,6 +4,7 @@ All checks that need no weights happen first, so that a mistake costs seconds.
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import read_object
+from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.models import build
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.parallel.feed import row_shards
-from jaxtrain.parallel.mesh import make_mesh, split_devices
+from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
 
 
@@ -99,10 +101,14 @@ def count_microsteps(config: Config, mesh: jax.sharding.Mesh) -> int:
 
 
 def find_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer that the model section names, with its chat template."""
+    """The tokenizer that the model section names, with its chat template; what transformers changed
+    about it is told on standard error."""
     name = model.tokenizer or model.path
     assert name is not None, "the config has one of the two"
-    return load_tokenizer(name, model.chat_template)
+    tokenizer = load_tokenizer(name, model.chat_template)
+    if is_main_process() and (difference := find_differences(tokenizer)):
+        print(f"warning: {difference}", file=sys.stderr, flush=True)
+    return tokenizer
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from jaxtrain.data.control import Encoder, SpecialTokens, encoder_of, find_contr
 from jaxtrain.errors import UserError
 from jaxtrain.hf.chat_template import TemplateFailed as TemplateFailed
 from jaxtrain.hf.chat_template import render
+from jaxtrain.hf.files import read_text
+from jaxtrain.hf.tokenizer import open_tokenizer
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "tokenizer"
 
@@ -68,9 +70,6 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
     tokenizer or only a slow one.
     """
-    # Slow to import, and needed by nobody who only reads configs.
-    from transformers import AutoTokenizer
-
     place = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
     folder = Path(place)
     if folder.exists() and not (folder / "tokenizer_config.json").exists():
@@ -81,19 +80,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
             )
     if not folder.exists() and (place.startswith((".", "/", "~")) or place.count("/") > 1):
         raise UserError(f"tokenizer folder {place} does not exist (key model.tokenizer)")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"cannot load the tokenizer {place} (key model.tokenizer): {reason}\n"
-            'Give a folder with tokenizer.json, a Hub id that can be reached, or "builtin".'
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"the tokenizer {place} is a slow one ({type(tokenizer).__name__}); jaxtrain needs a "
-            "fast one: convert it to tokenizer.json with transformers and name that folder"
-        )
+    tokenizer = open_tokenizer(place)
     # A tokenizer.json may ask to cut or fill up what it encodes.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -104,7 +91,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
         file = Path(chat_template)
         if not file.is_file():
             raise UserError(f"no such file: {chat_template} (key model.chat_template)")
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(file)
     return tokenizer
 
 

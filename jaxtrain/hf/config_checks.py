@@ -35,20 +35,20 @@ MAX_ENTRIES = 2**14
 FRACTIONS = {"rms_norm_eps": (0.0, 1.0), "initializer_range": (0.0, 100.0)}
 
 
-def check_names(raw: Any) -> tuple[list[str], str | None]:
+def check_names(raw: Any, place: str = "config.json") -> tuple[list[str], str | None]:
     """(architectures, model_type) of the content of a config.json; UserError for other things."""
     if not isinstance(raw, Mapping):
-        raise UserError(f"config.json holds {describe(raw)}, not an object")
+        raise UserError(f"{place} holds {describe(raw)}, not an object")
     named, model_type = raw.get("architectures"), raw.get("model_type")
     if named is not None and not (
         isinstance(named, list) and all(isinstance(name, str) and len(name) < 200 for name in named)
     ):
         raise UserError(
-            f"config.json: architectures is {describe(named)}; it is a list of names, such as"
+            f"{place}: architectures is {describe(named)}; it is a list of names, such as"
             ' ["Qwen3ForCausalLM"]'
         )
     if model_type is not None and not isinstance(model_type, str):
-        raise UserError(f"config.json: model_type is {describe(model_type)}; it is a name")
+        raise UserError(f"{place}: model_type is {describe(model_type)}; it is a name")
     return named or [], model_type
 
 

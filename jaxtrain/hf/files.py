@@ -30,6 +30,14 @@ def read_object(file: Path, max_bytes: int = MAX_BYTES, *, strict: bool = False)
     return parse_object(_read(file, max_bytes), str(file), strict=strict)
 
 
+def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
+    """The text of a file; UserError names the file and what is wrong with it."""
+    try:
+        return _read(file, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
 def parse_object(raw: bytes, name: str, *, strict: bool = False) -> dict[str, Any]:
     """As `read_object`, of bytes in hand; name: what they are, for the message."""
     try:
@@ -105,19 +113,25 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _read(file: Path, max_bytes: int) -> bytes:
+def check_regular(file: Path, max_bytes: int) -> None:
+    """UserError for what is no regular file, or a larger one than it may be."""
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise UserError(f"{file} is not a regular file")
-        with file.open("rb") as stream:
-            raw = stream.read(max_bytes + 1)
+        found = file.stat()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-    if len(raw) > max_bytes:
-        raise UserError(
-            f"{file} is larger than the {max_bytes >> 20} MiB that such a file may have"
-        )
-    return raw
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{file} is not a regular file")
+    if found.st_size > max_bytes:
+        most = f"{max_bytes >> 20} MiB"
+        raise UserError(f"{file} is larger than the {most} that such a file may have")
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    check_regular(file, max_bytes)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
