@@ -207,6 +207,12 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
                 f"sampling.{key} cuts the distribution that answers are drawn from, so their"
                 f" log-probs are not the policy's; remove it for task.kind rl"
             )
+    if sampling.max_new_tokens >= config.data.sequence_len:
+        yield (
+            f"sampling.max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt within"
+            f" data.sequence_len {config.data.sequence_len}, which must hold prompt and answer;"
+            " raise the second or lower the first"
+        )
     if rollout.group_size == 1 and task.knob("baseline") in ("group", "leave_one_out"):
         yield (
             f"task.baseline {task.knob('baseline')} compares answers to the same prompt; set"

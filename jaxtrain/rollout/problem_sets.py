@@ -26,6 +26,7 @@ from jaxtrain.rollout.eval_sets import (
 from jaxtrain.rollout.event_loop import EventLoop
 from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.open import seed_sampling
+from jaxtrain.rollout.prompt_rows import check_columns, rename
 from jaxtrain.rollout.types import Engine, Env, Sampling
 
 
@@ -145,16 +146,5 @@ def read_problems(index: int, one: EvalSetConfig) -> list[dict[str, Any]]:
         rows = open_rows(one.dataset())
     except UserError as error:
         raise UserError(f"{key}: {str(error).replace('data.datasets[]', key)}") from None
-    first = rows[0]
-    for wanted, found in one.fields.items():
-        if found not in first:
-            raise UserError(
-                f"{key}.fields names the column {found!r} (for {wanted}), but the columns of"
-                f" {one.path} are {', '.join(first)}"
-            )
+    check_columns(rows, one.fields, f"{key}.fields", one.path)
     return [rename(rows[i], one.fields) for i in range(len(rows))]
-
-
-def rename(row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """The row with its wanted columns beside the found ones; what is missing stays missing."""
-    return {**row, **{wanted: row[found] for wanted, found in fields.items() if found in row}}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.advantage import is_flat, turn_tables
 from jaxtrain.rollout.event_loop import EventLoop
 from jaxtrain.rollout.failures import Failures
@@ -93,6 +94,10 @@ class GroupPlayer:
     async def play(self, ask: Ask, slot: Slot) -> Group | None:
         """The group of a prompt; None when an episode or the judgement failed too often."""
         size = self.rules.group_size
+        if isinstance(ask.row, Unreadable):
+            reason = f"row: {ask.row.reason}"
+            cause = f"data.datasets, prompt {ask.draw}: {ask.row.reason}"
+            return self._give_up(EpisodeFailed(reason, cause=cause, mistake=True), slot)
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
         found = await asyncio.gather(
@@ -109,10 +114,7 @@ class GroupPlayer:
         try:
             scores = await rewards.score(episodes, ask.row)
         except EpisodeFailed as failure:
-            self.failures.tell(failure)
-            slot.dropped[f"failed: {failure}"] += 1
-            self.failures.add(failure, size)
-            return None
+            return self._give_up(failure, slot)
         self.failures.add(None, size)
         if not scores[0]:
             raise UserError(
@@ -120,6 +122,12 @@ class GroupPlayer:
                 " that gives rewards itself for rows such as these"
             )
         return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset)
+
+    def _give_up(self, failure: EpisodeFailed, slot: Slot) -> None:
+        """All episodes of a group are lost."""
+        self.failures.tell(failure)
+        slot.dropped[f"failed: {failure}"] += 1
+        self.failures.add(failure, self.rules.group_size)
 
     async def play_one(
         self, env: Env, row: dict[str, Any], index: int, slot: Slot

@@ -16,7 +16,6 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
-from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.guard import open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
@@ -25,14 +24,17 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import Rewards, open_rewards
 from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.labels import Labels
+from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
 from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
+from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource
 from jaxtrain.rollout.shared_rounds import SharedRounds
 from jaxtrain.rollout.types import Engine, Env, Publisher
+from jaxtrain.tasks.rehearsal import rehearse
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PromptData:
         config, plan, say = self.config, self.plan, self.say
         data, rollout, estimator = config.data, config.rollout, plan.estimator
         prompts = Prompts(
-            [open_rows(dataset) for dataset in data.datasets],
+            self._open_prompts(),
             [dataset.weight for dataset in data.datasets],
             seed=config.run.seed,
             shuffle=data.shuffle,
@@ -106,6 +108,7 @@ class PromptData:
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
         env, own = open_envs(config, parts.tokenizer, rewards)
+        self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
         kind = find_engine(config)
         engine, publisher = kind.open(with_secrets(config), parts, say)
         assert engine is not None, "process 0 samples"
@@ -165,9 +168,46 @@ class PromptData:
         )
 
     def describe(self, console: Console) -> None:
-        """How many prompts there are."""
-        for dataset in self.config.data.datasets:
-            console.print(f"{dataset.path}: {len(open_rows(dataset)):,} prompts", markup=False)
+        """How many prompts there are, what one episode with a scripted model comes to, and what it
+        is worth: environment, rewards, columns and lengths are tried without any weights."""
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        config, datasets = self.config, self._open_prompts()
+        with ExitStack() as stack:
+            rewards = open_rewards(config.rewards, config.rollout.reward_workers)
+            stack.callback(rewards.close)
+            env, own = open_envs(config, self.tokenizer, rewards)
+            parts = []
+            for index, rows in enumerate(datasets):
+                name = f"data.datasets.{index} ({rows.dataset.path})"
+                say(f"{rows.dataset.path}: {len(rows):,} prompts")
+                played, judged = own[index] if own else (env, rewards)
+                parts.append((name, rows, played, judged))
+            rehearse(config, self.tokenizer, parts, say)
+            self._check_lengths(env, own, datasets, None, say)
+
+    def _open_prompts(self) -> list[PromptRows]:
+        """The rows of each dataset; UserError."""
+        return [
+            open_prompts(dataset, f"data.datasets.{index}")
+            for index, dataset in enumerate(self.config.data.datasets)
+        ]
+
+    def _check_lengths(
+        self, env: Any, own: Sequence[tuple[Any, Any]], datasets: Any, model: Any, say: Callable
+    ) -> None:
+        """Say where prompts leave too little room for answers; UserError where none is left."""
+        row = self.config.data.sequence_len
+        window = row if model is None else model.max_position_embeddings
+        new = self.config.sampling.max_new_tokens
+        for index, rows in enumerate(datasets):
+            guarded = own[index][0] if own else env
+            name = f"data.datasets.{index} ({rows.dataset.path})"
+            found = measure_prompts(rows, guarded.env)
+            if found and (text := explain_lengths(found, new, row, window, name)):
+                say(text)
 
 
 def open_envs(

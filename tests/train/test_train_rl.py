@@ -146,11 +146,46 @@ def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tm
     assert parts[3]["kl"] == whole[3]["kl"]
 
 
-def test_a_dry_run_traces_the_step_and_samples_nothing(config, tmp_path, capsys):
+def test_a_dry_run_plays_one_scripted_episode_and_draws_nothing(config, tmp_path, capsys):
     assert main(["--config", str(config), f"run.output_dir={tmp_path / 'run'}", "--dry-run"]) == 0
-    assert "200 prompts" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "200 prompts" in out and "played one episode" in out and "{'even': 0." in out
     assert not (tmp_path / "run").exists()
     assert main(["preprocess", "--config", str(config)]) == 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["my_rewards.py:needs"], "missing 1 required positional argument: 'gold'"),
+        (["my_rewards.py:nothing_there"], "has no 'nothing_there'"),
+        (["my_rewards.py:nan"], "returned NaN for a completion"),
+        (["my_rewards.py:fine", "{prompt = 'q'}"], "'q' (for prompt), but the columns"),
+        (["my_rewards.py:fine", "{prompt = 'question'}"], ""),
+    ],
+)
+def test_a_dry_run_tries_rewards_and_columns(tmp_path, capsys, monkeypatch, words, message):
+    """On rows of one's own, whose columns are renamed as in supervised training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(
+        "def needs(completions, gold): return [1.0]\n"
+        "def nan(completions, **columns): return [float('nan')]\n"
+        "def fine(completions, prompt, question, **columns):\n"
+        "    assert prompt == question == ['why?'] and completions == ['I do not know.']\n"
+        "    return [0.5]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(3 * '{"question": "why?", "answer": "so"}\n')
+    function, fields = [*words, "{prompt = 'question'}"][:2]
+    (tmp_path / "rl.toml").write_text(
+        CONFIG.partition("[[data.datasets]]")[0]
+        + f'[[data.datasets]]\npath = "rows.jsonl"\nfields = {fields}\n[task]\nkind = "rl"\n'
+        + f'[[rewards]]\nfunction = "{function}"\n[sampling]\ntemperature = 1.0\nmax_new_tokens = 8\n'
+    )
+    code = main(["--config", "rl.toml", "--dry-run", "rollout.retries=0"])
+    found = capsys.readouterr()
+    assert (code, message in found.err) == ((2, True) if message else (0, True)), found
+    if not message:
+        assert "rewards {'fine': 0.5}" in found.out
 
 
 @pytest.mark.slow  # a compilation each; the losses themselves have fast tests
@@ -194,6 +229,7 @@ def test_what_needs_more_than_the_loss_is_there(config, tmp_path, words, name):
         (["task.objective=gdpo", "task.reward_clip_range=[0, 1]"], "bounds a sum of rewards"),
         (["task.reference=adapter_off", "task.beta=0.1"], "needs an adapter"),
         (["task.kind=sft"], "has no effect without task.kind"),
+        (["sampling.max_new_tokens=64"], "leaves no room for a prompt within data.sequence_len 64"),
         (["task.objectiv=grpo"], "did you mean 'objective'"),
     ],
 )
