@@ -5,14 +5,20 @@ values and come back as such, so the program sees neither what is expected nor t
 limits hold on which machine, and what this is not: docs/sandbox.md.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.rewards.texts import FENCE, Completion, column, text_of, without_thinking
 from jaxtrain.sandbox.box import Box
 from jaxtrain.sandbox.confine import Limits
+
+AT_ONCE = 4
+"""Answers of a group that are judged side by side: loops without end wait together."""
 
 
 def python_tests(
@@ -38,11 +44,10 @@ def python_tests(
         raise UserError("reward 'python_tests' runs on Linux alone: its sandbox is made of Linux")
     wanted = [read_tests(given) for given in column(columns, column_name, "python_tests")]
     limits = Limits(seconds, memory_mib)
-    with Box() as box:
-        return [
-            share(box, find_program(text_of(completion)), tests, limits, all_or_nothing)
-            for completion, tests in zip(completions, wanted, strict=True)
-        ]
+    programs = [find_program(text_of(completion)) for completion in completions]
+    with Box() as box, ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        judge = partial(share, box, limits=limits, all_or_nothing=all_or_nothing)
+        return list(pool.map(judge, programs, wanted))
 
 
 def read_tests(given: Any) -> list[str]:

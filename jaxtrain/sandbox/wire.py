@@ -35,8 +35,9 @@ BASES = (bool, int, float, complex, str, bytes, tuple, list, set, frozenset, dic
 NOTHING = object()
 
 
-class Closed(Exception):
-    """The other side is gone, or does not speak this language."""
+class Closed(BaseException):
+    """The other side is gone, or does not speak this language: nothing that a test's `except
+    Exception` may take for an answer."""
 
 
 class Peer:
@@ -51,6 +52,8 @@ class Peer:
         self.remote = remote
         self.rest = bytearray()
         self.lock = threading.RLock()
+        self.ended = False
+        """Whether a conversation broke off, whoever may have caught that."""
         self.given: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.known: dict[int, Any] = {}
@@ -62,8 +65,12 @@ class Peer:
     def ask(self, verb: str, *arguments) -> Any:
         """The reply to a request; raises what the other side raised."""
         with self.lock:
-            self.send([verb, *map(self.pack, arguments)])
-            return self.listen(reply=True)
+            try:
+                self.send([verb, *map(self.pack, arguments)])
+                return self.listen(reply=True)
+            except Closed:
+                self.ended = True
+                raise
 
     def serve(self) -> None:
         """Answer requests until the other side is gone."""

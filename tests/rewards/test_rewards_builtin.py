@@ -106,6 +106,13 @@ def test_python_tests_run_the_last_block():
     assert python_tests(["no code"], tests=["assert True"]) == [0.0]
 
 
+def test_python_tests_judge_a_group_side_by_side_and_in_order():
+    sleeps = "```python\nimport time\ntime.sleep(60)\n```"
+    tests = [["assert add(1, 2) == 3"]] * 4
+    found = python_tests([sleeps, PROGRAM, "none", sleeps], tests=tests, seconds=0.5)
+    assert found == [0.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory_mib": 8}, {"tests": [[1]]}])
 def test_python_tests_name_a_wrong_option(options):
     with pytest.raises(UserError, match="python_tests"):

@@ -211,6 +211,20 @@ def test_an_object_that_agrees_with_everything_equals_nothing(box, test):
     assert passes(box, AGREES + "def f():\n    return Yes()", test, limits) is False
 
 
+@pytest.mark.parametrize(
+    "body, test",
+    [
+        ("raise StopIteration", "assert all(map(f, [1, 2])) and list(map(f, [1])) == []"),
+        ("import os; os._exit(0)", "try:\n    f(1)\nexcept BaseException:\n    pass"),
+        ("import os; os.closerange(0, 64)", "try:\n    f(1)\nexcept:\n    pass"),
+        ("return [f] * 3", "f(1)[1] == 2 or f(1)[5]"),
+    ],
+)
+def test_leaving_a_call_is_no_answer(box, body, test):
+    limits = Limits(seconds=2.0, memory_mib=512)
+    assert passes(box, f"def f(x):\n    {body}", test, limits) is False
+
+
 LOOKS = """
 import os
 def look():

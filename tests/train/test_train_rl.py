@@ -191,7 +191,8 @@ def test_a_dry_run_tries_rewards_and_columns(tmp_path, capsys, monkeypatch, word
 @pytest.mark.slow  # a compilation each; the losses themselves have fast tests
 @pytest.mark.parametrize(
     "objective",
-    "dr_grpo bnpo gdpo gspo cispo rloo reinforce m2po_clip sapo luspo vespo gmpo".split(),
+    "dr_grpo bnpo gdpo gspo cispo rloo reinforce reinforce_baseline m2po_clip sapo luspo vespo"
+    " gmpo".split(),
 )
 def test_every_objective_takes_a_step(config, tmp_path, objective):
     (line,) = run(
