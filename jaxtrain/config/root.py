@@ -166,8 +166,6 @@ def find_size_conflicts(config: Config):
         yield f"optim.warmup_steps {optim.warmup_steps:,} is above run.max_steps {steps:,}"
     if steps and config.log.profile_start is not None and config.log.profile_start > steps:
         yield f"log.profile_start {config.log.profile_start:,} is above run.max_steps {steps:,}"
-    if run.overwrite and run.resume == "required":
-        yield 'run.overwrite is true and run.resume is "required"; keep one'
 
 
 def find_unused_sections(config: Config):

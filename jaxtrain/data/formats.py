@@ -36,6 +36,7 @@ from jaxtrain.data.tally import Counts, add_items, describe_controls, describe_c
 from jaxtrain.data.tokeniser import Tokeniser
 from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
+from jaxtrain.shown import printable, shorten
 
 NUM_ROWS = 16
 """Rows looked at, spread over the dataset."""
@@ -83,7 +84,8 @@ class Probe:
 
     def __str__(self) -> str:
         size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
-        line = f"{self.path}: {size}, format {self.format}, columns {', '.join(self.columns)}"
+        columns = shorten(printable(", ".join(map(str, self.columns))), 500)
+        line = f"{self.path}: {size}, format {self.format}, columns {columns}"
         return f"{line}\n  first look: {self.told}" if self.told else line
 
 

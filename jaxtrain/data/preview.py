@@ -10,6 +10,7 @@ from rich.text import Text
 
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.tree import Node, Tree, TreeGroup, split_branches
+from jaxtrain.shown import printable
 from jaxtrain.data.workload import describe_tree
 
 TRAINED = "bold green"
@@ -47,7 +48,7 @@ class Counts:
         """Names and values, in the order they are shown."""
         lines = [("samples", f"{len(self.lengths):,}")]
         for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
-            lines.append((f"dropped: {reason}", f"{count:,}"))
+            lines.append((f"dropped: {printable(reason)}", f"{count:,}"))
         if not self.lengths:
             return lines
         flat, total, trained = sum(self.lengths), self.packed, sum(self.trained)
@@ -86,7 +87,7 @@ def stretches(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     trained = sample.weights > 0
     cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [
-        (tokenizer.decode(sample.tokens[start:end].tolist()), bool(trained[start]))
+        (printable(tokenizer.decode(sample.tokens[start:end].tolist())), bool(trained[start]))
         for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         if end > start
     ]

@@ -19,7 +19,7 @@ from jaxtrain.data.turns import TrainedParts
 from jaxtrain.data.workload import describe_tree
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
-from jaxtrain.shown import show
+from jaxtrain.shown import printable, show
 
 CATERPILLAR = "builtin:caterpillar"
 MOST_TOOL_BYTES = 2**20
@@ -58,12 +58,12 @@ class Trees:
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """See pipeline.Recipe."""
         text = describe_part(self.open(dataset), self.tokenizer, num_samples)
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(printable(text), markup=False, soft_wrap=True)
 
     def show_example(self, found: TreeProbe, console: Console) -> None:
         """See pipeline.Recipe."""
         text = describe_tree(found.samples[0], self.tokenizer.decode)
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(printable(text), markup=False, soft_wrap=True)
 
 
 def _open_trees(

@@ -24,6 +24,7 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.hub import MAX_LINE, MAX_TEXT
 from jaxtrain.parallel.run_token import RunToken
+from jaxtrain.shown import printable
 from jaxtrain_vllm.handshake import NotWelcome, introduce
 
 
@@ -51,7 +52,9 @@ class Peers:
         """The token is that by which the hub was entered."""
         self.host = address.rpartition(":")[0].strip("[]")
         """Process 0's machine, as this one reaches it."""
-        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+        self.say: Callable[[str], None] = lambda text: print(
+            printable(text), file=sys.stderr, flush=True
+        )
         self.stop_name = ""
         self._begun, self._halted, self._stop_at = 0, False, None
         self._open: set[str] = set()
@@ -113,7 +116,7 @@ class Peers:
         """
         self._send({"end": code, "text": text[:MAX_TEXT], "rank": 2 if stumbled else 1})
         if not self._blamed.wait(15):
-            print(f"error: {text}", file=sys.stderr, flush=True)
+            print(f"error: {printable(text)}", file=sys.stderr, flush=True)
             os._exit(code)
         return True
 

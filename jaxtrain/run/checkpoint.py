@@ -166,8 +166,14 @@ class Checkpoints:
         step, problems = find_good_step(self.folder)
         if step < 0 and any(p.damaged for p in problems):
             return -2
-        if said := clear_folder(self.folder, problems, step):
-            self.say(said)
+        try:
+            if said := clear_folder(self.folder, problems, step):
+                self.say(said)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be tidied up: {error.strerror or error}"
+                f" ({error.filename}); fix its permissions, or remove what a run did not put there"
+            ) from error
         return step
 
     def load(self, step: int, abstract: Any) -> Restored:

@@ -37,7 +37,13 @@ class Problem(NamedTuple):
 
 def find_steps(folder: Path) -> list[int]:
     """Steps below `folder` that have a manifest, oldest first."""
-    return sorted(int(p.name) for p in folder.glob("[0-9]*") if p.name.isdigit() and is_sealed(p))
+    return sorted(step for p in folder.glob("[0-9]*") if (step := read_number(p)) and is_sealed(p))
+
+
+def read_number(path: Path) -> int | None:
+    """The step that a checkpoint's folder, or what is written beside it, is named after."""
+    number = path.name.split(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else None
 
 
 def find_good_step(folder: str | Path) -> tuple[int, list[Problem]]:
@@ -45,8 +51,9 @@ def find_good_step(folder: str | Path) -> tuple[int, list[Problem]]:
     after it. Only reads."""
     folder, problems = Path(folder), []
     started = [*folder.glob(f"[0-9]*{ORBAX_TMP}*"), *folder.glob(f"[0-9]*{WRITING}")]
-    started = {int(path.name.split(".")[0]) for path in started}
-    finished = {int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()}
+    started = {step for path in started if (step := read_number(path)) is not None}
+    plain = [path for path in folder.glob("[0-9]*") if "." not in path.name]
+    finished = {step for path in plain if (step := read_number(path)) is not None}
     for step in sorted(started | finished, reverse=True):
         path = folder / str(step)
         if step in started and not is_sealed(path):

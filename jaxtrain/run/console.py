@@ -4,6 +4,7 @@ On a terminal a bar stays below the lines. Elsewhere, or with log.console = "pla
 lines. Everything that is shown also goes to log.txt. No jax here.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -13,6 +14,9 @@ from typing import IO, Literal
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
+
+from jaxtrain.errors import UserError
+from jaxtrain.shown import printable
 
 HIDDEN = {
     *("tokens", "trained_tokens", "step_seconds", "time", "entropy", "num_tokens", "groups"),
@@ -47,7 +51,7 @@ class Console:
         self._silent = mode == "off"
         self._rich = RichConsole(file=self._stream, force_terminal=True) if rich else None
         self._bar: Progress | None = None
-        self._log = log_path.open("a", encoding="utf-8") if log_path else None
+        self._log = open_log(log_path) if log_path else None
         self._clock = Clock()
         self._lock = threading.RLock()
 
@@ -81,6 +85,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """A message above the bar, and in log.txt."""
+        text = printable(text)
         with self._lock:  # the watchdog and the signal thread speak, too
             self.record(text)
             if self._rich:
@@ -93,10 +98,13 @@ class Console:
         """A message for log.txt alone. A full disk costs the log, not what people see."""
         if self._log:
             try:
-                self._log.write(text + "\n")
+                self._log.write(printable(text) + "\n")
                 self._log.flush()
             except OSError as error:
-                name, self._log = self._log.name, None
+                log, self._log = self._log, None
+                with contextlib.suppress(OSError):  # it would try to write the rest once more
+                    log.close()
+                name = log.name
                 self.say(f"warning: {name} is no longer written: {error.strerror}")
 
     def close(self, summary: str | None) -> None:
@@ -109,6 +117,14 @@ class Console:
         if self._log:
             self._log.close()
             self._log = None
+
+
+def open_log(path: Path) -> IO[str]:
+    """log.txt, to be continued; UserError where it cannot be."""
+    try:
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 class Clock:

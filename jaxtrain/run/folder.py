@@ -29,6 +29,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.run.belongings import delete_own, read_names, require_own, take_names
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
+from jaxtrain.run.records import Record, ends_whole, read_records
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -102,7 +103,13 @@ class RunFolder:
         if jax.process_index() == 0:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 # An evaluation before the first step is step 0; a fresh start repeats that, too.
-                cut_lines(self.path / name, step if step else -1)
+                try:
+                    cut_lines(self.path / name, step if step else -1)
+                except OSError as error:
+                    raise UserError(
+                        f"{self.path / name} cannot be continued: {error.strerror or error}; move"
+                        " it away, or free some space"
+                    ) from error
 
     def describe(self) -> list[str]:
         """What people should see first: where, which versions, and what changed since last time."""
@@ -128,12 +135,12 @@ class RunFolder:
             self._check_resume()
             take_names(self.path, names)
             attempts = self.path / "attempts.jsonl"
-            self.attempt = 1 + (len(attempts.read_text().splitlines()) if attempts.exists() else 0)
+            self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
+            start = "" if ends_whole(attempts) else "\n"
             write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
             with attempts.open("a") as file:
-                file.write(
-                    json.dumps(describe_attempt(self.attempt, redact_command(self.command))) + "\n"
-                )
+                record = describe_attempt(self.attempt, redact_command(self.command))
+                file.write(start + json.dumps(record) + "\n")
         except OSError as error:
             self.__exit__()
             raise UserError(
@@ -275,21 +282,25 @@ def take_lock(path: Path, folder: Path) -> int:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Keep the lines of a jsonl file whose "step" is at most `step`; a half-written one goes."""
+    """Keep the lines of a jsonl file whose "step" is at most `step`; damaged ones go, too.
+
+    Raises OSError. The file is read line by line, since it may hold all answers of weeks.
+    """
     if not path.exists():
         return
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if (found := read_step(line)) is not None and found <= step]
-    if len(kept) < len(lines):
-        write_atomically(path, "".join(line + "\n" for line in kept))
+    cut = [one for one in read_records(path) if not _stays(one, step)]
+    if not cut:
+        return
+    kept = path.with_name(path.name + ".tmp")
+    with kept.open("wb") as file:
+        for record in read_records(path):
+            if _stays(record, step):
+                file.write(record.raw + b"\n")
+    kept.replace(path)
 
 
-def read_step(line: str) -> int | None:
-    """The step of a jsonl line; None when the line is not whole."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
+def _stays(record: Record, step: int) -> bool:
+    return record.step is not None and record.step <= step and record.whole
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -311,9 +322,11 @@ def read_config(path: Path) -> dict[str, Any]:
 def last_device_count(attempts: Path) -> int | None:
     """Number of devices of the newest attempt; None when that is not recorded."""
     try:
-        return len(json.loads(attempts.read_text().splitlines()[-1])["devices"])
-    except (OSError, ValueError, KeyError, IndexError):
+        newest = [record for record in read_records(attempts) if record.value][-1:]
+    except OSError:
         return None
+    devices = newest[0].value.get("devices") if newest and newest[0].value else None
+    return len(devices) if isinstance(devices, list) else None
 
 
 def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:

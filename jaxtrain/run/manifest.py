@@ -11,7 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.foreign import parse_json, read_bytes
+
 NAME = "manifest.json"
+MOST_BYTES = 2**28
+"""Of a manifest; one of a hundred thousand files has some ten million."""
 
 
 def write_manifest(folder: Path, record: dict[str, Any]) -> None:
@@ -33,9 +37,14 @@ def is_sealed(folder: Path) -> bool:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The sealed record; raises FileNotFoundError or ValueError when it is missing or damaged."""
-    body = json.loads((folder / NAME).read_bytes())
+    body = parse_json(read_bytes(folder / NAME, MOST_BYTES))
     if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
         raise ValueError(f"{NAME} does not match its own checksum")
+    files, metrics = body.get("files"), body.get("metrics", {})
+    if not isinstance(files, dict) or not isinstance(metrics, dict):
+        raise ValueError(f"{NAME} does not list its files")
+    if not all(isinstance(one, list) and len(one) == 2 for one in files.values()):
+        raise ValueError(f"{NAME} does not list its files with size and checksum")
     return body
 
 
@@ -45,7 +54,7 @@ def find_damage(folder: Path) -> str | None:
         body = read_manifest(folder)
     except FileNotFoundError:
         return f"{NAME} is missing"
-    except ValueError:
+    except (OSError, ValueError):
         return f"{NAME} is not readable"
     for name, (size, _) in body["files"].items():
         path = folder / name

@@ -1,10 +1,11 @@
 """Curves of one or more runs, from their metrics.jsonl into one PNG. No jax here."""
 
-import json
 from fnmatch import filter as matching
 from pathlib import Path
 
 from jaxtrain.errors import UserError
+from jaxtrain.run.records import read_records
+from jaxtrain.shown import printable, shorten, show
 
 PANELS = (
     ("loss", ("loss", "eval/loss")),
@@ -59,7 +60,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
             axes.set_ylim(-0.03, 1.05)
         if len(curves) > 1 or len(axes.lines) > 1:
             axes.legend(fontsize=8)
-    figure.suptitle(" | ".join(Path(run).name for run in curves), fontsize=12)
+    figure.suptitle(plain(" | ".join(Path(run).name for run in curves)), fontsize=12)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, format="png")
@@ -70,7 +71,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:
     """One curve: held-out numbers as dots on a line, a noisy training loss with its average."""
     held_out = name.startswith("eval/")
-    label = f"{run} {LABELS.get(name, name[5:] if held_out else '')}".strip() or name
+    label = plain(f"{run} {LABELS.get(name, name[5:] if held_out else '')}".strip() or name)
     if held_out:
         color = color if run else "C3"
         axes.plot(steps, values, "o--", color=color, label=label, markersize=4, zorder=3)
@@ -100,22 +101,30 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
         raise UserError(f"{path} does not exist; give the output_dir of a run that has started")
     curves: dict[str, tuple[list[int], list[float]]] = {}
     try:
-        lines = path.read_text().splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a metrics.jsonl: it is not text") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            step = row["step"]
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                continue  # a run that is still being written, or was killed
-            raise UserError(
-                f"{path}, line {number} is not a line of metrics: {line[:60]!r}"
-            ) from None
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
-                steps, values = curves.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
+        for record in read_records(path):
+            if record.step is None:
+                if not record.whole:
+                    continue  # a run that is still being written, or was killed
+                found = show(record.raw.decode(errors="replace"), 60)
+                raise UserError(f"{path}, line {record.number} is not a line of metrics: {found}")
+            for name, value in (record.value or {}).items():
+                if name != "step" and is_number(value) and abs(record.step) < 2**53:
+                    steps, values = curves.setdefault(name, ([], []))
+                    steps.append(record.step)
+                    values.append(float(value))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     return curves
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can be drawn: finite, and of a size that a scale can have."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -1e300 < value < 1e300
+
+
+def plain(text: str) -> str:
+    """A name as matplotlib shows it: "$" begins no formula, "_" at its front hides nothing."""
+    text = shorten(printable(text), 80).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

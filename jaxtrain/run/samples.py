@@ -6,6 +6,7 @@ answers to a set of problems also `set`, those of a training round `prompt_numbe
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,29 @@ def append_samples(
     if lines:
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                file.write(write_line(line) + "\n")
     return lines
+
+
+def write_line(line: Mapping[str, Any]) -> str:
+    """A line of JSON that every reader takes: null for what is not finite, escapes for the halves
+    of surrogate pairs that a model may write."""
+    try:
+        text = json.dumps(line, ensure_ascii=False, default=str, allow_nan=False)
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return json.dumps(_finite(line), default=str)
+    except ValueError:
+        return write_line(_finite(line))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -19,8 +20,10 @@ from typing import Any, Protocol
 from jaxtrain import plugins
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import read_text
 from jaxtrain.run.console import Console
-from jaxtrain.run.samples import TABLE_COLUMNS, append_samples, table_rows
+from jaxtrain.run.samples import SAMPLES, TABLE_COLUMNS, append_samples, table_rows
+from jaxtrain.shown import printable
 
 TABLE_SECONDS = 60.0
 """Least time between two tables of answers for Weights & Biases."""
@@ -75,6 +78,7 @@ class Sinks:
         self._waiting: list[Any] = [*extra]
         """Sinks that hear of nothing before they were started, not even of the end."""
         self._dropping = threading.Lock()
+        self._missed_samples = False
         self._summary: str | None = None
         self._reason = "finished"
         if primary:
@@ -110,7 +114,14 @@ class Sinks:
 
     def sampled(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append answers to samples.jsonl, and tell of them."""
-        if lines := append_samples(self.folder, step, samples):
+        try:
+            lines = append_samples(self.folder, step, samples)
+        except OSError as error:  # a full disk costs the samples, not the run
+            if not self._missed_samples:
+                self.say(f"warning: {SAMPLES} is not written: {error.strerror or error}")
+            self._missed_samples = True
+            return
+        if lines:
             self._each("sampled", lines)
 
     def saved(self, step: int, folder: Path) -> None:
@@ -162,7 +173,9 @@ class Sinks:
         if sink is self.console:
             self.console = None
         try:
-            print(warning, flush=True) if self.console is None else self.console.say(warning)
+            print(printable(warning), flush=True) if self.console is None else self.console.say(
+                warning
+            )
         except OSError:
             self.console = None  # nobody is listening any more: a closed pipe, a full disk
 
@@ -258,11 +271,19 @@ class WandB:
                 " set WANDB_API_KEY, set WANDB_MODE=offline, or leave log.wandb_project out"
             )
 
+    def _read_id(self) -> str | None:
+        """The run's id there; None where none was kept, or what is kept is no id."""
+        try:
+            found = read_text(self._id_file, 1024).strip()
+        except (OSError, ValueError):
+            return None
+        return found if re.fullmatch(r"[\w.-]{1,128}", found, re.ASCII) else None
+
     def _has_key(self) -> bool:
         return bool(os.environ.get("WANDB_API_KEY") or self._module.api.api_key)
 
     def start(self, total_steps: int, start_step: int) -> None:
-        known = self._id_file.read_text().strip() if start_step and self._id_file.exists() else None
+        known = self._read_id() if start_step else None
         try:
             self._run = self._module.init(
                 **self._settings, config=self._config, id=known, resume="allow" if known else None

@@ -17,7 +17,7 @@ import jax
 from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.errors import Interrupted
+from jaxtrain.errors import Interrupted, UserError
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
@@ -322,8 +322,11 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
         "metrics": folder / "metrics.jsonl",
     }
     if is_main_process() and config.log.plot and (folder / "metrics.jsonl").exists():
-        plot_runs([folder], folder / "curves.png")
-        places["curves"] = folder / "curves.png"
+        try:
+            plot_runs([folder], folder / "curves.png")
+            places["curves"] = folder / "curves.png"
+        except UserError as error:  # what was trained is worth more than its picture
+            lines.append(f"no curves were drawn: {error}")
     if config.run.export:
         session.task.export(session.held(), config, folder / "model")
         places["model" if session.parts.adapter is None else "adapter"] = folder / "model"

@@ -11,13 +11,15 @@ from jaxtrain.api import Model, read_ids
 from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.config.base import Section
 from jaxtrain.config.load import apply_overrides, validate
-from jaxtrain.data.template import encode, prompt_tokens
+from jaxtrain.data.messages import Malformed, read_messages, read_tools
+from jaxtrain.data.template import TemplateFailed, encode, prompt_tokens
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.rollout.eval_sets import list_turns
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
+from jaxtrain.shown import printable
 
 MOST_INPUT = 2**29
 """Bytes of a file of prompts."""
@@ -46,12 +48,15 @@ class Writer:
 
     def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
         """Texts for prompts (strings with --raw, else message lists), side by side."""
-        tokens = [
-            encode(self.tokenizer, prompt)
-            if self.raw
-            else prompt_tokens(self.tokenizer, prompt, tool)
-            for prompt, tool in zip(prompts, tools, strict=True)
-        ]
+        try:
+            tokens = [
+                encode(self.tokenizer, prompt)
+                if self.raw
+                else prompt_tokens(self.tokenizer, prompt, tool)
+                for prompt, tool in zip(prompts, tools, strict=True)
+            ]
+        except TemplateFailed as error:
+            raise UserError(f"a prompt cannot be written: {error}") from None
         return [
             self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             for answer in self.complete(tokens)
@@ -147,11 +152,14 @@ def write_records(
     """Into the file --output, or to people. found: (keys to add to a row, text) for each row."""
     if args.output:
         records = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
-        args.output.write_text("".join(json.dumps(record) + "\n" for record in records))
+        try:
+            args.output.write_text("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as error:
+            raise UserError(f"{args.output} cannot be written: {error.strerror or error}") from None
         print(f"{len(records)} answers in {args.output}")
         return
     for _, text in found:
-        print(text)
+        print(printable(text))
 
 
 def env_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -234,12 +242,16 @@ def read_request(row: dict[str, Any], origin: str, args: argparse.Namespace) -> 
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
             f" {', '.join(row) or 'none'}"
         )
+    try:
+        given, tools = read_messages(given, {}, {}), read_tools(row.get("tools"))
+    except Malformed as error:
+        raise UserError(f"{origin}: {error.place} {error}".replace(":  ", ": ")) from None
     if args.system and given[0].get("role") != "system":
         given = [{"role": "system", "content": args.system}, *given]
     return {
         "row": row,
         "prompt": given,
-        "tools": row.get("tools"),
+        "tools": tools,
         "shown": given[-1].get("content"),
     }
 
@@ -258,12 +270,12 @@ def converse(writer: Writer, system: str | None, env: bool) -> None:
             return
         if env and text:
             (episode,) = writer.play([env_row({"prompt": text})])
-            print(describe_episode(episode)[1])
+            print(printable(describe_episode(episode)[1]))
             continue
         if not text:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
         (answer,) = writer.answer([messages], [None])
-        print(answer)
+        print(printable(answer))
         messages.append({"role": "assistant", "content": answer})
