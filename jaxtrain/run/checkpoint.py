@@ -82,6 +82,7 @@ class Checkpoints:
         self._missed = False
         self._filter = _OrbaxChatter()
         logging.getLogger("absl").addFilter(self._filter)
+        logging.getLogger("asyncio").addFilter(_tells)
 
     def steps(self) -> list[int]:
         """Steps with a manifest, oldest first; their files are not checked."""
@@ -145,6 +146,7 @@ class Checkpoints:
                     self._orbax.close()
                 self._orbax = None
             logging.getLogger("absl").removeFilter(self._filter)
+            logging.getLogger("asyncio").removeFilter(_tells)
 
     def restore(self, abstract: Any) -> Restored | None:
         """The newest good checkpoint, as the given pytree of ShapeDtypeStructs with shardings.
@@ -353,6 +355,13 @@ def quiet_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"orbax\..*")
         yield
+
+
+def _tells(record: logging.LogRecord) -> bool:
+    """Whether asyncio's log tells something new. Of Orbax's many writes that meet a full disk one is
+    raised, and explained; the others come as tracebacks of tasks that nobody waits for."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not ("never retrieved" in record.getMessage() and error and is_disk_error(error))
 
 
 class _OrbaxChatter(logging.Filter):

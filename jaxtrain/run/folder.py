@@ -134,6 +134,10 @@ class RunFolder:
                 delete_own(self.path)
             self._check_resume()
             take_names(self.path, names)
+            for name in ALWAYS:
+                path = self.path / name
+                if "." in name and path.exists() and not path.is_file():
+                    raise UserError(f"{path} is no regular file; move it away, it is the run's")
             attempts = self.path / "attempts.jsonl"
             self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
             start = "" if ends_whole(attempts) else "\n"

@@ -103,7 +103,7 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
     try:
         for record in read_records(path):
             if record.step is None:
-                if not record.whole:
+                if not record.whole and record.raw.startswith(b"{"):
                     continue  # a run that is still being written, or was killed
                 found = show(record.raw.decode(errors="replace"), 60)
                 raise UserError(f"{path}, line {record.number} is not a line of metrics: {found}")

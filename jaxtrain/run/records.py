@@ -1,6 +1,7 @@
 """The jsonl files of a run as they are found: lines that a kill cut off, that a disk damaged, that
 somebody edited. No jax here."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ class Record(NamedTuple):
 
 def read_records(path: Path) -> Iterator[Record]:
     """The lines of a file that are not blank, one after the other; raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MOST_LINE):

@@ -52,7 +52,7 @@ def test_missing_empty_and_binary_files_are_named(tmp_path):
     with pytest.raises(UserError, match="no step was logged yet"):
         plot_runs([tmp_path], tmp_path / "x.png")
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not text"):
+    with pytest.raises(UserError, match="is not a line of metrics"):
         plot_runs([tmp_path], tmp_path / "x.png")
     run = write_run(tmp_path / "a", [1.0])
     with pytest.raises(UserError, match="cannot be written"):
