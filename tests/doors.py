@@ -1,4 +1,4 @@
-"""What every test of strangers' files shares: a verb run in this process, judged as people see it."""
+"""What tests of strangers' files share: a verb run in this process, judged as people see it."""
 
 import time
 from pathlib import Path

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.tree import Node, Tree, TreeGroup, split_branches
-from jaxtrain.shown import printable
 from jaxtrain.data.workload import describe_tree
+from jaxtrain.shown import printable
 
 TRAINED = "bold green"
 CONTEXT = "dim"

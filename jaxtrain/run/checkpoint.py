@@ -358,7 +358,7 @@ def quiet_warnings() -> Iterator[None]:
 
 
 def _tells(record: logging.LogRecord) -> bool:
-    """Whether asyncio's log tells something new. Of Orbax's many writes that meet a full disk one is
+    """Whether asyncio's log tells something new. Of Orbax's many writes on a full disk one is
     raised, and explained; the others come as tracebacks of tasks that nobody waits for."""
     error = record.exc_info[1] if record.exc_info else None
     return not ("never retrieved" in record.getMessage() and error and is_disk_error(error))

@@ -8,6 +8,7 @@ import json
 import logging
 
 import pytest
+from doors import DAMAGES, damage, run_verb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from jaxtrain.run.plot import read_metrics
 from jaxtrain.run.samples import append_samples
 from jaxtrain.run.sinks import Sinks
 from jaxtrain.shown import UNSEEN
-from tests.doors import DAMAGES, damage, run_verb
 
 FILES = ["config.json", "attempts.jsonl", "metrics.jsonl", "samples.jsonl", "log.txt", "run.json"]
 
@@ -131,8 +131,10 @@ def test_any_metrics(tmp_path, content, step):
 def test_odd_names_and_sizes_are_drawn(tmp_path, capsys):
     folder = tmp_path / "$x_{"
     folder.mkdir()
-    rows = [{"step": n, "loss": 1e300 * n, "reward": 10**400, "eval/$a_accuracy": True}
-            for n in range(3)]
+    rows = [
+        {"step": n, "loss": 1e300 * n, "reward": 10**400, "eval/$a_accuracy": True}
+        for n in range(3)
+    ]
     rows += [{"step": 10**30, "loss": 1}, {"step": 4, "loss": float("nan"), "mfu": -1e-300}]
     rows += [{"step": 5, "eval/$a_{accuracy": 0.5}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -218,7 +220,14 @@ def test_command_lines_of_all_kinds(argv, capsys, monkeypatch):
 def test_overrides_stand_anywhere(tmp_path, capsys):
     path = tmp_path / "c.toml"
     path.write_text('model = "tiny"\n[run]\nmax_steps = 3\n[[data.datasets]]\npath = "a.jsonl"\n')
-    words = ["run.seed=7", "--print-config", "optim.beta1=0.5", "--config", str(path), "log.every=2"]
+    words = [
+        "run.seed=7",
+        "--print-config",
+        "optim.beta1=0.5",
+        "--config",
+        str(path),
+        "log.every=2",
+    ]
     code, said = run_verb(words, capsys)
     found = json.loads(said)
     assert code == 0 and found["optim"]["beta1"] == 0.5
