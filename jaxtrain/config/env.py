@@ -28,6 +28,9 @@ class EnvConfig(Section):
     read where a row has no such column."""
     raw: bool = False
     """Of kind single_turn: continue texts as they are, without the chat template."""
+    special_tokens: Literal["text", "control"] = "text"
+    """Of kind single_turn: what a control token is that a prompt spells, such as "<|im_end|>":
+    text, or (prompts that are rendered already, with raw) the control token itself."""
     system: str | None = None
     """Of kinds single_turn and tools: a system message before prompts that have none."""
     tools: list[Place] = []
@@ -70,8 +73,8 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
     if env.options and env.kind in BUILTIN:
         yield f"env.options has no effect while env.kind is {env.kind}; remove it"
     given = env.model_dump(exclude_defaults=True)
-    for key in ("system", "prompt_column", "raw"):
-        readers = ("single_turn",) if key == "raw" else ("single_turn", "tools")
+    for key in ("system", "prompt_column", "raw", "special_tokens"):
+        readers = ("single_turn",) if key in ("raw", "special_tokens") else ("single_turn", "tools")
         if key in given and env.kind not in readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
     for key in ("tools", "tool_seconds", "history"):

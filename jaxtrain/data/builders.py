@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from jaxtrain.data.control import SpecialTokens
 from jaxtrain.data.messages import Malformed
 from jaxtrain.data.prefixes import Branch, merge_prefixes
 from jaxtrain.data.sample import Dropped
@@ -129,6 +130,8 @@ class TreeBuilder:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Schemas for rows that bring none."""
     too_long: Literal["drop", "error"] = "drop"
+    special_tokens: SpecialTokens = "text"
+    """What a control token is that a text spells."""
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | TreeGroup | Dropped]:
         rows = row["group"] if set(row) == {"group"} else [row]
@@ -160,11 +163,13 @@ class TreeBuilder:
             row = {**row, "completion": completion[:1]}
         messages, tools = read_row(row, self.fields, self.roles)
         if self.split == "think":
-            return split_thinking(messages, tools or self.tools, self.tokenizer)
+            return split_thinking(
+                messages, tools or self.tools, self.tokenizer, self.special_tokens
+            )
         if self.rendering == "chatml":
-            return render_chatml(messages, self.tokenizer)
+            return render_chatml(messages, self.tokenizer, self.special_tokens)
         return render_template(messages, tools or self.tools, self._renderer)
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.tokenizer)
+        return Renderer(self.tokenizer, self.special_tokens)

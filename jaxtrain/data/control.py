@@ -56,17 +56,20 @@ class Encoder:
         """Control tokens that a text spells."""
         return sum(1 for _ in self._spelled.finditer(text))
 
-    def protect(self, value: Any) -> Protected:
+    def protect(self, value: Any, mark: str = "") -> Protected:
         """A copy of nested lists and dicts of texts in which spelled control tokens are marked, and
-        beginnings of them at the end of a text, which the next text might complete."""
+        beginnings of them at the end of a text, which the next text might complete.
+
+        mark: one of `make_mark`, for texts that are protected apart; else one that they lack.
+        """
         texts = list(_texts(value))
         count = sum(map(self.count, texts))
         if self.special_tokens == "control" or not (count or any(map(self._begins, texts))):
             return Protected(value, "", count)
         number = 0o4736251734
-        while any(f"9{number:o}" in text for text in texts):
+        while not mark and any(f"9{number:o}" in text for text in texts):
             number += 1
-        mark = f"9{number:o}"  # 9 nowhere but in front: two marks cannot overlap
+        mark = mark or f"9{number:o}"  # 9 nowhere but in front: two marks cannot overlap
 
         def protect(text: str) -> str:
             numbered = lambda found: f"{mark}{self._order.index(found[0]) + 1:04}{mark}"  # noqa: E731
@@ -172,6 +175,11 @@ class Encoder:
         return self._plain
 
 
+def make_mark() -> str:
+    """A mark that no text holds by chance or by intent."""
+    return f"9{secrets.randbits(60) | 1 << 60:o}"
+
+
 def find_control(tokenizer: Any) -> dict[str, int]:
     """{content: id} of a tokenizer's control tokens."""
     found = {
@@ -181,14 +189,15 @@ def find_control(tokenizer: Any) -> dict[str, int]:
     return {**found, **{str(content): i for content, i in named if content and i is not None}}
 
 
-_ENCODERS: "weakref.WeakKeyDictionary[Any, Encoder]" = weakref.WeakKeyDictionary()
+_ENCODERS: "weakref.WeakKeyDictionary[Any, dict[str, Encoder]]" = weakref.WeakKeyDictionary()
 
 
-def encoder_of(tokenizer: Any) -> Encoder:
-    """The tokenizer's encoder, in which spelled control tokens are text; made once."""
-    found = _ENCODERS.get(tokenizer)
+def encoder_of(tokenizer: Any, special_tokens: SpecialTokens = "text") -> Encoder:
+    """The tokenizer's encoder; made once."""
+    kinds = _ENCODERS.setdefault(tokenizer, {})
+    found = kinds.get(special_tokens)
     if found is None or found.contents != find_control(tokenizer):
-        found = _ENCODERS[tokenizer] = Encoder(tokenizer)
+        found = kinds[special_tokens] = Encoder(tokenizer, special_tokens)
     return found
 
 

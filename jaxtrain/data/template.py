@@ -111,6 +111,20 @@ def encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
 
+def encode_text(
+    tokenizer: Any, text: str, special: bool = False, special_tokens: SpecialTokens = "text"
+) -> list[int]:
+    """Token ids of a text of people, in which control tokens are text; special: as `encode`."""
+    encoder = encoder_of(tokenizer, special_tokens)
+    if special_tokens == "control" or not encoder.count(text):
+        return encode(tokenizer, text, special)
+    alone, around = encode(tokenizer, "a"), encode(tokenizer, "a", special=special)
+    before = next(
+        (i for i in range(len(around)) if around[i : i + len(alone)] == alone), len(around)
+    )
+    return [*around[:before], *encoder.text(text), *around[before + len(alone) :]]
+
+
 def render_text(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
 ) -> str:
@@ -119,13 +133,18 @@ def render_text(
     return render(tokenizer, messages, tools, generation)
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> list[int]:
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Any = None,
+    special_tokens: SpecialTokens = "text",
+) -> list[int]:
     """Tokens of messages with the generation prompt: what a model continues.
 
-    Control tokens that the messages spell stay text.
+    special_tokens: what a control token is that the messages spell.
     """
     require_chat_template(tokenizer)
-    encoder = encoder_of(tokenizer)
+    encoder = encoder_of(tokenizer, special_tokens)
     (messages, tools), mark, _ = encoder.protect((messages, tools))
     return encoder(render_text(tokenizer, messages, tools, generation=True), mark)
 
@@ -167,7 +186,7 @@ class Renderer:
         """special_tokens: what a control token is that the messages spell."""
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer, special_tokens)
+        self.encoder = encoder_of(tokenizer, special_tokens)
         self.special = self.encoder.contents_ids
 
     def __call__(

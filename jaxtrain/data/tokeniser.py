@@ -13,7 +13,7 @@ from jaxtrain import plugins
 from jaxtrain.config.data import FORMATS, DatasetConfig
 from jaxtrain.data import template
 from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
-from jaxtrain.data.control import Encoder
+from jaxtrain.data.control import encoder_of
 from jaxtrain.data.messages import (
     ACCEPTED,
     KEYS,
@@ -64,9 +64,7 @@ class Tokeniser:
         self.renderer = None
         if tokenizer.chat_template:
             self.renderer = template.Renderer(tokenizer, dataset.special_tokens)
-        self.encoder = Encoder(tokenizer, dataset.special_tokens)
-        if self.renderer:
-            self.encoder = self.renderer.encoder
+        self.encoder = encoder_of(tokenizer, dataset.special_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = (self.dataset, self.tokenizer, self.sequence_len, self.too_long, self.trees)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.control import SpecialTokens, encoder_of
 from jaxtrain.data.messages import Malformed, check_readable, read_messages, read_tools
-from jaxtrain.data.template import Renderer, TemplateFailed, encode, render_text
+from jaxtrain.data.template import Renderer, TemplateFailed, render_text
 from jaxtrain.data.turns import Turn, make_turns
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -64,23 +65,27 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return (message.get("reasoning_content") or "").strip()
 
 
-def render_chatml(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Turn]:
+def render_chatml(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, special_tokens: SpecialTokens = "text"
+) -> list[Turn]:
     """Turns in the fixed form. What follows the last assistant message is left out.
 
     Raises Malformed for roles that the form does not know and a start with an assistant.
     """
+    encoder = encoder_of(tokenizer, special_tokens)
+    messages, mark, _ = encoder.protect(messages)
     parts, pending = [], []
     for index, message in enumerate(messages):
         before = messages[index - 1]["role"] if index else None
         after = messages[index + 1]["role"] if index + 1 < len(messages) else None
         if message["role"] != "assistant":
-            pending += encode(tokenizer, _context_text(message, before, after))
+            pending += encoder(_context_text(message, before, after), mark)
             continue
         if index == 0:
             raise Malformed("the conversation starts with an assistant message")
         thought = reasoning_of(message)
-        reasoning = encode(tokenizer, f"{THINK}{thought}{THINK_END}") if thought else []
-        parts.append((pending, reasoning, encode(tokenizer, _assistant_text(message))))
+        reasoning = encoder(f"{THINK}{thought}{THINK_END}", mark) if thought else []
+        parts.append((pending, reasoning, encoder(_assistant_text(message), mark)))
         pending = []
     return make_turns(parts)
 
@@ -121,13 +126,14 @@ def render_template(
 
     A response ends with its end-of-turn token; white space behind it belongs to the next prompt.
     """
+    (messages, tools), mark, _ = renderer.encoder.protect((messages, tools))
     keys = ("reasoning_content", "train")
     visible = [{k: v for k, v in m.items() if k not in keys} for m in messages]
     wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if wanted[0] == 0:
         raise Malformed("the conversation starts with an assistant message")
     place = {}
-    for rendering in renderer(visible, tools, wanted):
+    for rendering in renderer.render(visible, tools, wanted, mark):
         for index in wanted:
             own = np.flatnonzero(rendering.author == index)
             if len(own):
@@ -138,7 +144,7 @@ def render_template(
             raise TemplateFailed(f"chat template: message {index + 1} is not shown")
         tokens, start, stop = place[index]
         thought = _thought_text(visible, messages[index], index, tools, renderer.tokenizer)
-        reasoning = encode(renderer.tokenizer, thought) if thought else []
+        reasoning = renderer.encoder(thought, mark) if thought else []
         prompt, response = tokens[:start], tokens[start:stop]
         turns.append(Turn(prompt, np.asarray(reasoning, np.int32), response))
     return turns
@@ -172,7 +178,12 @@ def _thinks(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and (tagged or bool(reasoning_of(message)))
 
 
-def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Any) -> list[Turn]:
+def split_thinking(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    tokenizer: Any,
+    special_tokens: SpecialTokens = "text",
+) -> list[Turn]:
     """The one turn of an answer with a thought: before, thought, after.
 
     The answer is the last assistant message whose text holds <think>...</think> or that has
@@ -182,6 +193,8 @@ def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer:
     place = next((i for i in range(len(messages) - 1, -1, -1) if _thinks(messages[i])), 0)
     if place == 0:
         raise Malformed(f"no answer has {THINK}...{THINK_END} or reasoning_content")
+    encoder = encoder_of(tokenizer, special_tokens)
+    (messages, tools), mark, _ = encoder.protect((messages, tools))
     before, answer = messages[:place], dict(messages[place])
     thought = reasoning_of(answer)
     if thought:
@@ -200,7 +213,7 @@ def split_thinking(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer:
         raise TemplateFailed("chat template: strips the thinking of the answer")
     close += len(THINK_END)
     context, thought, response = (
-        encode(tokenizer, text) for text in (whole[:begin], whole[begin:close], whole[close:])
+        encoder(text, mark) for text in (whole[:begin], whole[begin:close], whole[close:])
     )
     if not (context and thought and response):
         raise Malformed("think: the prompt, the thought or the response is empty")

@@ -101,6 +101,7 @@ def _open_trees(
         dataset.roles,
         _read_tools(dataset.tools),
         "error" if data.too_long == "error" else "drop",
+        dataset.special_tokens,
     )
     return rows, builder
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.data.control import encoder_of, make_mark
 from jaxtrain.data.template import (
     encode,
     end_of_turn,
@@ -52,6 +53,7 @@ class TurnTemplate:
         self.mark = tokenizer.decode([self.end])
         self.ends = tuple(sorted(end_of_turn_ids(tokenizer)))
         self.nonce = secrets.token_hex(8)
+        self.encoder, self.spelled = encoder_of(tokenizer), make_mark()
 
     def stand_in(self, number: int, turn: "DrawnTurn") -> str:
         """What the template renders in place of a drawn turn."""
@@ -75,6 +77,8 @@ class TurnTemplate:
         filled = [dict(message) for message in messages]
         for index, number in drawn.items():
             filled[index]["content"] = self.stand_in(number, turns[number])
+        # What the world says is text, whatever control tokens it spells.
+        filled, tools = self.encoder.protect((filled, tools), self.spelled).value
         text = render_text(self.tokenizer, filled, tools, generation=True)
         pieces: list[Piece] = []
         start = 0
@@ -180,7 +184,7 @@ class History:
 
     def _tokens(self, piece: Piece) -> list[int]:
         if isinstance(piece, str):
-            return encode(self.template.tokenizer, piece)
+            return self.template.encoder(piece, self.template.spelled)
         number, whole = piece
         return self.turns[number].tokens if whole else self.turns[number].answer
 

@@ -30,7 +30,9 @@ def open_env(
     made = plugins.find("envs", name, BUILTIN, key=key)
     match config.kind:
         case "single_turn":
-            return made(tokenizer, config.prompt_column, config.system, config.raw)
+            return made(
+                tokenizer, config.prompt_column, config.system, config.raw, config.special_tokens
+            )
         case "calculator":
             return made(tokenizer, config.max_turns, config.history == "template")
     tools = load_tools(config.tools, f"{section}.tools")

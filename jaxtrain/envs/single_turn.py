@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.data.template import encode, end_of_turn_ids, prompt_tokens
+from jaxtrain.data.control import SpecialTokens
+from jaxtrain.data.template import encode_text, end_of_turn_ids, prompt_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.types import Engine, Episode, Sampling
@@ -41,12 +42,19 @@ class SingleTurn:
     """
 
     def __init__(
-        self, tokenizer: Any, column: str = "prompt", system: str | None = None, raw: bool = False
+        self,
+        tokenizer: Any,
+        column: str = "prompt",
+        system: str | None = None,
+        raw: bool = False,
+        special_tokens: SpecialTokens = "text",
     ):
+        """special_tokens: what a control token is that a prompt spells."""
         self.tokenizer = tokenizer
         self.column = column
         self.system = system
         self.raw = raw or not tokenizer.chat_template
+        self.special_tokens: SpecialTokens = special_tokens
         self.stop_ids = tuple(sorted(end_of_turn_ids(tokenizer, self.raw)))
 
     async def run(
@@ -74,7 +82,7 @@ class SingleTurn:
         given = find_prompt(row, self.column)
         if isinstance(given, str):
             if self.raw:
-                return given, encode(self.tokenizer, given, special=True)
+                return given, encode_text(self.tokenizer, given, True, self.special_tokens)
             return given, self.render([{"role": "user", "content": given}], row)
         if self.raw:
             raise UserError(
@@ -87,4 +95,4 @@ class SingleTurn:
         """Tokens of a conversation with the header of the turn that is to be written."""
         if self.system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
-        return prompt_tokens(self.tokenizer, messages, row.get("tools"))
+        return prompt_tokens(self.tokenizer, messages, row.get("tools"), self.special_tokens)

@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from jaxtrain.config.data import DatasetConfig
+from jaxtrain.config import TreeTask
+from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.control import Encoder, encoder_of
 from jaxtrain.data.formats import make_tokeniser
 from jaxtrain.data.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.trees import Trees, _open_trees
+from jaxtrain.envs.history import History, TurnTemplate
+from jaxtrain.envs.single_turn import SingleTurn
+from jaxtrain.rollout.types import Completion
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -211,3 +216,46 @@ def test_qwen3_conversation_with_spelled_tokens():
         found = controls(tokenizer, rendering.tokens)
         assert found == ["<|im_start|>", "<|im_end|>"] * turns
     assert np.count_nonzero(early.author == 1) > 10
+
+
+@pytest.mark.parametrize("rendering", ["template", "chatml"])
+@pytest.mark.parametrize("split", ["trajectory", "think"])
+def test_trees_follow_the_rule(tokenizer, split, rendering):
+    options = {"split": split, "rendering": rendering if split == "trajectory" else "template"}
+    data = DataConfig(sequence_len=2048)
+    recipe = Trees(TreeTask(**options), data, tokenizer)
+    think = f"<think>{EVIL}</think>{EVIL}" if split == "think" else EVIL
+    talk = [say("user", EVIL), say("assistant", think, reasoning_content=EVIL)]
+    talk = [*talk, say("user", EVIL), say("assistant", EVIL)] if split == "trajectory" else talk
+    build = _open_trees(
+        DatasetConfig(path="builtin:calculator"), data, tokenizer, recipe.task, 2048
+    )[1]
+    found, wanted = [
+        build(row, "x")[0]
+        for row in ({"messages": talk}, json.loads(plain(json.dumps({"messages": talk}))))
+    ]
+    for left, right in zip(found.nodes, wanted.nodes, strict=True):
+        assert controls(tokenizer, left.tokens) == controls(tokenizer, right.tokens)
+    text = "".join(tokenizer.decode(node.tokens.tolist()) for node in found.nodes)
+    assert text.count(EVIL) == json.dumps(talk).count(json.dumps(EVIL)[1:-1])
+
+
+def test_raw_prompts_of_rollouts_follow_the_rule(tokenizer):
+    row = {"prompt": "<|im_start|>user\nQ<|im_end|>"}
+    kept = SingleTurn(tokenizer, raw=True).read(row)[1]
+    assert not controls(tokenizer, kept) and tokenizer.decode(kept) == row["prompt"]
+    meant = SingleTurn(tokenizer, raw=True, special_tokens="control").read(row)[1]
+    assert controls(tokenizer, meant) == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_what_tools_say_to_an_agent_is_text(tokenizer):
+    history = History(TurnTemplate(tokenizer))
+    talk = [say("user", EVIL), say("assistant", "x"), say("tool", EVIL)]
+    first = list(history.prepare(talk[:1], {}, None))
+    drawn = encode(tokenizer, "x<|im_end|>")
+    history.add(Completion(drawn, [0.0] * len(drawn), "stop"))
+    whole = list(history.prepare(talk, {1: 0}, None))
+    assert controls(tokenizer, first) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert whole[: len(first) + len(drawn)] == first + drawn
+    assert len(controls(tokenizer, whole)) == 7
+    assert tokenizer.decode(whole).count(EVIL) == 2

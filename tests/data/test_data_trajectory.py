@@ -10,7 +10,10 @@ from jaxtrain.data.trajectory import read_row, render_chatml, render_template, s
 
 
 class Characters:
-    """A tokenizer of one token a character, as far as template.encode asks."""
+    """A tokenizer of one token a character, as far as control.Encoder asks."""
+
+    added_tokens_decoder = {}
+    all_special_tokens = all_special_ids = ()
 
     @property
     def backend_tokenizer(self):
