@@ -44,6 +44,11 @@ class Part:
     weight: float | None = None
     """Share of the draws; None everywhere: every row once an epoch."""
 
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Rows that a selection left out, by reason."""
+        return dict(getattr(self.rows, "left_out", {}))
+
     def origin(self, index: int) -> str:
         """Name of a row in messages; rows may know it better than their number."""
         named = getattr(self.rows, "origin", None)

@@ -1,6 +1,6 @@
 """Rows made of rows, and rows made of chance: all with len and getitem."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class GroupedRows:
     def __init__(self, rows: Any, column: str):
         """Reads the column of every row once; raises KeyError without it."""
         self._rows = rows
+        self.left_out: dict[str, int] = getattr(rows, "left_out", {})
         members: dict[Any, list[int]] = {}
         for index in range(len(rows)):
             row = rows[index]
@@ -65,8 +66,10 @@ class GroupedRows:
 class SelectedRows:
     """Some rows of others, in a given order."""
 
-    def __init__(self, rows: Any, order: Sequence[int]):
+    def __init__(self, rows: Any, order: Sequence[int], left_out: Mapping[str, int] | None = None):
+        """left_out: how many of the others were left out, by reason."""
         self._rows, self._order = rows, list(order)
+        self.left_out = {**getattr(rows, "left_out", {}), **(left_out or {})}
 
     def __len__(self) -> int:
         return len(self._order)

@@ -1,9 +1,10 @@
 """Which rows of a large set of trajectories are worth a tree: scored once, when data are opened."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from multiprocessing import get_context
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ class RowScore:
 
 def score_row(row: Mapping[str, Any], fields: Mapping, roles: Mapping) -> RowScore:
     """Score one row; unreadable ones are marked, not raised."""
-    num_turns = int(row.get("num_turns") or 0)
+    num_turns = int(read_number(row.get("num_turns")) or 0)
     try:
         messages, _ = read_row(row, fields, roles)
     except Malformed:
@@ -53,11 +54,22 @@ def estimate_tokens(row: Mapping[str, Any]) -> float:
     total = 0.0
     for kind in ("input", "output"):
         count = usage.get(f"final_{kind}_tokens") if isinstance(usage, Mapping) else None
-        count = count or row.get(f"rlm_final_{kind}_tokens")
-        if not isinstance(count, int | float) or count <= 0:
+        found = read_number(count) or read_number(row.get(f"rlm_final_{kind}_tokens"))
+        if found is None or found <= 0:
             return inf
-        total += count
+        total += found
     return total
+
+
+def read_number(value: Any) -> float | None:
+    """A finite number, or one written out; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if isfinite(number) else None
 
 
 def select_rows(
@@ -71,35 +83,50 @@ def select_rows(
     roles: Mapping[str, str] | None = None,
     name: str = "the dataset",
 ) -> Any:
-    """The chosen rows, best first. branching_score keeps rows with reasoning only.
+    """The chosen rows, best first, with what was left out and why. branching_score keeps rows with
+    reasoning only.
 
     Ties of branching_score stay in the order of the rows; those of num_turns go by example_id or
     row number, largest first. UserError if nothing is left.
     """
+    left_out: Counter[str] = Counter()
     if metric == "none" and max_estimate is None:
         order = list(range(len(rows)))
     else:
         scores = list(_score_all(rows, workers, fields or {}, roles or {}))
-        order = _order(rows, scores, metric, max_estimate)
-    order = order[:max_examples]
+        order = _order(rows, scores, metric, max_estimate, left_out)
+    if max_examples is not None and len(order) > max_examples:
+        left_out["beyond task.max_examples"] = len(order) - max_examples
+        order = order[:max_examples]
     if not order:
+        why = ", ".join(f"{number:,} {reason}" for reason, number in left_out.most_common())
         raise UserError(
-            f"{name}: the selection leaves none of {len(rows)} rows; look at task.selection and"
-            " task.filter_by_token_estimate"
+            f"{name}: the selection leaves none of {len(rows)} rows ({why or 'there are none'});"
+            " look at task.selection and task.filter_by_token_estimate"
         )
-    return SelectedRows(rows, order)
+    return SelectedRows(rows, order, left_out)
 
 
 def _order(
-    rows: Any, scores: Sequence[RowScore], metric: str, max_estimate: int | None
+    rows: Any,
+    scores: Sequence[RowScore],
+    metric: str,
+    max_estimate: int | None,
+    left_out: Counter[str],
 ) -> list[int]:
-    kept = [
-        index
-        for index, score in enumerate(scores)
-        if max_estimate is None or score.estimate <= max_estimate
-    ]
+    """Rows in the order of the metric; `left_out` counts the others by reason."""
+    kept = []
+    for index, score in enumerate(scores):
+        if max_estimate is not None and not score.estimate <= max_estimate:
+            unknown = score.estimate == inf
+            left_out["without token_usage" if unknown else "with too many tokens"] += 1
+        elif metric == "branching_score" and not score.usable:
+            left_out["that cannot be read"] += 1
+        elif metric == "branching_score" and not score.reasoning_turns:
+            left_out["without reasoning"] += 1
+        else:
+            kept.append(index)
     if metric == "branching_score":
-        kept = [i for i in kept if scores[i].usable and scores[i].reasoning_turns > 0]
         return sorted(kept, key=lambda i: (-scores[i].branching_score, i))
     if metric == "num_turns":
         return sorted(
@@ -109,8 +136,8 @@ def _order(
 
 
 def _identity(row: Mapping[str, Any], index: int) -> float:
-    found = row.get("example_id")
-    return found if isinstance(found, int | float) else index
+    found = read_number(row.get("example_id"))
+    return index if found is None else found
 
 
 def _score_all(

@@ -166,8 +166,11 @@ class Source:
         *,
         prefetch: int = 2,
         layout: dict[str, Any],
+        left_out: int = 0,
     ):
-        """`layout` goes into the cursor: a cursor that differs in any of it is refused."""
+        """`layout` goes into the cursor: a cursor that differs in any of it is refused. left_out:
+        rows that were not even to be drawn, for the metrics."""
+        self._left_out = {"data/left_out_rows": float(left_out)} if left_out else {}
         self.lengths = shape.lengths
         """Every T that a batch may have: at most so many compilations."""
         self._layout = layout
@@ -222,7 +225,7 @@ class Source:
             "samples": counts.get("trees", 0),
             "dropped": drops_of(counts),
             "counts": counts,
-            "metrics": count_metrics(counts),
+            "metrics": {**count_metrics(counts), **self._left_out},
             "tokens": totals["tokens"],
             "trained_tokens": totals["trained_tokens"],
             "batch_shapes": len(totals["shapes"]),
@@ -293,7 +296,8 @@ def open_parts(
         "packing_window": data.packing_window,
     }
     packer = _open_packer(reader, data, seed, row_tokens, units)
-    return Source(packer, shape, prefetch=data.prefetch, layout=layout)
+    left_out = sum(sum(part.left_out.values()) for part in parts)
+    return Source(packer, shape, prefetch=data.prefetch, layout=layout, left_out=left_out)
 
 
 def _open_packer(

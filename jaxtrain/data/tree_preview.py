@@ -27,6 +27,8 @@ class TreeProbe:
     samples: tuple[Tree, ...]
     """Trees, branches or samples of the rows looked at, depending on the mode."""
     dropped: dict[str, int]
+    left_out: str = ""
+    """What the selection left out, in words."""
 
     def __str__(self) -> str:
         size = "a stream" if self.num_rows is None else f"{self.num_rows:,} rows"
@@ -34,6 +36,7 @@ class TreeProbe:
         return (
             f"{self.path}: {size}, the first {len(branches)} trees have"
             f" {sum(branches) / len(branches):.1f} branches on average"
+            + (f"; the selection left out {self.left_out}" if self.left_out else "")
         )
 
 
@@ -54,7 +57,8 @@ def probe_trees(part: Part) -> TreeProbe:
         )
         raise UserError(f"{part.name}: none of the rows looked at gives a tree:\n{reasons}")
     num_rows = None if is_stream(part.rows) else len(part.rows)
-    return TreeProbe(part.name, num_rows, tuple(trees), dict(dropped))
+    left_out = ", ".join(f"{number:,} rows {why}" for why, number in part.left_out.items())
+    return TreeProbe(part.name, num_rows, tuple(trees), dict(dropped), left_out)
 
 
 def describe_part(part: Part, tokenizer: Any, num_samples: int = 1) -> str:
@@ -77,6 +81,7 @@ def describe_part(part: Part, tokenizer: Any, num_samples: int = 1) -> str:
     lines.append(f"{part.name}: {num_rows:,} rows ({speed:,.0f} rows/s)")
     if trees:
         lines.append(describe_workload(trees))
+    lines += [f"left out by the selection: {why}: {n:,}" for why, n in part.left_out.items()]
     lines += [f"dropped: {reason}: {count:,}" for reason, count in dropped.most_common()]
     return "\n".join(lines)
 

@@ -4,8 +4,10 @@ from math import inf
 
 import pytest
 
+from jaxtrain.data.readers import Part
 from jaxtrain.data.selection import estimate_tokens, score_row, select_rows
 from jaxtrain.data.tree import build_tree
+from jaxtrain.data.tree_preview import describe_part, probe_trees
 from jaxtrain.data.workload import describe_tree, describe_workload, measure_tree
 from jaxtrain.errors import UserError
 
@@ -64,6 +66,35 @@ def test_num_turns_takes_the_longest_first():
 def test_a_selection_of_nothing_is_an_error():
     with pytest.raises(UserError, match="x.jsonl: the selection leaves none of 6 rows"):
         select_rows(ROWS, metric="none", max_estimate=3, name="x.jsonl")
+
+
+BAD = ["abc", "", [], {}, None, True, float("nan"), float("inf"), 1e999, "1e999", "7", -3, 2**80]
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_odd_numbers_never_raise_and_every_row_is_accounted_for(value):
+    odd = row(1, num_turns=value, example_id=value, usage=(value, value))
+    rows = [odd, row(2, num_turns=2), {"prompt": 3, "num_turns": value}]
+    for metric in ("none", "num_turns", "branching_score"):
+        for limits in ({}, {"max_estimate": 100}, {"max_examples": 1}):
+            chosen = select_rows(rows, metric=metric, **limits)
+            assert len(chosen) + sum(chosen.left_out.values()) == len(rows)
+    assert score_row(row(1, num_turns="7"), {}, {}).num_turns == 7
+
+
+def test_what_a_selection_leaves_out_is_told():
+    chosen = select_rows(ROWS, metric="branching_score", max_estimate=50, max_examples=2)
+    assert chosen.left_out == {
+        "with too many tokens": 1,
+        "without reasoning": 1,
+        "without token_usage": 1,
+        "beyond task.max_examples": 1,
+    }
+    with pytest.raises(UserError, match="none of 1 rows .1 that cannot be read."):
+        select_rows([{"prompt": 3}], metric="branching_score")
+    part = Part("x", chosen, lambda row, origin: [small_tree()])
+    assert "left out 1 rows with too many tokens, 1 rows without" in str(probe_trees(part))
+    assert "left out by the selection: without reasoning: 1" in describe_part(part, None, 0)
 
 
 @pytest.mark.slow
