@@ -183,10 +183,7 @@ def confine_here(limits: Limits, namespaces: bool, folder, number: int) -> None:
     reset_signals()
     confine.limit(limits, processes)
     signals_held = namespaces or confine.landlock_version() >= 6
-    dropped = False
-    if os.geteuid() == 0:
-        dropped = confine.drop_user(number, confine.landlock_version() > 0)
-    if not dropped:
+    if not confine.drop_user(number):
         confine.set_capabilities(0)
     confine.prctl(confine.NO_NEW_PRIVS)
     confine.hold_files(folder)
