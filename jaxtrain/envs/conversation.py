@@ -105,7 +105,7 @@ class Conversation:
         Raises EpisodeFailed where the row was full before, so that nothing more can be drawn.
         """
         if self._full:
-            raise EpisodeFailed("the conversation is longer than data.sequence_len")
+            raise EpisodeFailed("the conversation has no room left in a row of data.sequence_len")
         if self._drawing:
             raise UserError("chat.draw: the turn before is still being drawn; await it first")
         self._drawing = True

@@ -121,12 +121,14 @@ def open_problem_sets(
             config.rewards, config.rollout.reward_workers, config.rollout.retries
         )
         stack.callback(rewards.close)
+        tokenizer = parts.tokenizer
+        room = min(config.data.sequence_len, parts.architecture.max_position_embeddings)
         made = ProblemSets(
             config.eval.sets,
             [
-                open_guarded(config.env, parts.tokenizer)
+                open_guarded(config.env, tokenizer, room)
                 if one.env is None
-                else open_guarded(one.env, parts.tokenizer, section=f"eval.sets.{index}.env")
+                else open_guarded(one.env, tokenizer, room, f"eval.sets.{index}.env")
                 for index, one in enumerate(config.eval.sets)
             ],
             rewards,

@@ -107,7 +107,8 @@ class PromptData:
         say(f"{len(prompts)} prompts, {most}{total_steps} steps, {plan.updates} a round")
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
-        env, own = open_envs(config, parts.tokenizer, rewards)
+        room = min(data.sequence_len, parts.architecture.max_position_embeddings)
+        env, own = open_envs(config, parts.tokenizer, rewards, room)
         self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
         kind = find_engine(config)
         engine, publisher = kind.open(with_secrets(config), parts, say)
@@ -178,7 +179,7 @@ class PromptData:
         with ExitStack() as stack:
             rewards = open_rewards(config.rewards, config.rollout.reward_workers)
             stack.callback(rewards.close)
-            env, own = open_envs(config, self.tokenizer, rewards)
+            env, own = open_envs(config, self.tokenizer, rewards, config.data.sequence_len)
             parts = []
             for index, rows in enumerate(datasets):
                 name = f"data.datasets.{index} ({rows.dataset.path})"
@@ -211,10 +212,11 @@ class PromptData:
 
 
 def open_envs(
-    config: Config, tokenizer: Any, rewards: Rewards
+    config: Config, tokenizer: Any, rewards: Rewards, row_tokens: int
 ) -> tuple[Env, list[tuple[Env, Rewards]]]:
-    """(the run's environment, environment and rewards of each dataset where one has its own)."""
-    row_tokens, datasets = config.data.sequence_len, config.data.datasets
+    """(the run's environment, environment and rewards of each dataset where one has its own).
+    row_tokens: longest sequence that can be drawn and trained."""
+    datasets = config.data.datasets
     env = open_guarded(config.env, tokenizer, row_tokens)
     if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
         return env, []

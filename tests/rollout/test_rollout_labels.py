@@ -5,6 +5,7 @@ elsewhere; a mask wrong in one pair would show at 1e-3.
 """
 
 import functools
+import json
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ from jaxtrain.losses.policy import Objective, policy_loss
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 from jaxtrain.rollout.advantage import turn_tables
+from jaxtrain.rollout.keep import pack, unpack
 from jaxtrain.rollout.labels import EPISODE, TURN, Labels, label
 from jaxtrain.rollout.rounds import Estimator, RoundSource
 from jaxtrain.rollout.rounds import Table as RewardTable
@@ -372,3 +374,15 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         here = mask & (streams[TURN] == turn)
         wanted = np.array([*first, *second])[streams[EPISODE][here]]
         np.testing.assert_allclose(changed.streams["advantage"][here], wanted, rtol=1e-5)
+
+
+def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns():
+    (group, _) = make_rewritten_groups()
+    group.dataset = 1
+    for episode in group.episodes:
+        episode.turn_rewards, episode.rewards = [{"step": 0.5}, {}, {}], {"goal": None}
+    again = unpack(json.loads(json.dumps(pack(group))))
+    assert again.dataset == 1
+    for found, wanted in zip(again.episodes, group.episodes, strict=True):
+        assert list(map(vars, found.sequences)) == list(map(vars, wanted.sequences))
+        assert (found.rewards, found.turn_rewards) == (wanted.rewards, wanted.turn_rewards)
