@@ -453,6 +453,65 @@ def test_a_streamed_asynchronous_run(weights_server, tmp_path):
     assert "eval/calculator/avg@1" in evaluation
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes below one, by /proc."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        parents[int(status.parent.name)] = int(lines["PPid"])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
+
+
+def test_a_stopped_engine_is_found_while_health_says_200(weights_server, tmp_path):
+    """Its core and worker stand still under requests, then under a sync; the server answers on."""
+    server = weights_server
+    config = make_config(
+        server, tmp_path, server.sync, progress_seconds=3.0, sync_seconds=5.0, weight_dtype="float32"
+    )
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 300})
+    parts = assemble(config)
+    rebuild = abstract_params(parts)[1]
+    params = [open_params(parts, 0)]
+    params.append(change(params[0], 0.02, 13))
+    said = []
+    engine, publisher = open_vllm(config, parts, said.append)
+
+    def stop_for(seconds):
+        def signal_all(sign):
+            for pid in descendants(server.process.pid):
+                os.kill(pid, sign)
+
+        signal_all(signal.SIGSTOP)
+        threading.Timer(seconds, signal_all, [signal.SIGCONT]).start()
+
+    try:
+        publisher.publish(0, params[0], None)
+        threading.Timer(0.5, stop_for, [10.0]).start()
+        for version in (0, 1):
+            if version:
+                stop_for(10.0)
+                started = time.monotonic()
+                publisher.publish(1, params[1], None)
+                print("publish", time.monotonic() - started)
+            answers = ask(engine, prompts(), sampling)
+            for prompt, answer in zip(prompts(), answers, strict=True):
+                ours = score(rebuild(params[version]), prompt, answer.tokens)
+                assert np.abs(ours - answer.logprobs).max() < CLOSE
+                assert set(answer.versions) == {version}
+    finally:
+        publisher.close()
+        print(*said, sep="\n")
+    assert any("hung: no token for" in line for line in said)
+    assert any("dropped (weight sync: " in line for line in said)
+    assert any("is back with version 0" in line for line in said)
+
+
 def test_a_killed_server_comes_back_with_the_weights(weights_server, tmp_path):
     """Last, as it costs a restart."""
     server = weights_server
