@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def change(params, seed):
     """Other weights at some places: about CHANGED of them in bfloat16."""
     import jax
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=0)
     def alter(array, key):
         hit = jax.random.bits(key, array.shape, "uint16") < int(CHANGED * 2**16)
         return jax.numpy.where(hit, array * 1.05 + 1e-4, array)
@@ -206,7 +207,7 @@ def measure(count, options, model, params):
 
     from jaxtrain.config import SamplingConfig
     from jaxtrain.config.vllm import VllmConfig
-    from jaxtrain.rollout.vllm.device_layout import list_pieces
+    from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
     from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
     from jaxtrain.rollout.vllm.servers import Servers
 
@@ -216,13 +217,22 @@ def measure(count, options, model, params):
     servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
     servers.open()
 
-    def write(params):
-        return list_pieces(params, entries, "bfloat16")
+    kept = Kept() if options.base == "device" else None
 
-    publisher = WeightPublisher(servers, write, named, delta=True, ahead=True)
+    def write(params):
+        return list_pieces(params, entries, "bfloat16", kept)
+
+    def find(params):
+        return list_pieces(params, entries, "bfloat16", kept, compare=True)
+
+    publisher = WeightPublisher(
+        servers, write, named, delta=True, ahead=True, find=find if kept else None
+    )
     rows, version = [], -1
     plan = [("full", False)] * options.repeat + [("delta", True)] * options.repeat
-    publisher.publish(version := version + 1, params)  # all memory is touched for the first time
+    for _ in range(2):  # memory is touched for the first time, functions are compiled
+        publisher.publish(version := version + 1, params)
+        publisher.delivery.wait()
     print(f"# {count} servers, {options.transport}: ready", flush=True)
     for kind, delta in plan:
         change(params, version)
@@ -234,7 +244,7 @@ def measure(count, options, model, params):
         seconds = time.perf_counter() - start
         assert not servers.counters["servers_lost"]
         row = {"servers": count, "transport": options.transport, "kind": kind}
-        row |= {"sent": "delta" if parts["sync/delta"] else "all"}
+        row |= {"base": options.base, "sent": "delta" if parts["sync/delta"] else "all"}
         row |= {"seconds": seconds, "blocked": blocked, "checksum": parts["sync/checksum_seconds"]}
         row |= {"stage": parts["sync/stage_seconds"], "pause": parts["sync/pause_seconds"]}
         size = (sum(array.size for array in params.values()) * 2 * count) / 1e9
@@ -276,6 +286,7 @@ def main():
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--transport", choices=["shared", "tcp"], default="shared")
+    parser.add_argument("--base", choices=["host", "device"], default="host")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--plain", action="store_true")

@@ -27,6 +27,10 @@ class VllmConfig(Section):
     changes with every step, so delta saves nothing."""
     full_every: int = Field(20, ge=1)
     """delta: every so many versions everything is sent."""
+    delta_base: Literal["host", "device"] = "host"
+    """delta: where the last version is kept to be compared with. device: on the trainer's devices,
+    2 bytes a weight (4 in float32), so that only what has changed is copied to the host. Of a run
+    of one process; several compare on the host."""
     listen: str = "127.0.0.1"
     """full, delta: address of this machine under which the servers reach the trainer."""
     listen_port: int = Field(0, ge=0, le=65535)

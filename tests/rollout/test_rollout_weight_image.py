@@ -18,7 +18,7 @@ from jaxtrain.errors import RunStopped
 from jaxtrain.hf.ops import Entry, Piece, Split, Stack, Tensor, Transpose, whole
 from jaxtrain.rollout.vllm import image as image_module
 from jaxtrain.rollout.vllm import weight_links
-from jaxtrain.rollout.vllm.device_layout import list_pieces
+from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
 from jaxtrain.rollout.vllm.image import Image
 from jaxtrain.rollout.vllm.publish_weights import collect
 from jaxtrain_vllm import wire
@@ -60,9 +60,18 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[name].bits, tensor.bits)
 
 
-@pytest.mark.parametrize("dtype, small", [("bfloat16", 0), ("float16", 0), ("float32", 2**26)])
-def test_the_device_lays_out_what_the_host_does(dtype, small, monkeypatch):
-    """Layer by layer and at once, rounded alike; chunks of a few items; then what changed."""
+@pytest.mark.parametrize(
+    "dtype, small, base, room",
+    [
+        ("bfloat16", 0, "host", 1),
+        ("float16", 2**26, "device", 1000),
+        ("bfloat16", 0, "device", 5),  # some pieces change more than there is room for
+    ],
+)
+def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, monkeypatch):
+    """Layer by layer and at once, rounded alike; chunks of a few items; then what changed, found by
+    the host or by the device."""
+    monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.LEAST_ROOM", room)
     monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.SMALL_BYTES", small)
     monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.BLOCK_BYTES", 50)
     monkeypatch.setattr(image_module, "CHUNK_ITEMS", 7)
@@ -70,9 +79,11 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, monkeypatch):
     first, second = draw(0), draw(1)
     second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
     held = Image(tensor_shapes(), dtype)
+    kept = Kept() if base == "device" else None
     for params, old in ((first, None), (second, plain(first, dtype))):
-        pieces = list_pieces({n: jnp.asarray(a) for n, a in params.items()}, ENTRIES, dtype)
-        changes = held.take(pieces, compare=old is not None)
+        given, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
+        pieces = list_pieces(given, ENTRIES, dtype, kept, compare=compare)
+        changes = held.take(pieces, compare=compare)
         wanted = plain(params, dtype)
         assert_same(held.tensors, wanted)
         if old is None:
@@ -84,19 +95,29 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, monkeypatch):
             np.testing.assert_array_equal(changes[name].values, same.values)
 
 
-def test_sharded_parameters_come_a_shard_at_a_time():
+@pytest.mark.parametrize("base", ["host", "device"])
+def test_sharded_parameters_come_a_shard_at_a_time(base):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
+    held, kept = Image(tensor_shapes(), "bfloat16"), Kept() if base == "device" else None
     params = draw(3)
-    spread = {
-        name: jax.device_put(
-            array, jax.NamedSharding(mesh, jax.P(*place.get(name, (None,) * array.ndim)))
-        )
-        for name, array in params.items()
-    }
-    held = Image(tensor_shapes(), "bfloat16")
-    held.take(list_pieces(spread, ENTRIES, "bfloat16"), compare=False)
-    assert_same(held.tensors, plain(params, "bfloat16"))
+    for compare in (False, True):
+        spread = {
+            name: jax.device_put(
+                array, jax.NamedSharding(mesh, jax.P(*place.get(name, (None,) * array.ndim)))
+            )
+            for name, array in params.items()
+        }
+        pieces = list_pieces(spread, ENTRIES, "bfloat16", kept, compare=compare)
+        changes = held.take(pieces, compare=compare)
+        assert_same(held.tensors, plain(params, "bfloat16"))
+        if not compare:
+            for array in params.values():
+                array[..., 1] += 1
+            old = plain(draw(3), "bfloat16")
+    for name, tensor in held.tensors.items():
+        same = wire.find_changes(old[name].bits, tensor.bits)
+        np.testing.assert_array_equal(changes[name].positions, same.positions)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

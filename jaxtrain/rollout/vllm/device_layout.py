@@ -16,29 +16,62 @@ import numpy as np
 from jaxtrain.hf.ops import Entry, Index, Op, Piece, Stack
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params
+from jaxtrain.rollout.vllm.image import Found
 
 SMALL_BYTES = 2**26
 """A stack up to that size goes in one call."""
 BLOCK_BYTES = 2**27
 PINNED = "pinned_host"
+ROOM, LEAST_ROOM = 16, 1024
+"""Changes of one in so many items are taken from the device, or so many; of more, everything."""
 
 
-def list_pieces(params: Params, entries: list[Entry], dtype: str) -> Iterator[Piece]:
+class Kept:
+    """The last published weights on their devices, to be compared with there."""
+
+    def __init__(self):
+        self._arrays: dict[Any, jax.Array] = {}
+
+    def replace(self, piece: Piece, *, compare: bool) -> Piece:
+        """Keep a piece's array, of one device; with `compare` its changes come in its place."""
+        new: Any = piece.array
+        key = (piece.name, tuple((part.start, part.stop) for part in piece.index))
+        old, self._arrays[key] = self._arrays.get(key), new
+        if not compare or old is None:
+            return piece._replace(array=_to_pinned(new))
+        room = min(new.size, max(LEAST_ROOM, new.size // ROOM))
+        found = (_to_pinned(array) for array in _find_changes(old, new, room))
+        return piece._replace(array=Found(*found, lambda: _to_pinned(new), new.shape))
+
+
+def list_pieces(
+    params: Params,
+    entries: list[Entry],
+    dtype: str,
+    kept: Kept | None = None,
+    *,
+    compare: bool = False,
+) -> Iterator[Piece]:
     """All Hugging Face tensors of a model in `dtype`, rounded to nearest even.
 
     Of one process their arrays are jax's, on their way into host memory which the device writes
-    directly. Of several, which must all go through the list, a layer is gathered at a time.
+    directly; with `compare` what has changed in them since the pieces that were `kept`. Of several
+    processes, which must all go through the list, a layer is gathered at a time.
     """
     for entry in entries:
         value = params[entry.param]
         if value.is_fully_addressable:
-            yield from lay_out(entry.op, value, dtype)
+            for piece in lay_out(entry.op, value, dtype):
+                if kept is None:
+                    yield piece._replace(array=_to_pinned(piece.array))
+                else:
+                    yield kept.replace(piece, compare=compare)
         else:
             yield from entry.op.write(value, partial(_gather, dtype=dtype))
 
 
 def lay_out(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
-    """The pieces of one parameter; a piece of a sharded one is a shard's."""
+    """The pieces of one parameter on their devices; a piece of a sharded one is a shard's."""
     if isinstance(op, Stack) and value.nbytes > SMALL_BYTES:
         calls = [(part, index) for index, part in enumerate(op.ops)]
     else:
@@ -56,7 +89,7 @@ def lay_out(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
         for piece, shard in shards:
             where = _compose(piece.index, shard.index)
             for rows, block in _cut_rows(shard.data):
-                yield Piece(piece.name, piece.shape, _compose(where, rows), _to_pinned(block))
+                yield piece._replace(index=_compose(where, rows), array=block)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -75,7 +108,21 @@ def _cast(array: jax.Array, dtype: str) -> jax.Array:
     return array.astype(jnp.dtype(dtype))
 
 
-def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, jax.Array]]:
+@partial(jax.jit, static_argnums=2)
+def _find_changes(old: jax.Array, new: jax.Array, room: int) -> tuple[jax.Array, ...]:
+    """(number of items whose bits differ, flat places of the first `room` of them, new values)."""
+    bits = "uint16" if new.dtype.itemsize == 2 else "uint32"
+    was, now = (jax.lax.bitcast_convert_type(a, bits).reshape(-1) for a in (old, new))
+    differs = was != now
+    place = jnp.cumsum(differs, dtype="int32")
+    target = jnp.where(differs, place - 1, room)
+    every = jnp.arange(new.size, dtype="uint32")
+    empty = jnp.zeros(room, "uint32")
+    positions = empty.at[target].set(every, mode="drop", unique_indices=True)
+    return place[-1], positions, now[positions]
+
+
+def _cut_rows(array: jax.Array) -> Iterator[tuple[Index, Any]]:
     """Blocks of rows of an array of one device, none much larger than BLOCK_BYTES: copies of few
     sizes find room in host memory that was used before; new such memory is slow to get."""
     count = -(-array.nbytes // BLOCK_BYTES)
@@ -94,7 +141,7 @@ def _take_rows(array: jax.Array, start: Any, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, start, size)
 
 
-def _to_pinned(array: jax.Array) -> Any:
+def _to_pinned(array: Any) -> Any:
     """Begin to copy to memory of the host that the device writes without a detour, and that numpy
     reads where it is."""
     [device] = array.devices()

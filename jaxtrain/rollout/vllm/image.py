@@ -8,12 +8,13 @@
 """
 
 import itertools
+import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,28 @@ Place = int | tuple[int, ...]
 """Where a job's part begins in its tensor: flat where it is contiguous there, else by index."""
 Part = tuple[np.ndarray, np.ndarray]
 """(flat positions, new values) of some changes."""
+
+
+class Found(NamedTuple):
+    """Instead of a piece's array: what a device found to have changed in it."""
+
+    count: Any
+    """How many items; more than there are positions: they did not fit."""
+    positions: Any
+    """u32 flat places in the piece, ascending."""
+    values: Any
+    whole: Callable[[], Any]
+    """The array after all."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are on their way."""
+        return self.positions.nbytes + self.values.nbytes
 
 
 class Image:
@@ -77,9 +100,16 @@ class Image:
         joined = self._pool.map(self._join, found, found.values())
         return dict(zip(found, joined, strict=True))
 
-    def _cut(self, tensor: wire.Tensor, piece: Piece) -> Iterator["Write"]:
+    def _cut(self, tensor: wire.Tensor, piece: Piece) -> Iterator["Write | Scatter"]:
         """The jobs of a piece, some rows each; waits until it has arrived."""
-        new = np.atleast_1d(np.asarray(piece.array))
+        array: Any = piece.array
+        if isinstance(array, Found):
+            count = int(np.asarray(array.count))
+            if count <= array.positions.size:
+                yield Scatter(piece, tensor, array, count)
+                return
+            array = array.whole()
+        new = np.atleast_1d(np.asarray(array))
         old, flat = tensor.bits, piece.index == whole(tensor.shape)
         old = old.reshape(new.shape) if flat else old.reshape(tensor.shape)[piece.index]
         width = new[:1].size
@@ -134,6 +164,32 @@ class Write(NamedTuple):
         old[...] = new
         moved = tuple(at + start for at, start in zip(found, self.place, strict=True))
         return np.ravel_multi_index(moved, self.tensor.shape).astype(index), values
+
+
+class Scatter(NamedTuple):
+    """One job: write what a device found to have changed."""
+
+    piece: Piece
+    tensor: wire.Tensor
+    found: Found
+    count: int
+
+    def __call__(self, compare: bool) -> Part:
+        shape = self.tensor.shape
+        where: np.ndarray = np.asarray(self.found.positions)[: self.count]
+        values = np.asarray(self.found.values)[: self.count].view(self.tensor.bits.dtype)
+        starts = [part.start for part in self.piece.index]
+        if self.found.shape[1:] == shape[1:]:  # rows of the tensor
+            first = starts[0] * math.prod(shape[1:]) if starts else 0
+            where = np.add(where, first, dtype=np.int64)
+        else:
+            inner = np.unravel_index(where, self.found.shape)
+            moved = tuple(at + start for at, start in zip(inner, starts, strict=True))
+            where = np.asarray(np.ravel_multi_index(moved, shape))
+        index = np.uint32 if self.tensor.bits.size <= 2**32 else np.uint64
+        where = np.asarray(where, index)
+        self.tensor.bits[where] = values
+        return where, values.copy()
 
 
 def look_ahead(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -19,7 +19,7 @@ from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
-from jaxtrain.rollout.vllm.device_layout import list_pieces
+from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
@@ -120,12 +120,14 @@ def open_weights(
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(like.shape)
     dtype = servers.config.weight_dtype
+    kept = Kept() if delta and servers.config.delta_base == "device" else None
     return WeightPublisher(
         servers,
-        lambda params: list_pieces(params, entries, dtype),
+        lambda params: list_pieces(params, entries, dtype, kept),
         shapes,
         delta=delta,
         ahead=ahead,
+        find=kept and (lambda params: list_pieces(params, entries, dtype, kept, compare=True)),
     )
 
 

@@ -70,10 +70,13 @@ class WeightPublisher:
         *,
         delta: bool,
         ahead: bool = False,
+        find: Callable[[Any], Iterable[Piece]] | None = None,
     ):
-        """ahead: `publish` returns once the weights are copied, and servers take them meanwhile."""
+        """find: like `write`, but what has changed since the last call of either (`image.Found`).
+        ahead: `publish` returns once the weights are copied, and servers take them meanwhile."""
         config = servers.config
         self.servers, self.write, self.shapes = servers, write, dict(shapes)
+        self.find = find
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
@@ -188,9 +191,11 @@ class WeightPublisher:
         self._since_full += 1
         compare = self.delta and old is not None
         compare = compare and self._since_full < self.servers.config.full_every
-        if image.segment.room.nbytes > FEW_BYTES and self.links.all_share():
+        few = image.segment.room.nbytes <= FEW_BYTES
+        if self.find is None and not few and self.links.all_share():
             compare = False  # nobody is sent what is found, and it takes longer than the copy
-        changes = image.take(self.write(params), compare=compare)
+        write = self.find if compare and self.find is not None else self.write
+        changes = image.take(write(params), compare=compare)
         if changes is not None:
             size = sum(change.nbytes for change in changes.values())
             if size > WORTH * image.segment.room.nbytes:
