@@ -74,11 +74,11 @@ class TurnTemplate:
 
         drawn: {index of a message: number of its turn}, in order.
         """
-        filled = [dict(message) for message in messages]
-        for index, number in drawn.items():
-            filled[index]["content"] = self.stand_in(number, turns[number])
         # What the world says is text, whatever control tokens it spells.
-        filled, tools = self.encoder.protect((filled, tools), self.spelled).value
+        given = [dict(message) for message in messages]
+        filled, tools = self.encoder.protect((given, tools), self.spelled).value
+        for index, number in drawn.items():  # behind it, since <think> may be a control token
+            filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}
         text = render_text(self.tokenizer, filled, tools, generation=True)
         pieces: list[Piece] = []
         start = 0
