@@ -9,15 +9,16 @@ import collections
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.spec import Adapter, Linears, LoRASpec, find_linears
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import shorten, spell
 from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
@@ -176,11 +177,17 @@ class PeftFolder:
         """The slot of each adapted Hugging Face module, by its name in the base model."""
         end = f".{SUFFIX['a']}"
         names = [n for n in self.files.tensors if n.startswith(PREFIX) and n.endswith(end)]
+        modules = {n[len(PREFIX) : -len(end)]: self.files.tensors[n].shape[0] for n in names}
+        patterns = self.config.get("alpha_pattern") or {}
+        chosen = match_patterns(self.path / CONFIG, "alpha_pattern", [*patterns], [*modules])
         return {
-            name[len(PREFIX) : -len(end)]: self._slot(
-                name[len(PREFIX) : -len(end)], self.files.tensors[name].shape[0]
+            module: LoRASpec(
+                rank,
+                float(patterns[chosen[module]] if module in chosen else self.config["lora_alpha"]),
+                bool(self.config.get("use_rslora")),
+                self.dora,
             )
-            for name in names
+            for module, rank in modules.items()
         }
 
     def full(self) -> set[str]:
@@ -191,14 +198,6 @@ class PeftFolder:
             if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
         }
 
-    def _slot(self, module: str, rank: int) -> LoRASpec:
-        alpha = self.config["lora_alpha"]
-        for key, value in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({key})$", module):
-                alpha = value
-                break
-        return LoRASpec(rank, float(alpha), bool(self.config.get("use_rslora")), self.dora)
-
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:
     """The adapter of a PEFT folder, checked."""
@@ -206,21 +205,19 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(f"{file} does not exist; expected a PEFT adapter folder")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    if raw.get("peft_type") != "LORA" or "lora_alpha" not in raw:
-        raise UserError(f"{file}: peft_type {raw.get('peft_type')!r}; only LORA is supported")
+    raw = read_peft_config(file)
     odd = {key: value for key, value in raw.items() if key not in SAYS_NOTHING and value}
     if odd.get("bias") == "none":
         del odd["bias"]
-    if odd.get("init_lora_weights") in NEUTRAL_INITS:
+    if isinstance(odd.get("init_lora_weights"), str | bool | None) and (
+        odd.get("init_lora_weights") in NEUTRAL_INITS
+    ):
         odd.pop("init_lora_weights", None)
     if not raw.get("use_qalora"):
         odd.pop("qalora_group_size", None)
     if odd:
-        told = ", ".join(f"{key}={value!r}" for key, value in odd.items())
+        shown = {k: repr(spell(v)) if isinstance(v, str) else shorten(v) for k, v in odd.items()}
+        told = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
         raise UserError(f"{file}: not supported: {told}")
     peft = PeftFolder(folder, raw, Folder(folder, single=WEIGHTS))
     tensors = peft.files.tensors
@@ -228,11 +225,49 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
     known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
     strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(known))]
     if strange:
-        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {', '.join(strange[:4])}")
-    wanted = {f"{PREFIX}{module}.{end}" for module in peft.modules() for end in known}
+        told = ", ".join(map(spell, strange[:4]))
+        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {told}")
+    check_shapes(peft)
+    first = f".{SUFFIX['a']}"
+    adapted = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+    wanted = {f"{module}.{end}" for module in adapted for end in known}
     if missing := sorted(wanted - set(tensors)):
-        raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(missing[:4])}")
+        raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
+    check_ranks(peft)
     return peft
+
+
+def check_shapes(peft: PeftFolder) -> None:
+    """UserError where a part of an adapter has not the number of dimensions of its kind."""
+    for name, stored in peft.files.tensors.items():
+        kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
+        dims = 1 if kind == "magnitude" else 2
+        if kind is not None and (len(stored.shape) != dims or 0 in stored.shape):
+            raise UserError(
+                f"{stored.file}: {spell(name)} has shape {stored.shape}; it must have {dims}"
+                f" dimension{'s' * (dims > 1)}, none of them 0"
+            )
+
+
+def check_ranks(peft: PeftFolder) -> None:
+    """UserError where the tensors of an adapter do not fit each other."""
+    tensors, ends = peft.files.tensors, {kind: f".{end}" for kind, end in SUFFIX.items()}
+    for name, down in tensors.items():
+        if not name.endswith(ends["a"]):
+            continue
+        module = name.removesuffix(ends["a"])
+        up = tensors[module + ends["b"]]
+        if up.shape[1] != down.shape[0]:
+            raise UserError(
+                f"{down.file}: {spell(module)} has lora_A {down.shape} and lora_B {up.shape}; their"
+                " ranks differ"
+            )
+        magnitude = tensors.get(module + ends["magnitude"])
+        if magnitude is not None and magnitude.shape != up.shape[:1]:
+            raise UserError(
+                f"{down.file}: {spell(module)} has a magnitude {magnitude.shape} for lora_B"
+                f" {up.shape}"
+            )
 
 
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:

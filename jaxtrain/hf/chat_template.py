@@ -22,6 +22,7 @@ from jinja2.visitor import NodeTransformer
 from jaxtrain.errors import UserError
 from jaxtrain.hf import template_budget
 from jaxtrain.hf.template_budget import OverBudget
+from jaxtrain.shown import printable
 
 MAX_LENGTH = 2**18
 """Characters; published ones have up to about 20,000."""
@@ -204,4 +205,4 @@ def _check_arguments(node: Any) -> Any:
 
 def _say(error: BaseException) -> str:
     said = " ".join(str(error).split()) or type(error).__name__
-    return "".join(c for c in said if c.isprintable())[:200]
+    return printable(said)[:200]

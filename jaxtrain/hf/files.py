@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.shown import name_type
 
 MAX_BYTES = 32 * 2**20
 """Of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9 MB."""
@@ -92,9 +93,9 @@ def check_inside(folder: Path, path: Path) -> None:
 
 def describe(value: Any) -> str:
     """A JSON value for a message: what it is, and its beginning."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a switch", type(None): "null"}
-    kind = kinds.get(type(value), "a number")
-    return kind if value is None else f"{kind}, {shorten(value)}"
+    if value is None or isinstance(value, bool):
+        return shorten(value)
+    return f"{name_type(value)}, {shorten(value)}"
 
 
 def spell(key: str, limit: int = 100) -> str:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import describe, read_object, read_text, shorten, spell
+from jaxtrain.shown import printable
 
 MAX_TOKENIZER_BYTES = 2**27
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -226,7 +227,7 @@ def _cut(ids: list[int]) -> str:
 
 def _say(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(c for c in lines[0] if c.isprintable())[:300]
+    return printable(lines[0])[:300]
 
 
 _KINDS = {

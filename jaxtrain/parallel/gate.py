@@ -136,11 +136,14 @@ class Gate:
             self._refuse(waiting, "hung up")
             return
         self._forget(waiting)
-        waiting.connection.setblocking(True)
-        waiting.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that vanishes closes nothing.
-        waiting.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.admit(waiting.connection)
+        try:
+            waiting.connection.setblocking(True)
+            waiting.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A machine that vanishes closes nothing.
+            waiting.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.admit(waiting.connection)
+        except (OSError, RuntimeError):  # gone already; or no thread, or no loop, left for it
+            waiting.connection.close()
 
     def _forget(self, waiting: Waiting) -> None:
         del self._waiting[waiting.connection]

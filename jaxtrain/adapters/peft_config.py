@@ -1,0 +1,157 @@
+"""adapter_config.json of somebody else: each key of its type, each pattern within a time limit."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import describe, read_object, shorten, spell
+
+MAX_RANK = 2**16
+MAX_ENTRIES = 10_000
+MAX_PATTERN = 1000
+"""Characters."""
+PATTERN_SECONDS = 5.0
+SIMPLE = re.compile(r"(?:[\w\-.]|\\\.|\\d\+(?!\\d))*")
+"""Names, with any character for a dot and numbers: what matches in no time."""
+
+SWITCHES = ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode", "ensure_weight_tying")
+NAMES = ("target_modules", "exclude_modules", "layers_pattern")
+TEXTS = ("base_model_name_or_path", "revision", "task_type", "peft_version")
+OBJECTS = ("auto_mapping", "loftq_config", "runtime_config", "eva_config", "megatron_config")
+
+MATCHER = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+found = {}
+for number, pattern in enumerate(patterns):
+    for name in names:
+        if name not in found and re.match(pattern, name):
+            found[name] = number
+print(json.dumps(found))
+"""
+
+
+def read_peft_config(file: Path) -> dict[str, Any]:
+    """The content of an adapter_config.json; UserError names the key that is not of its type."""
+    raw = read_object(file)
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{file}: peft_type {shorten(kind)}; only LORA is supported")
+    if "lora_alpha" not in raw:
+        raise UserError(f"{file}: lora_alpha is missing; it is the factor of the adapter, times r")
+    _require(file, "lora_alpha", raw["lora_alpha"], _is_alpha, ALPHA)
+    if raw.get("r") is not None:
+        _require(file, "r", raw["r"], _is_rank, RANK)
+    for key, fits, allowed in (
+        ("rank_pattern", _is_rank, RANK),
+        ("alpha_pattern", _is_alpha, ALPHA),
+    ):
+        found = raw.get(key)
+        if found is None:
+            continue
+        if not isinstance(found, dict) or len(found) > MAX_ENTRIES:
+            raise UserError(f"{file}: {key} is {describe(found)}; it must be an object or null")
+        for pattern, value in found.items():
+            _require(file, f"{key}.{spell(pattern)}", value, fits, allowed)
+            _check_pattern(file, key, pattern)
+    for key in SWITCHES:
+        _require(file, key, raw.get(key), lambda v: v is None or v in (True, False), "a switch")
+    for key in NAMES:
+        _require(file, key, raw.get(key), _are_names, "a text, a list of texts or null")
+    _require(
+        file,
+        "modules_to_save",
+        raw.get("modules_to_save"),
+        lambda v: not isinstance(v, str) and _are_names(v),
+        "a list of texts or null",
+    )
+    _require(
+        file,
+        "layers_to_transform",
+        raw.get("layers_to_transform"),
+        lambda v: v is None or all(type(n) is int for n in (v if isinstance(v, list) else [v])),
+        "a number, a list of numbers or null",
+    )
+    for key in TEXTS:
+        _require(file, key, raw.get(key), lambda v: v is None or isinstance(v, str), "a text")
+    for key in OBJECTS:
+        _require(file, key, raw.get(key), lambda v: v is None or isinstance(v, dict), "an object")
+    dropout = raw.get("lora_dropout")
+    _require(file, "lora_dropout", dropout, lambda v: v is None or _is_share(v), "from 0 to 1")
+    return raw
+
+
+def match_patterns(file: Path, key: str, patterns: Sequence[str], names: Sequence[str]) -> Mapping:
+    """{name: the first of the patterns that names it}, read as PEFT does: at its end, after a dot.
+
+    Expressions that may take for ever are matched in a process of their own, within
+    PATTERN_SECONDS; UserError where they do not end, or are none.
+    """
+    whole = [rf"(.*\.)?({pattern})$" for pattern in patterns]
+    if all(SIMPLE.fullmatch(pattern) for pattern in patterns):
+        found = {}
+        for pattern, expression in zip(patterns, map(re.compile, whole), strict=True):
+            for name in names:
+                if name not in found and expression.match(name):
+                    found[name] = pattern
+        return found
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", MATCHER],
+            input=json.dumps([whole, list(names)]),
+            capture_output=True,
+            text=True,
+            timeout=PATTERN_SECONDS,
+            check=True,
+        )
+        return {name: patterns[number] for name, number in json.loads(done.stdout).items()}
+    except subprocess.TimeoutExpired:
+        why = f"takes longer than {PATTERN_SECONDS:g} s to match"
+    except subprocess.CalledProcessError as error:
+        why = f"cannot be matched: {spell((error.stderr.strip().splitlines() or ['?'])[-1], 200)}"
+    shown = ", ".join(shorten(pattern) for pattern in patterns[:4])
+    raise UserError(f"{file}: {key} ({shown}) {why}; write plain names of modules")
+
+
+def _check_pattern(file: Path, key: str, pattern: str) -> None:
+    try:
+        fits = len(pattern) <= MAX_PATTERN and re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(f"{file}: {key} {shorten(pattern)} is no expression: {error}") from None
+    if not fits:
+        raise UserError(f"{file}: {key} {shorten(pattern)} is longer than {MAX_PATTERN} characters")
+
+
+def _require(file: Path, key: str, value: Any, fits: Any, allowed: str) -> None:
+    if not fits(value):
+        raise UserError(f"{file}: {key} is {describe(value)}; it must be {allowed}")
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 10**6
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1 and math.isfinite(value)
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+    )
+
+
+ALPHA = "a number above 0, of at most a million"
+RANK = f"a whole number from 1 to {MAX_RANK}"
