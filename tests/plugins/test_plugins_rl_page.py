@@ -85,3 +85,10 @@ def test_a_config_of_the_page_trains(folder, name, metrics):
     (step,) = [line for line in lines if "loss" in line]
     assert metrics <= set(step)
     assert len((output / "samples.jsonl").read_text().splitlines()) == 64
+
+
+@pytest.mark.slow
+def test_the_dry_run_of_the_page_plays_an_episode(capsys):
+    words = ["model.architecture.max_position_embeddings=4096"]
+    assert main(["--config", "my_env.toml", "--dry-run", *words]) == 0
+    assert "played one episode" in capsys.readouterr().out
