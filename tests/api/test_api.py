@@ -55,6 +55,7 @@ def run(*words) -> int:
     return main([str(word) for word in words])
 
 
+@pytest.mark.slow  # transformers' models take long to import; tests/models has them by family
 def test_logits_and_logprobs_are_transformers(folder, model):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -123,17 +124,24 @@ def test_anything_is_ids_or_named(model, given):
         assert len(str(error)) < 2000
 
 
-def test_generate_answers_with_the_most_probable_tokens(model):
-    prompts = [[5, 6, 7], "Hello"]
-    answers = model.generate(prompts, temperature=0.0, max_new_tokens=4)
-    for ids, answer in zip(model.encode(prompts), answers, strict=True):
-        whole = [*ids.tolist(), *answer.tokens]
-        best = model.logits([whole])[0].argmax(-1)[len(ids) - 1 : -1]
-        assert answer.tokens == best.tolist()
-        scored = model.logprobs([whole])[0][len(ids) :]
-        np.testing.assert_allclose(answer.logprobs, scored, rtol=1e-4, atol=1e-4)
+PROMPTS = [[5, 6, 7], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def answers(model):
+    return model.generate(PROMPTS, temperature=0.0, max_new_tokens=4)
+
+
+def test_generate_answers_with_the_most_probable_tokens(model, answers):
+    """The sampler decodes token by token, logits and logprobs score all at once."""
+    texts = [[*ids, *answer.tokens] for ids, answer in zip(PROMPTS, answers, strict=True)]
+    for ids, answer, table, scored in zip(
+        PROMPTS, answers, model.logits(texts), model.logprobs(texts), strict=True
+    ):
+        assert answer.tokens == table.argmax(-1)[len(ids) - 1 : -1].tolist()
+        np.testing.assert_allclose(answer.logprobs, scored[len(ids) :], rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match="max_new_tokenz"):
-        model.generate(prompts, max_new_tokenz=4)
+        model.generate(PROMPTS, max_new_tokenz=4)
 
 
 def make_tree():
@@ -219,21 +227,20 @@ def test_export_refuses_to_cast_codes(folder, tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-def test_generate_reads_and_writes_ids(folder, model, tmp_path, capsys):
+def test_generate_reads_and_writes_ids(folder, answers, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt_ids": [5, 6, 7], "name": "a"}\n[9, 8]\n')
     words = ["sampling.temperature=0", "sampling.max_new_tokens=4"]
     ids = ["generate", folder, "--ids"]
     assert run(*ids, "--input", source, "--output", output, *words) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    want = model.generate([[5, 6, 7], [9, 8]], temperature=0.0, max_new_tokens=4)
-    assert [row["completion_ids"] for row in rows] == [answer.tokens for answer in want]
+    assert [row["completion_ids"] for row in rows] == [answer.tokens for answer in answers]
     assert rows[0]["name"] == "a" and rows[1]["prompt_ids"] == [9, 8]
-    assert rows[0]["finish_reason"] == want[0].finish_reason
-    np.testing.assert_allclose(rows[0]["logprobs"], want[0].logprobs, rtol=1e-5)
+    assert rows[0]["finish_reason"] == answers[0].finish_reason
+    np.testing.assert_allclose(rows[0]["logprobs"], answers[0].logprobs, rtol=1e-5)
     capsys.readouterr()
     assert run(*ids, "--prompt", "[9, 8]", *words) == 0
-    assert json.loads(capsys.readouterr().out)["completion_ids"] == want[1].tokens
+    assert json.loads(capsys.readouterr().out)["completion_ids"] == answers[1].tokens
 
 
 @pytest.mark.parametrize(
