@@ -113,7 +113,20 @@ class Watched:
             self.asking -= 1
             self.since = time.monotonic()
 
+    @property
+    def version(self) -> int:
+        """See types.Engine."""
+        return self._engine.version
+
+    def counters(self) -> dict[str, float]:
+        """See types.Engine."""
+        return self._engine.counters()
+
+    async def close(self) -> None:
+        """Nothing to close: the engine is everybody's."""
+
     def __getattr__(self, name: str) -> Any:
+        """What else an engine of one's own may offer."""
         return getattr(self._engine, name)
 
 
