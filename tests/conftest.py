@@ -16,6 +16,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+# Tokenised data, too.
+if "JAXTRAIN_TEST_CACHE" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-cache-")
+    os.environ["JAXTRAIN_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"]
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
 import jax
 
 # A test compiles for longer than it runs, and this takes a third off. Processes that a test starts,

@@ -97,6 +97,12 @@ class DataConfig(Section):
     more compilation each. Useful without packing, as trees of unlike sizes are trained."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a sample longer than sequence_len; completion text is always split."""
+    cache: bool = True
+    """With run.num_epochs, whose steps are counted beforehand: keep what was tokenised for that on
+    disk, by the content of rows, tokenizer and keys, and read it again."""
+    cache_dir: Place | None = None
+    """Where. Unset: jaxtrain/tokenised in $XDG_CACHE_HOME or ~/.cache. What was not used for 30
+    days is deleted there."""
     shuffle: bool = True
     """Shuffle globally, anew each epoch, from run.seed."""
     shuffle_buffer: int = Field(10_000, ge=1, le=ITEMS)

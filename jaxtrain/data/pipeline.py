@@ -1,6 +1,6 @@
 """From the config's datasets to a Source: the doorway between section data and steps.py."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -37,6 +37,10 @@ class Recipe(Protocol):
         """The same for a held-out dataset."""
         ...
 
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """All keys that shape what rows of the dataset become, for the cache; None: not cached."""
+        ...
+
     def probe(self, dataset: DatasetConfig) -> Any:
         """A first look at a few rows; UserError when they would not train. str() is a line."""
         ...
@@ -58,6 +62,7 @@ def open_source(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float | None = None,
+    opened: Sequence[Part] | None = None,
 ) -> Source:
     """Source of rounds [Batch [A, B, T]] over data.datasets, seeded and exactly resumable.
 
@@ -65,7 +70,7 @@ def open_source(
     UserError for data that cannot be read or of which nothing trains.
     """
     return open_parts(
-        [recipe.open(dataset) for dataset in data.datasets],
+        opened or [recipe.open(dataset) for dataset in data.datasets],
         data,
         seed=seed,
         rows_per_microstep=rows_per_microstep,
@@ -86,11 +91,12 @@ def plan_steps(
     rows_per_microstep: int,
     microsteps: int,
     num_epochs: float = 1.0,
+    opened: Sequence[Part] | None = None,
 ) -> tuple[int, Counts]:
     """Optimizer steps that open_source(num_epochs=...) will give, and the counts of what was read:
     every row is tokenised once."""
     return plan_part_steps(
-        [recipe.open(dataset) for dataset in data.datasets],
+        opened or [recipe.open(dataset) for dataset in data.datasets],
         data,
         seed=seed,
         rows_per_microstep=rows_per_microstep,

@@ -8,15 +8,19 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.formats import Probe, make_tokeniser, probe
 from jaxtrain.data.pack import NLL, Fields, Normalise
 from jaxtrain.data.preview import Counts, show_counts, show_sample
+from jaxtrain.data.progress import Progress
 from jaxtrain.data.readers import STREAM_ROWS, Part
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources import open_rows
 from jaxtrain.data.tree import Tree
 from jaxtrain.errors import UserError
+
+SHAPING = {"format", "fields", "roles", "as_chat", "train_on", "special_tokens"}
+"""Keys of a dataset that shape what a row becomes; which rows there are the rows themselves say."""
 
 
 class Sequences:
@@ -43,6 +47,13 @@ class Sequences:
 
     open_held_out = open
 
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """See pipeline.Recipe."""
+        if type(self) is not Sequences or dataset.format not in FORMATS:
+            return None  # the code of somebody else shapes what rows become
+        keys = dataset.model_dump_json(include=SHAPING)
+        return repr((keys, self.data.sequence_len, self.data.too_long, self.trees))
+
     def probe(self, dataset: DatasetConfig) -> Probe:
         """See pipeline.Recipe."""
         return probe(dataset, self.tokenizer, self.data, self.trees)
@@ -51,7 +62,10 @@ class Sequences:
         """Tokenise the dataset; print its first samples and its counts."""
         part, counts, shown = self.open(dataset), Counts(), 0
         began, num_rows = time.monotonic(), 0
-        for index, row in enumerate(part.rows):
+        total = None if dataset.streaming else len(part.rows)
+        say = lambda text: console.print(text, markup=False)  # noqa: E731
+        progress = Progress(f"tokenising {dataset.path}", total, say)
+        for index, row in enumerate(progress.each(part.rows)):
             if dataset.streaming and index == STREAM_ROWS:
                 console.print(f"(the first {STREAM_ROWS} rows of a stream)")
                 break

@@ -51,6 +51,14 @@ class Trees:
         whole = self.task.model_copy(update={"mode": "tree"})
         return Trees(whole, self.data, self.tokenizer).open(dataset)
 
+    def settings(self, dataset: DatasetConfig) -> str | None:
+        """See pipeline.Recipe."""
+        if type(self) is not Trees:
+            return None
+        keys = dataset.model_dump_json(include={"fields", "roles", "special_tokens"})
+        tools, data = _read_tools(dataset.tools), self.data
+        return repr((keys, tools, self.task, self.row_tokens, data.sequence_len, data.too_long))
+
     def probe(self, dataset: DatasetConfig) -> TreeProbe:
         """See pipeline.Recipe."""
         return probe_trees(self.open(dataset))

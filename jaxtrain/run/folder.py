@@ -58,6 +58,8 @@ FREE_KEYS = (
     "rollout.reward_workers",
     "data.eval_datasets*",
     "data.prefetch",
+    "data.cache",
+    "data.cache_dir",
     "model.remat",
     "model.attention",
     "model.logp",
@@ -162,7 +164,7 @@ class RunFolder:
             if not os.path.exists(value):
                 value = value.partition(":")[0]  # "file.py:name", "builtin:data"
             first = os.path.relpath(os.path.realpath(value), home).split(os.sep)[0]
-            made_here = key in ("run.output_dir", "rollout.vllm.adapter_dir")
+            made_here = key in ("run.output_dir", "rollout.vllm.adapter_dir", "data.cache_dir")
             if not made_here and any(fnmatchcase(first, name) for name in own):
                 raise UserError(
                     f"{key} {value!r} lies in {first!r} of run.output_dir {str(self.path)!r},"

@@ -1,6 +1,7 @@
 """Data that lie there before training: what methods that train on datasets have in common."""
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts, count_microsteps
 from jaxtrain.core.task import Live, Round
+from jaxtrain.data.cache import cache_part, default_folder
 from jaxtrain.data.pipeline import Recipe, Source, eval_batches, open_source, plan_steps
+from jaxtrain.data.readers import Part
 from jaxtrain.data.steps import count_part
 from jaxtrain.data.tally import describe_controls, describe_counts
 from jaxtrain.models.trees import require_trees
@@ -48,17 +51,34 @@ class OfflineData:
             "microsteps": count_microsteps(config, parts.mesh),
         }
         epochs, total_steps = config.run.num_epochs, config.run.max_steps
-        self.say, counted = say, False
+        self.say, opened = say, None
         if total_steps is None:
             assert epochs is not None, "the config has one of the two"
             say("counting steps: tokenising and packing the data once")
-            total_steps, counts = plan_steps(config.data, self.recipe, **shape, num_epochs=epochs)
+            opened = [self._open_cached(dataset, parts) for dataset in config.data.datasets]
+            total_steps, counts = plan_steps(
+                config.data, self.recipe, **shape, num_epochs=epochs, opened=opened
+            )
             say(f"{total_steps} steps in {epochs:g} epochs")
             self.tell(counts, f"data of {epochs:g} epochs")
-            counted = True
-        source = open_source(config.data, self.recipe, **shape, num_epochs=epochs)
-        tell = None if counted else self.tell
+        source = open_source(config.data, self.recipe, **shape, num_epochs=epochs, opened=opened)
+        tell = self.tell if opened is None else None
         return OfflineRounds(source, total_steps, tell)
+
+    def _open_cached(self, dataset: DatasetConfig, parts: Parts) -> Part:
+        """The dataset, tokenised, if it can be kept on disk."""
+        data, part = self.config.data, self.recipe.open(dataset)
+        if not data.cache:
+            return part
+        return cache_part(
+            part,
+            self.recipe.settings(dataset),
+            parts.tokenizer,
+            Path(data.cache_dir) if data.cache_dir else default_folder(),
+            row_tokens=self.row_tokens,
+            num_workers=data.num_workers,
+            say=self.say,
+        )
 
     def tell(self, counts: Mapping[str, int], what: str) -> None:
         """Say what of the data was dropped and why, and what sharing prefixes saves."""

@@ -1,0 +1,266 @@
+"""Tokenised datasets on disk, found again by their content.
+
+    <cache_dir>/<sha256 of rows, tokenizer, keys and code>/
+        tokens.bin    int32, all nodes of all trees one after the other
+        weights.bin   float32, the same for each component
+        items.bin     JSON of what each row became, one after the other
+        places.bin    int64 [rows + 1, 3]: where each row begins in the three
+        done.json     sizes of these; written last
+
+A folder is written under another name and renamed when it is whole, so that a kill or a second
+process that does the same leaves none or one. Rows are read through memory maps, also by workers.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxtrain.data.progress import Progress
+from jaxtrain.data.readers import IndexedReader, Items, Part, is_stream
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.tree import Node, Tree, TreeGroup
+
+FILES = ("tokens.bin", "weights.bin", "items.bin", "places.bin")
+DONE = "done.json"
+UNUSED_DAYS = 30
+"""Entries that nobody read for so long are deleted."""
+
+
+class Uncachable(Exception):
+    """What a row became cannot be written down exactly."""
+
+
+def default_folder() -> Path:
+    """Where tokenised data lie unless data.cache_dir says otherwise."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "jaxtrain" / "tokenised"
+
+
+def cache_part(
+    part: Part,
+    settings: str | None,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    row_tokens: int,
+    num_workers: int,
+    say: Callable[[str], None],
+) -> Part:
+    """`part` with its rows tokenised: from `folder`, or tokenised now and left there.
+
+    settings: all keys that shape what rows become; None, and streams: nothing is cached. A disk
+    that refuses costs the cache, not the run.
+    """
+    if settings is None or is_stream(part.rows):
+        return part
+    try:
+        key = find_key(part, settings, tokenizer, say)
+    except (TypeError, ValueError):
+        return part  # rows that are no JSON
+    entry = folder / key
+    try:
+        if not is_whole(entry):
+            write_entry(part, entry, row_tokens=row_tokens, num_workers=num_workers, say=say)
+        else:
+            say(f"{part.name}: tokenised before, read from {entry} (data.cache)")
+            os.utime(entry / DONE)
+    except Uncachable:
+        return part
+    except OSError as error:
+        say(f"{part.name}: tokenised data are not kept in {folder}: {error.strerror or error}")
+        return part
+    return Part(part.name, CachedRows(entry, part.left_out), _pass_on, part.weight)
+
+
+def find_key(part: Part, settings: str, tokenizer: Any, say: Callable[[str], None]) -> str:
+    """sha256 of all that shapes what the rows become; raises TypeError where rows are no JSON."""
+    digest = hashlib.sha256()
+    for text in (_code(), settings, part.name, *_describe_tokenizer(tokenizer)):
+        digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
+    progress = Progress(f"looking for {part.name} among tokenised data", len(part.rows), say)
+    for index in range(len(part.rows)):
+        row = part.rows[index]
+        text = json.dumps([row, getattr(row, "reason", ""), part.origin(index)], sort_keys=True)
+        digest.update(text.encode() + b"\n")
+        progress.count()
+    return digest.hexdigest()
+
+
+def is_whole(entry: Path) -> bool:
+    """Whether an entry is there with all its bytes."""
+    try:
+        sizes = json.loads((entry / DONE).read_bytes())["sizes"]
+        return all((entry / name).stat().st_size == sizes[name] for name in FILES)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_entry(
+    part: Part, entry: Path, *, row_tokens: int, num_workers: int, say: Callable[[str], None]
+) -> None:
+    """Tokenise all rows into `entry`, whole or not at all."""
+    clear_folder(entry.parent)
+    unfinished = entry.with_name(f"{entry.name}.{os.getpid()}-{secrets.token_hex(4)}.unfinished")
+    unfinished.mkdir(parents=True)
+    reader = IndexedReader(
+        [part], row_tokens=row_tokens, shuffle=False, num_epochs=1, num_workers=num_workers
+    )
+    progress = Progress(f"tokenising {part.name}", len(part.rows), say)
+    try:
+        rows: Iterator[Items] = iter(lambda: next(reader, None), None)  # type: ignore[arg-type]
+        sizes = write_items(unfinished, progress.each(rows))
+        (unfinished / DONE).write_text(json.dumps({"sizes": sizes, "rows": len(part.rows)}))
+        if not is_whole(entry):  # nobody else was faster
+            shutil.rmtree(entry, ignore_errors=True)
+            try:
+                unfinished.rename(entry)
+            except OSError:
+                if not is_whole(entry):
+                    raise
+    finally:
+        reader.close()
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete entries that were not used for long, and what killed processes left."""
+    now = time.time()
+    for entry in folder.glob("[0-9a-f]*"):
+        name, _, rest = entry.name.partition(".")
+        days = 1 if rest.endswith("unfinished") else UNUSED_DAYS
+        mark = entry if rest else entry / DONE
+        try:
+            if len(name) == 64 and now - mark.stat().st_mtime > days * 86400:
+                shutil.rmtree(entry, ignore_errors=True)
+        except OSError:
+            continue  # another process deletes it right now
+
+
+def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
+    """Write what each row became; sizes of the files. Raises Uncachable."""
+    places = [(0, 0, 0)]
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "weights.bin").open("wb") as weights,
+        (folder / "items.bin").open("wb") as texts,
+        (folder / "places.bin").open("wb") as index,
+    ):
+        for items in rows:
+            described = [_write_item(item, tokens, weights) for item in items]
+            texts.write(json.dumps(described, separators=(",", ":")).encode())
+            places.append((tokens.tell() // 4, weights.tell() // 4, texts.tell()))
+        index.write(np.asarray(places, np.int64).tobytes())
+        files = (tokens, weights, texts, index)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in zip(FILES, files, strict=True)}
+
+
+def _write_item(
+    item: Tree | TreeGroup | Dropped, tokens: BinaryIO, weights: BinaryIO
+) -> dict[str, Any]:
+    if isinstance(item, Dropped):
+        return {"dropped": item.reason, "origin": item.origin}
+    if isinstance(item, TreeGroup):
+        return {"group": [_write_item(tree, tokens, weights) for tree in item.trees]}
+    nodes = []
+    for node in item.nodes:
+        if node.streams or node.since is not None:
+            raise Uncachable
+        tokens.write(np.asarray(node.tokens, np.int32).tobytes())
+        for values in node.weights.values():
+            short = np.asarray(values, np.float32)
+            if (short != values).any():
+                raise Uncachable
+            weights.write(short.tobytes())
+        nodes.append([node.parent, len(node.tokens), list(node.weights), node.role])
+    return {"nodes": nodes, "ends": item.ends, "origin": item.origin, "controls": item.controls}
+
+
+class CachedRows:
+    """Rows of an entry, each what it became. Pickles by its folder."""
+
+    def __init__(self, entry: Path, left_out: Mapping[str, int] | None = None):
+        self.entry, self.left_out = entry, dict(left_out or {})
+        self._maps: tuple[np.ndarray, ...] | None = None
+        self._len = (entry / "places.bin").stat().st_size // 24 - 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": None}
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> Items:
+        if self._maps is None:
+            dtypes = (np.int32, np.float32, np.uint8, np.int64)
+            self._maps = tuple(
+                _map(self.entry / name, dtype) for name, dtype in zip(FILES, dtypes, strict=True)
+            )
+        tokens, weights, texts, places = self._maps
+        at_token, at_weight, begin = places.reshape(-1, 3)[index].tolist()
+        end = int(places.reshape(-1, 3)[index + 1][2])
+        reader = _Reader(tokens, weights, at_token, at_weight)
+        return [reader.read(one) for one in json.loads(texts[begin:end].tobytes())]
+
+
+class _Reader:
+    """Items of a row, which lie one after the other."""
+
+    def __init__(self, tokens: np.ndarray, weights: np.ndarray, at_token: int, at_weight: int):
+        self.tokens, self.weights = tokens, weights
+        self.at_token, self.at_weight = at_token, at_weight
+
+    def read(self, one: dict[str, Any]) -> Any:
+        if "dropped" in one:
+            return Dropped(one["dropped"], one["origin"])
+        if "group" in one:
+            return TreeGroup(tuple(self.read(tree) for tree in one["group"]))
+        nodes = tuple(self._node(*described) for described in one["nodes"])
+        return Tree(nodes, tuple(one["ends"]), one["origin"], one["controls"])
+
+    def _node(self, parent: int, length: int, components: Sequence[str], role: str) -> Node:
+        tokens = np.array(self.tokens[self.at_token : self.at_token + length])
+        self.at_token += length
+        weights = {}
+        for name in components:
+            weights[name] = np.array(self.weights[self.at_weight : self.at_weight + length])
+            self.at_weight += length
+        return Node(parent, tokens, weights, role=role)
+
+
+def _map(path: Path, dtype: Any) -> np.ndarray:
+    if path.stat().st_size == 0:  # cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r")
+
+
+def _pass_on(items: Items, origin: str) -> Items:
+    return items
+
+
+def _describe_tokenizer(tokenizer: Any) -> Iterator[str]:
+    yield tokenizer.backend_tokenizer.to_str()
+    yield repr(tokenizer.chat_template)
+    yield repr(sorted(tokenizer.special_tokens_map.items(), key=str))
+    yield repr(sorted(map(repr, tokenizer.added_tokens_decoder.items())))
+
+
+def _code() -> str:
+    """Digest of the code that makes tokens of rows: this room, and who renders templates."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    packages = ("tokenizers", "transformers", "jinja2")
+    return digest.hexdigest() + " ".join(version(package) for package in packages)

@@ -1,0 +1,186 @@
+"""Tokenised data come back as they were, only for what they were made of, and whole or not."""
+
+import json
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
+from jaxtrain.data import cache
+from jaxtrain.data.cache import cache_part, is_whole
+from jaxtrain.data.pipeline import open_source, plan_steps
+from jaxtrain.data.progress import Progress
+from jaxtrain.data.readers import Part
+from jaxtrain.data.rows import to_trees
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.tree import TreeGroup
+from jaxtrain.data.trees import Trees
+
+STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+def make_data(tmp_path, texts=("one", "1" * 99, "two", None), **changes):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "q", "completion": t}) + "\n" for t in texts))
+    return DataConfig(datasets=[DatasetConfig(path=str(path))], **{"sequence_len": 32, **changes})
+
+
+def keep(recipe, data, tokenizer, folder, said=None):
+    [dataset] = data.datasets
+    return cache_part(
+        recipe.open(dataset),
+        recipe.settings(dataset),
+        tokenizer,
+        folder,
+        row_tokens=recipe.row_tokens,
+        num_workers=0,
+        say=(said if said is not None else []).append,
+    )
+
+
+def flat(items):
+    """Everything of what a row became, to compare."""
+    found = []
+    for item in items:
+        for one in item.trees if isinstance(item, TreeGroup) else [item]:
+            if isinstance(one, Dropped):
+                found.append(one)
+                continue
+            nodes = [
+                (n.parent, n.tokens.tolist(), n.role, n.weights["nll"].tolist()) for n in one.nodes
+            ]
+            found.append((type(item), nodes, one.ends, one.origin, one.controls))
+    return found
+
+
+def assert_same(part, cached, row_tokens):
+    assert len(part.rows) == len(cached.rows)
+    for index in range(len(part.rows)):
+        wanted = to_trees(part.tokenise(part.rows[index], part.origin(index)), row_tokens)
+        assert flat(cached.rows[index]) == flat(wanted)
+
+
+def test_rows_come_back_as_they_were(tokenizer, tmp_path):
+    data, said = make_data(tmp_path), []
+    recipe = Sequences(data, tokenizer)
+    first = keep(recipe, data, tokenizer, tmp_path / "cache", said)
+    assert not said
+    again = keep(recipe, data, tokenizer, tmp_path / "cache", said)
+    assert "tokenised before" in said[0]
+    for cached in (first, again, pickle.loads(pickle.dumps(again))):
+        assert_same(recipe.open(data.datasets[0]), cached, 32)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [again.rows.entry.name]
+
+
+@pytest.mark.parametrize("mode", ["tree", "per_branch", "current_rl"])
+def test_trees_come_back_as_they_were(tokenizer, tmp_path, mode):
+    dataset = DatasetConfig(path="builtin:calculator", options={"num_rows": 12})
+    data = DataConfig(datasets=[dataset], sequence_len=512)
+    recipe = Trees(TreeTask(mode=mode), data, tokenizer)
+    cached = keep(recipe, data, tokenizer, tmp_path)
+    assert cached.rows.entry.parent == tmp_path
+    assert_same(recipe.open(dataset), cached, 512)
+
+
+def test_batches_and_cursors_do_not_depend_on_the_cache(tokenizer, tmp_path):
+    data = make_data(tmp_path, ["1" * (n % 40) for n in range(60)])
+    recipe = Sequences(data, tokenizer)
+    opened = [keep(recipe, data, tokenizer, tmp_path / "cache")]
+    assert plan_steps(data, recipe, **STEP) == plan_steps(data, recipe, **STEP, opened=opened)
+    plain = open_source(data, recipe, **STEP, num_epochs=2)
+    cached = open_source(data, recipe, **STEP, num_epochs=2, opened=opened)
+    for [left], [right] in zip(plain, cached, strict=True):
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+        np.testing.assert_array_equal(left.weights["nll"], right.weights["nll"])
+        assert plain.state() == cached.state()
+    plain.close()
+    cached.close()
+
+
+def test_only_the_same_content_is_found(tokenizer, tmp_path):
+    folder, entries = tmp_path / "cache", set()
+    other = load_tokenizer("builtin")
+    other.chat_template = other.chat_template + " "
+    base = make_data(tmp_path)
+    [dataset] = base.datasets
+    changed = [dataset.model_copy(update=u) for u in ({"train_on": "all"}, {"as_chat": True})]
+    variants = [
+        (base, tokenizer),
+        (base, other),
+        (base.model_copy(update={"sequence_len": 31}), tokenizer),
+        (base.model_copy(update={"too_long": "truncate"}), tokenizer),
+        *((base.model_copy(update={"datasets": [one]}), tokenizer) for one in changed),
+    ]
+    for data, reader in variants:
+        entries.add(keep(Sequences(data, reader), data, reader, folder).rows.entry)
+    entries.add(keep(Sequences(base, tokenizer, trees=True), base, tokenizer, folder).rows.entry)
+    make_data(tmp_path, ["one", "1" * 99, "twO", None])
+    entries.add(keep(Sequences(base, tokenizer), base, tokenizer, folder).rows.entry)
+    assert len(entries) == len(variants) + 2
+
+
+def test_somebody_elses_code_is_not_cached(tokenizer, tmp_path):
+    class Own(Sequences):
+        pass
+
+    data = make_data(tmp_path)
+    assert not hasattr(keep(Own(data, tokenizer), data, tokenizer, tmp_path / "c").rows, "entry")
+    stream = Part("x", iter([{}]), lambda row, origin: [])
+    options = {"row_tokens": 8, "num_workers": 0, "say": print}
+    assert cache_part(stream, "", tokenizer, tmp_path, **options) is stream
+
+
+@pytest.mark.parametrize("name", [*cache.FILES, cache.DONE])
+def test_a_damaged_entry_is_made_anew(tokenizer, tmp_path, name):
+    data = make_data(tmp_path)
+    recipe = Sequences(data, tokenizer)
+    entry = keep(recipe, data, tokenizer, tmp_path / "cache").rows.entry
+    (entry / name).write_bytes((entry / name).read_bytes()[:-1])
+    assert not is_whole(entry)
+    cached = keep(recipe, data, tokenizer, tmp_path / "cache")
+    assert is_whole(entry)
+    assert_same(recipe.open(data.datasets[0]), cached, 32)
+
+
+def test_two_at_once_and_a_kill_leave_one_whole_entry(tokenizer, tmp_path):
+    data, folder = make_data(tmp_path, ["one"] * 200), tmp_path / "cache"
+    left = folder / ("0" * 64 + ".1-2.unfinished")
+    left.mkdir(parents=True)
+    (left / "tokens.bin").write_bytes(b"1")
+    old = time.time() - 3 * 86400
+    import os
+
+    os.utime(left, (old, old))
+    found = []
+    work = lambda: found.append(keep(Sequences(data, tokenizer), data, tokenizer, folder))  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(found) == 3 and [path.name for path in folder.iterdir()] == [
+        found[0].rows.entry.name
+    ]
+
+
+def test_a_disk_that_refuses_costs_the_cache_alone(tokenizer, tmp_path):
+    data, said = make_data(tmp_path), []
+    (tmp_path / "file").touch()
+    part = keep(Sequences(data, tokenizer), data, tokenizer, tmp_path / "file" / "x", said)
+    assert "are not kept in" in said[0] and len(part.rows) == 4 and not hasattr(part.rows, "entry")
+
+
+def test_progress_is_told(monkeypatch):
+    said, clock = [], iter(range(0, 1000, 4))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    for _ in Progress("tokenising x", 10, said.append).each(range(10)):
+        pass
+    assert said[0] == "tokenising x: 3 of 10 rows (30%), 0 rows/s, 28 s left" and len(said) == 3
