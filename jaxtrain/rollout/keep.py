@@ -38,7 +38,8 @@ def pack(value: Any) -> Any:
 
 def pack_numbers(array: np.ndarray) -> dict[str, str]:
     """One-dimensional numbers, in half the bytes where these hold them exactly."""
-    narrow = array.astype({"i": "<i4", "f": "<f4"}.get(array.dtype.kind, array.dtype))
+    with np.errstate(over="ignore"):
+        narrow = array.astype({"i": "<i4", "f": "<f4"}.get(array.dtype.kind, array.dtype))
     if np.array_equal(narrow.astype(array.dtype), array):
         array = narrow
     data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()

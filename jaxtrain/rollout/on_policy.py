@@ -37,6 +37,8 @@ class OnPolicy:
         self.state, self.restore = source.state, source.restore
         self.counters, self.close = source.counters, closing.close
         self.published: dict[str, float] | None = None
+        self.begun = False
+        """Whether a round was handed out, in part at least, that did not count as trained yet."""
         self.unwritten: dict[str, float] = {}
         """Numbers of a round of which more is to come."""
         self.began = self.waited = self.scored = 0.0
@@ -62,6 +64,7 @@ class OnPolicy:
             self.total_steps = live.step
             return Round([])
         drawn = time.monotonic()
+        self.begun = self.begun or bool(batches)
         if source.last_part and (batches or source.part):
             self.publisher.sleep()  # of a round with nothing to train the next is drawn at once
         with live.phase("scoring the answers"):
@@ -83,8 +86,10 @@ class OnPolicy:
         return found._replace(metrics={**own, **found.metrics})
 
     def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
-        """A round was trained. interrupted: the run is to stop, so nobody needs the weights."""
-        self.source.version += 1
+        """A round was trained. interrupted: the run is to stop, so nobody needs the weights. Asked
+        again, where publishing them failed, it counts no second version."""
+        self.source.version += self.begun
+        self.begun = False
         if not interrupted:
             self.publish(live)
         unwritten, self.unwritten = self.unwritten, {}

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from test_train_rl import CONFIG, read_params
 
+from jaxtrain.errors import RunStopped
 from jaxtrain.main import main
 from jaxtrain.rollout import event_loop, producer
+from jaxtrain.rollout.local.engine import LocalPublisher
 from jaxtrain.run.checkpoint_folder import find_steps
 
 ENV = f"env.path={Path(__file__).with_name('rl_faulty_env.py')}:Faulty"
@@ -99,6 +101,24 @@ def test_a_signal_ends_a_hanging_episode_and_saves(config, whole, tmp_path, caps
     assert "SIGTERM: saved step 2 of 4" in capsys.readouterr().out
     assert fault == "hang" or time.monotonic() - begin < 60
     Path(f"{folder}.json").unlink()
+    assert run(config, folder) == 0
+    assert_same(folder, whole)
+
+
+def test_weights_that_cannot_be_published_end_the_run_saved(config, whole, tmp_path, monkeypatch):
+    """As when no server is left: the round before was trained, and counts once."""
+    folder, calls, publish = tmp_path / "run", [], LocalPublisher.publish
+
+    def fail_third(self, *args):
+        calls.append(args[0])
+        if len(calls) == 3:
+            raise RunStopped("no server is left")
+        return publish(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPublisher, "publish", fail_third)
+        assert run(config, folder) == 1
+    assert find_steps(folder / "checkpoints") == [2]
     assert run(config, folder) == 0
     assert_same(folder, whole)
 
