@@ -6,10 +6,11 @@ from typing import Any
 from jaxtrain.foreign import DEPTH, Unfit, Unreadable, has_surrogates, parse_json, too_deep
 from jaxtrain.shown import name_type, show
 
-MOST_TEXT = 1 << 23
-"""Characters of a row that are tokenised: a few seconds and about a gigabyte."""
+MOST_TEXT = 1 << 21
+"""Characters of a row that are tokenised: a few seconds."""
 TOO_MUCH = f"more than {MOST_TEXT:,} characters"
-MOST_MESSAGES = 4096
+MOST_MESSAGES = 1000
+"""Each turn is rendered with all that precedes it: the time grows with the square."""
 MOST_TOOLS = 1024
 
 KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")

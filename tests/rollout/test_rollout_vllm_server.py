@@ -472,7 +472,12 @@ def test_a_stopped_engine_is_found_while_health_says_200(weights_server, tmp_pat
     """Its core and worker stand still under requests, then under a sync; the server answers on."""
     server = weights_server
     config = make_config(
-        server, tmp_path, server.sync, progress_seconds=3.0, sync_seconds=5.0, weight_dtype="float32"
+        server,
+        tmp_path,
+        server.sync,
+        progress_seconds=3.0,
+        sync_seconds=5.0,
+        weight_dtype="float32",
     )
     sampling = config.sampling.model_copy(update={"max_new_tokens": 300})
     parts = assemble(config)
