@@ -179,7 +179,8 @@ def test_a_dry_run_tries_rewards_and_columns(tmp_path, capsys, monkeypatch, word
     (tmp_path / "rl.toml").write_text(
         CONFIG.partition("[[data.datasets]]")[0]
         + f'[[data.datasets]]\npath = "rows.jsonl"\nfields = {fields}\n[task]\nkind = "rl"\n'
-        + f'[[rewards]]\nfunction = "{function}"\n[sampling]\ntemperature = 1.0\nmax_new_tokens = 8\n'
+        + f'[[rewards]]\nfunction = "{function}"\n[sampling]\ntemperature = 1.0\n'
+        + "max_new_tokens = 8\n"
     )
     code = main(["--config", "rl.toml", "--dry-run", "rollout.retries=0"])
     found = capsys.readouterr()
