@@ -139,6 +139,8 @@ def _check_rope_value(key: str, value: Any, place: str = "") -> None:
         low = 1.0 if key == "rope_theta" else 0.0
         if not is_number(value) or not low < value <= 1e15:
             raise UserError(f"{name} is {describe(value)}; it must be a number above {low:g}")
+        if key in ROPE_LENGTHS and value < 1:
+            raise UserError(f"{name} is {describe(value)}; it must be at least 1")
 
 
 def check_kept(raw: Mapping[str, Any]) -> None:
@@ -155,6 +157,7 @@ def check_kept(raw: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: {key} is {describe(value)}; it must be {allowed}")
 
 
+ROPE_LENGTHS = ("factor", "original_max_position_embeddings")
 ROPE_NUMBERS = {
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),

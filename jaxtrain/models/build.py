@@ -177,6 +177,16 @@ def read_params(
         yield entry.param, read_entry(files, entry, flat[path].get_value(), place)
 
 
+def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
+    """Raise UserError as `load` does, where a folder's tensors are not those of the config; reads
+    the headers, and of a tied head that is stored twice both tables."""
+    _, state = nnx.split(abstract(config))
+    entries = {entry.param: entry for entry in family(config).names(config)}
+    flat = nnx.to_flat_state(state)
+    shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
+    _check(Folder(folder), shapes, config)
+
+
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
     """`model` as if it came from `folder`: `save` will keep that folder's dtypes.
 
@@ -228,7 +238,7 @@ def param_count(config: DecoderConfig) -> int:
 
 
 def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: DecoderConfig) -> None:
-    """One UserError for all tensors that are missing, unexpected or of another shape."""
+    """One UserError for all tensors that are missing, unexpected, misshapen or no floats."""
     wanted = {}
     for entry, shape in shapes.items():
         wanted |= entry.op.shapes(shape)
@@ -239,6 +249,11 @@ def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: Decod
             if stored.shape != wanted[name]:
                 problems.append(
                     f"{stored.file.name}: {name} is {stored.shape}, config.json says {wanted[name]}"
+                )
+            elif not jax.dtypes.issubdtype(stored.dtype, np.floating):
+                problems.append(
+                    f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantised weights"
+                    " are; convert the model to floats"
                 )
         elif name == TIED_COPY and config.tie_word_embeddings:
             table = found.get("model.embed_tokens.weight")

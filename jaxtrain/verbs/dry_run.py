@@ -16,6 +16,7 @@ from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
 from jaxtrain.core.step import abstract_state, make_step
 from jaxtrain.core.task import Data, Task
+from jaxtrain.models import build
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rollout.problem_sets import read_problems
 from jaxtrain.tasks import make_task
@@ -30,6 +31,9 @@ def dry_run(config: Config) -> None:
     for index, one in enumerate(config.eval.sets):
         count = len(read_problems(index, one))
         console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
+    for parts in {id(role.parts): role.parts for role in task.roles.values()}.values():
+        if parts.folder is not None:
+            build.check_folder(parts.folder, parts.architecture)
     task.data.describe(console)
     with jax.set_mesh(task.mesh):
         show_memory(config, task, console)

@@ -222,6 +222,7 @@ WRONG = {
         {"rope_type": "yarn", "factor": "4"},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": {}},
         {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": 1e-9},
         {"rope_type": "linear", "factor": {"factor": 2.0}},
         {"full_attention": {"rope_type": "default"}},
     ],

@@ -131,18 +131,24 @@ def spoil(tensors):
     tensors.pop("model.norm.weight")
     tensors["model.embed_tokens.weight"] = np.zeros((3, 3), np.float32)
     tensors["visual.weight"] = np.zeros(2, np.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = np.zeros(tensors[name].shape, np.uint8)
 
 
-def test_all_misfits_in_one_message(tmp_path):
+@pytest.mark.parametrize(
+    "read", [build.load, lambda folder: build.check_folder(folder, build.read_config(folder))]
+)
+def test_all_misfits_in_one_message(read, tmp_path):
     tensors = write_checkpoint(tmp_path, "qwen2")
     spoil(tensors)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError) as caught:
-        build.load(tmp_path)
+        read(tmp_path)
     message = str(caught.value)
     assert "missing model.norm.weight" in message
     assert "unexpected visual.weight" in message
+    assert "up_proj.weight is stored as uint8" in message
     assert "model.safetensors: model.embed_tokens.weight is (3, 3)" in message
 
 
