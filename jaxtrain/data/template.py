@@ -150,9 +150,18 @@ def prompt_tokens(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Id of the special token with which the chat template ends an assistant turn, if any."""
+    """Id of the special token with which the chat template ends an assistant turn, if any.
+
+    Raises UserError for a template that refuses even a question and its answer.
+    """
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].strip()
+    try:
+        tail = render_text(tokenizer, turns).rpartition("ANSWER")[2].strip()
+    except TemplateFailed as error:
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} refuses a user's message and an answer"
+            f" ({error}); name another one as model.chat_template"
+        ) from None
     ids = encode(tokenizer, tail)
     return ids[0] if ids and ids[0] in special_ids(tokenizer) else None
 

@@ -11,16 +11,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import foreign
 from jaxtrain.errors import UserError
 from jaxtrain.shown import name_type
 
 MAX_BYTES = 32 * 2**20
 """Of a JSON file; parsed it takes some twenty times that. The index of 90,000 tensors has 9 MB."""
 HUB_BLOB = re.compile(r".*/(models|datasets)--[^/]+/blobs/[0-9a-f]{40,64}")
-
-
-class _Twice(ValueError):
-    """A key that stands in an object twice."""
 
 
 def read_object(file: Path, max_bytes: int = MAX_BYTES, *, strict: bool = False) -> dict[str, Any]:
@@ -34,23 +31,17 @@ def read_object(file: Path, max_bytes: int = MAX_BYTES, *, strict: bool = False)
 def read_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a file; UserError names the file and what is wrong with it."""
     try:
-        return _read(file, max_bytes).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+        return foreign.decode(_read(file, max_bytes))
+    except ValueError as error:
+        raise UserError(f"{file} {error}") from None
 
 
 def parse_object(raw: bytes, name: str, *, strict: bool = False) -> dict[str, Any]:
     """As `read_object`, of bytes in hand; name: what they are, for the message."""
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if strict else None)
-    except RecursionError:
-        raise UserError(f"{name} is nested too deeply to be read") from None
-    except _Twice as error:
-        raise UserError(f"{name} holds the key {shorten(error.args[0])} twice") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
+        found = foreign.parse_json(raw, strict=strict)
     except ValueError as error:
-        raise UserError(f"{name} is not valid JSON: {shorten(str(error))}") from None
+        raise UserError(f"{name} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{name} holds {describe(found)}, not a JSON object")
     return found
@@ -114,30 +105,10 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def check_regular(file: Path, max_bytes: int) -> None:
-    """UserError for what is no regular file, or a larger one than it may be."""
-    try:
-        found = file.stat()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{file} is not a regular file")
-    if found.st_size > max_bytes:
-        most = f"{max_bytes >> 20} MiB"
-        raise UserError(f"{file} is larger than the {most} that such a file may have")
-
-
 def _read(file: Path, max_bytes: int) -> bytes:
-    check_regular(file, max_bytes)
     try:
-        return file.read_bytes()
+        return foreign.read_bytes(file, max_bytes)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        raise _Twice(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return found
+    except ValueError as error:
+        raise UserError(f"{file} {error}") from None

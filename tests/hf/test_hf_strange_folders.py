@@ -200,8 +200,8 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, raw):
 def test_a_file_that_is_none_or_too_large_is_not_read(tmp_path):
     with (tmp_path / "a.json").open("wb") as stream:
         stream.truncate(files.MAX_BYTES + 1)
-    assert "larger" in refuse(lambda: files.read_object(tmp_path / "a.json"))
-    assert "not a regular" in refuse(lambda: files.read_object(tmp_path))
+    assert "at most" in refuse(lambda: files.read_object(tmp_path / "a.json"))
+    assert "is a folder" in refuse(lambda: files.read_object(tmp_path))
 
 
 WRONG = {
