@@ -141,8 +141,8 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_never_stopped(trained, plac
 def test_rewards_may_come_late_to_a_run_that_does_not_train_on_them(place, tmp_path):
     config = place / "sft.toml"
     words = ("--config", config, f"run.output_dir={tmp_path}", "optim.lr_scheduler=constant")
-    assert run(*words, "eval.sets=[]", "eval.every=null", "env.kind=single_turn", "env.path=null",
-               "run.max_steps=1") == 0  # fmt: skip
+    assert run(*words, "eval.sets=[]", "eval.every=null", "eval.at_start=false",
+               "env.kind=single_turn", "env.path=null", "run.max_steps=1") == 0  # fmt: skip
     assert run(*words) == 0
     assert list(read_evals(tmp_path)) == [2]
 
