@@ -24,6 +24,10 @@ LOOK_SECONDS = 10.0
 """How long a dry run tokenises each dataset."""
 
 
+LOOK_WINDOW = 1024
+"""Samples looked ahead at where only a few batches are shown."""
+
+
 class OfflineData:
     """`core.task.Data` of section data, its rows made into trees by a recipe."""
 
@@ -129,6 +133,8 @@ class OfflineData:
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
         """How full the first batches' rows are."""
         data = self.config.data
+        # A look, not a pass: a wide window is filled before it gives its first row.
+        data = data.model_copy(update={"packing_window": min(data.packing_window, LOOK_WINDOW)})
         source = open_source(
             data,
             self.recipe,
