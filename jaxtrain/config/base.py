@@ -70,7 +70,14 @@ def known_in(group: str, builtin: Collection[str]) -> Callable[[str], str]:
     return validate
 
 
-EXPANDED = AfterValidator(os.path.expanduser)
+def expand_home(place: str) -> str:
+    """A path without its leading ~; ValueError where there is nothing."""
+    if not place.strip():
+        raise ValueError("must not be empty; leave the key out where nothing is meant")
+    return os.path.expanduser(place)
+
+
+EXPANDED = AfterValidator(expand_home)
 Place = Annotated[str, EXPANDED]
 """A file, a folder, or what may be one (a Hub id, "file.py:name"); a leading ~ is somebody's home.
 """

@@ -8,7 +8,7 @@ import copy
 import itertools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grain
@@ -25,6 +25,7 @@ Tokenise = Callable[[Any, str], Sequence[Sample | Tree | TreeGroup | Dropped]]
 Items = list[Tree | TreeGroup | Dropped]
 
 CHUNK = 16
+MOST_USELESS = 2**16
 """Draws that travel between processes together; the queue costs as much as a short row."""
 
 STREAM_ROWS = 1000
@@ -71,6 +72,9 @@ class _Rows:
     row_tokens: int
     start: int
     stop: int
+    useless: dict[tuple[int, int], Sequence[Dropped]] = field(default_factory=dict)
+    """Rows that gave nothing, by dataset and row, at most MOST_USELESS: what a small dataset with
+    one huge row that does not train would otherwise read again in every pass."""
 
     def __len__(self) -> int:
         return -(-max(self.stop - self.start, 0) // CHUNK)
@@ -79,12 +83,18 @@ class _Rows:
         first = self.start + int(chunk) * CHUNK
         done = []
         for draw in range(first, min(first + CHUNK, self.stop)):
-            dataset, row = self.order[draw]
+            dataset, row = place = self.order[draw]
             part = self.parts[dataset]
+            if (known := self.useless.get(place)) is not None:
+                done.append(list(known))
+                continue
             try:
                 items = part.tokenise(part.rows[row], part.origin(row))
             except UserError as error:
                 return _Failure(str(error))
+            dropped = [item for item in items if isinstance(item, Dropped)]
+            if len(dropped) == len(items) and len(self.useless) < MOST_USELESS:
+                self.useless[place] = dropped
             done.append(to_trees(items, self.row_tokens))
         return done
 

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from jaxtrain.errors import UserError
 from jaxtrain.shown import printable
@@ -33,6 +34,24 @@ SHOWN = {
     "sync/seconds": "sync s",
 }
 """But these are, under a shorter name."""
+
+
+class SafeConsole(RichConsole):
+    """rich's console for what verbs print: samples, reasons and names of strangers, in which a
+    terminal must find nothing to obey. Text with styles in it is left to whoever made it."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text as it is shown, cells of tables included."""
+        return super().render_str(printable(text), **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """See rich."""
+        super().print(*map(_without_control, objects), **options)
+
+
+def _without_control(shown: Any) -> Any:
+    plain = isinstance(shown, Text) and not shown.spans
+    return Text(printable(shown.plain), style=shown.style) if plain else shown
 
 
 class Console:

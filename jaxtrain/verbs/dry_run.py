@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.adapters.storage import count_weights
@@ -19,6 +18,7 @@ from jaxtrain.core.task import Data, Task
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rollout.problem_sets import read_problems
+from jaxtrain.run.console import SafeConsole
 from jaxtrain.tasks import make_task
 
 GIB = 2.0**30
@@ -26,7 +26,7 @@ GIB = 2.0**30
 
 def dry_run(config: Config) -> None:
     """Check data, model and shapes; print parameters, memory per device, packing and a sample."""
-    console = Console()
+    console = SafeConsole()
     task = make_task(config)
     for index, one in enumerate(config.eval.sets):
         count = len(read_problems(index, one))
@@ -40,7 +40,7 @@ def dry_run(config: Config) -> None:
     console.print("dry run: nothing was allocated, compiled, sampled or written")
 
 
-def show_memory(config: Config, task: Task, console: Console) -> None:
+def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     """Trace one step on shapes and print what its arrays take on each device."""
     roles = Roles(task.roles)
     trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.parts

@@ -1,13 +1,12 @@
 """The verb `preprocess`: what the data becomes, before anything is trained on it."""
 
-from rich.console import Console
-
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import find_tokenizer
+from jaxtrain.run.console import SafeConsole
 from jaxtrain.tasks import find_method
 
 
 def preprocess(config: Config, num_samples: int) -> None:
     """Tokenise every row, count what was dropped and why, show samples and how rows fill up."""
     data = find_method(config).open_data(config, find_tokenizer(config.model))
-    data.show(Console(), num_samples)
+    data.show(SafeConsole(), num_samples)

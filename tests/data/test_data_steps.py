@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config.data import DataConfig
-from jaxtrain.data.readers import Part
+from jaxtrain.data.readers import IndexedReader, Part
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.steps import Shape, eval_part_batches, open_parts, plan_part_steps
 from jaxtrain.errors import UserError
@@ -167,6 +167,27 @@ def test_drops_are_counted_by_reason(kind):
     assert counters["dropped"]["too long"] > 0
     assert counters["samples"] + counters["dropped"]["too long"] == counters["rows_read"]
     assert 0.5 < counters["packing_efficiency"] <= 1
+
+
+def test_a_row_that_gave_nothing_is_not_read_again():
+    seen = []
+
+    class Rows(list):
+        def __getitem__(self, index):
+            seen.append(index)
+            return super().__getitem__(index)
+
+    rows = Rows(make_rows(4))
+    part = Part(
+        "x",
+        rows,
+        lambda row, origin: [Dropped("odd", origin)] if row is list.__getitem__(rows, 1) else [],
+    )
+    reader = IndexedReader([part], row_tokens=32, shuffle=False)
+    drawn = [next(reader) for _ in range(40)]
+    assert [items != [] for items in drawn] == [False, True, False, False] * 10
+    assert seen.count(1) == 1
+    assert sum(len(items) for items in drawn) == 10, "each draw of it is counted"
 
 
 @pytest.mark.parametrize("kind", ["indexed", "weighted", "stream", "mixed", "hub"])

@@ -8,12 +8,17 @@ import types
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.table import Table
+from rich.text import Text
 
 from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run import console
-from jaxtrain.run.console import Clock, Console
+from jaxtrain.run.console import Clock, Console, SafeConsole
 from jaxtrain.run.sinks import JsonLines, Sinks
+from jaxtrain.shown import UNSEEN
 
 
 def make_config(**log) -> Config:
@@ -29,6 +34,18 @@ def make_config(**log) -> Config:
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.text(st.characters(max_codepoint=0x2070), max_size=30))
+def test_what_verbs_print_of_strangers_holds_nothing_that_a_terminal_obeys(text):
+    stream = io.StringIO()
+    safe = SafeConsole(file=stream, width=200)
+    table = Table("reason")
+    table.add_row(text.replace("[", "("))
+    safe.print(text, markup=False)
+    safe.print(Text(text), table)
+    assert not UNSEEN.search(stream.getvalue())
 
 
 def test_jsonl_is_complete_after_each_write(tmp_path):
