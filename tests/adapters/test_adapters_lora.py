@@ -168,7 +168,7 @@ def meshed_batch():
 @pytest.mark.parametrize(
     ("sizes", "dora"),
     [
-        ({"data": 4}, False),
+        pytest.param({"data": 4}, False, marks=pytest.mark.slow),
         ({"fsdp": 4}, False),
         ({"fsdp": 2, "tensor": 2}, True),
         ({"fsdp": 2, "context": 2}, False),

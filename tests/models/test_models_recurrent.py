@@ -54,7 +54,7 @@ def test_shared_prompts_equal_flat_rows(monkeypatch):
         model = build.init(build.config_from_hf(raw), 0, param_dtype="float64", dtype="float64")
         parts = split_model(model)
     monkeypatch.setattr(labels, "start", lambda: parts)
-    labels.test_a_group_tree_is_its_flat_rows("token")
+    labels.test_a_group_tree_is_its_flat_rows("token", labels.make_groups)
 
 
 def test_prefill_and_steps_equal_full_forward():

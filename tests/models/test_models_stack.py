@@ -55,6 +55,7 @@ def test_unknown_remat_is_refused():
         build.abstract(build.config_from_hf(RAW["qwen3"]), remat="everything")
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds_are_scanned_by_their_period(x64):
     """Two rounds of (experts, dense, experts) and one more layer; notes and captured layers come
     out as they do of an unrolled stack."""

@@ -130,6 +130,7 @@ def wait_for_step(folder: Path, step: int, seconds: float = 200) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path):
     whole = tmp_path / "whole"
     assert finish(

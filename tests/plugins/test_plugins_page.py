@@ -194,7 +194,9 @@ def test_an_engine(name_of, tokenizer):
         "engine": name_of("scripted", "scripted", "Scripted"),
         "options": {"answers": ["yes", "no"]},
     }
-    config = make_config(task={"kind": "rl"}, rollout=rollout, sampling={"temperature": 1.0})
+    sampling = {"temperature": 1.0, "max_new_tokens": 16}
+    judge = [{"function": "length"}]
+    config = make_config(task={"kind": "rl"}, rollout=rollout, sampling=sampling, rewards=judge)
     parts = SimpleNamespace(tokenizer=tokenizer)
     engine, publisher = find_engine(config).open(config, parts, print)
     publisher.publish(3, {}, None)
@@ -228,6 +230,7 @@ group_size = 2
 kind = "quiz"
 [sampling]
 temperature = 1.0
+max_new_tokens = 16
 [log]
 plot = false
 """

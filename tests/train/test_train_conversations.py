@@ -90,6 +90,7 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_datasets_are_played_and_judged_as_their_own(folder):
     sections = (
         "model.architecture.max_position_embeddings=192",

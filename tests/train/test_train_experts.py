@@ -20,6 +20,7 @@ SMALL = [
     "model.architecture.num_hidden_layers=2",
     "model.architecture.moe_intermediate_size=16",
     "data.datasets.0.options={ num_rows = 100 }",
+    "optim.warmup_steps=1",
     "log.every=1",
 ]
 

@@ -178,7 +178,10 @@ def test_a_set_may_have_an_environment_of_its_own(place, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["eval.sets.0.path=gone.jsonl"], "eval.sets.0: no such file or folder: gone.jsonl"),
+        (
+            ["eval.sets.0.path=gone.jsonl"],
+            "no such file or folder: 'gone.jsonl' (key eval.sets.0.path)",
+        ),
         (["eval.sets.0.split='test[9:]'"], "eval.sets.0: "),
         (["eval.sets.0.fields={prompt='question'}"], "eval.sets.0.fields names the column"),
         (["env.kind=single_turn", "env.path=null"], "nothing judges the answers"),
@@ -216,7 +219,8 @@ def test_answers_that_nothing_judges_are_a_mistake(place, tmp_path, capsys, monk
     words = [f"run.output_dir={tmp_path}", f"env.path={tmp_path / 'mute.py'}:Mute"]
     assert run("eval", "--config", place / "sft.toml", *words) == 2
     assert "legs.jsonl): no reward judges the answers" in capsys.readouterr().err
-    words = ["eval.sets=[]", "eval.every=null", "env.kind=single_turn", "env.path=null"]
+    words = ["eval.sets=[]", "eval.every=null", "eval.at_start=false"]
+    words += ["env.kind=single_turn", "env.path=null"]
     assert run("eval", "--config", place / "sft.toml", *words) == 2
     assert "there is nothing to evaluate" in capsys.readouterr().err
 

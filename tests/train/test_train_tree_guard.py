@@ -27,6 +27,8 @@ def config(kind, data=None, **task):
         "run": {"max_steps": 1},
         "sampling": {"temperature": 1.0},
     }
+    if kind == "rl":
+        table["env"] = {"kind": "calculator"}
     return validate_config(table, "test")
 
 

@@ -169,7 +169,7 @@ def train(mode: str, steps: int, num_rows: int) -> np.ndarray:
     return np.array(losses, np.float64)
 
 
-@pytest.mark.parametrize("mode", ["per_branch", "grouped"])
+@pytest.mark.parametrize("mode", [pytest.param("per_branch", marks=pytest.mark.slow), "grouped"])
 def test_200_steps_of_the_tree_and_of_its_branches_stay_together(mode):
     """float32: a mean of about 170 losses rounds to 1e-7; 1e-6 allows the drift of 200 updates."""
     tree, branches = train("tree", 200, 1000), train(mode, 200, 1000)
