@@ -1,7 +1,6 @@
 """Weights on their way to servers: what arrives, what a failure leaves behind, what is refused."""
 
 import contextlib
-import errno
 import json
 import socket
 import time
@@ -19,7 +18,6 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.hf.safetensors import write_folder
 from jaxtrain.rollout.vllm.engine import VllmEngine
-from jaxtrain.rollout.vllm.publish_lora import LoraPublisher, reserve
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher, collect
 from jaxtrain.rollout.vllm.servers import Servers
 from jaxtrain_vllm import handshake, wire
@@ -416,110 +414,6 @@ def test_shapes_are_read_from_the_files(tmp_path):
         tmp_path, {n: (s, np.dtype("float32")) for n, s in SHAPES.items()}, pieces(draw_params())
     )
     assert read_shapes(str(tmp_path)) == HELD
-
-
-# -- adapters
-
-
-def write_adapter(params, folder):
-    (folder / "adapter_config.json").write_text(json.dumps({"r": params}))
-
-
-@contextlib.contextmanager
-def open_lora(fakes, folder, write=write_adapter, **settings):
-    with open_servers(fakes, adapters=True, sync="lora", **settings) as (engine, servers, said):
-        publisher = LoraPublisher(servers, folder, write, lambda params: 1000)
-        yield engine, publisher, said
-        if any(fake.thread.is_alive() for fake in fakes):
-            publisher.close()
-
-
-def test_each_version_is_a_new_adapter_and_old_ones_go(tmp_path):
-    fakes = [FakeVllm(), FakeVllm()]
-    with open_lora(fakes, tmp_path, keep_adapters=2) as (engine, publisher, _):
-        for version in range(4):
-            publisher.publish(version, 8)
-            assert {v for a in ask(engine, 4) for v in a.versions} == {version}
-            names = sorted(path.name for path in tmp_path.iterdir())
-            assert len(names) == min(version + 1, 2)
-            assert all(sorted(fake.adapters) == names for fake in fakes)
-            assert fakes[0].asked[-1]["model"] == names[-1]
-    assert list(tmp_path.iterdir()) == [] and fakes[0].log[-1][1] is not None
-
-
-def test_a_restarted_server_loads_the_newest_adapter_again(tmp_path):
-    fake = FakeVllm()
-    with open_lora([fake], tmp_path, wait_seconds=10) as (engine, publisher, said):
-        publisher.publish(0, 8)
-        publisher.publish(1, 8)
-        fake.kill()
-        fake.start()
-        assert ask(engine)[0].versions == [1] * 4
-        assert len(fake.adapters) == 1
-        publisher.publish(2, 8)
-        assert ask(engine)[0].versions == [2] * 4
-
-
-def test_an_adapter_that_someone_took_away_is_loaded_again(tmp_path):
-    fake = FakeVllm()
-    with open_lora([fake], tmp_path) as (engine, publisher, said):
-        publisher.publish(0, 8)
-        fake.adapters.clear()
-        assert ask(engine)[0].tokens == [100, 101, 102, STOP]
-    assert any("does not serve" in line for line in said)
-
-
-def test_a_load_that_fails_says_what_to_change(tmp_path):
-    fake = FakeVllm()
-    with open_lora([fake], tmp_path) as (_, publisher, _):
-        with pytest.raises(UserError, match="--max-lora-rank of at least adapter.rank"):
-            publisher.publish(0, 128)
-
-    with open_lora([FakeVllm()], tmp_path, write=lambda p, folder: None) as (_, publisher, _):
-        with pytest.raises(UserError, match="rollout.vllm.adapter_dir to a folder that the server"):
-            publisher.publish(0, 8)
-
-
-def test_a_full_disk_costs_old_versions_then_the_run_but_never_a_half_adapter(tmp_path):
-    full = [False]
-
-    def write(params, folder):
-        (folder / "adapter_model.safetensors").write_bytes(b"half")
-        if full[0] and len(list(tmp_path.glob("jaxtrain-*"))) >= full[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_adapter(params, folder)
-
-    fake = FakeVllm()
-    with open_lora([fake], tmp_path, write, keep_adapters=4) as (engine, publisher, said):
-        for version in range(3):
-            publisher.publish(version, 8)
-        full[0] = 3
-        publisher.publish(3, 8)
-        assert ask(engine)[0].versions == [3] * 4
-        assert len(list(tmp_path.iterdir())) == 2 and len(fake.adapters) == 2
-        assert any("is full: deleting all versions but the newest" in line for line in said), said
-        full[0] = 1
-        with pytest.raises(RunStopped, match="version 4 cannot be written: No space left"):
-            publisher.publish(4, 8)
-        assert ask(engine)[0].versions == [3] * 4  # what was there still serves
-        assert not list(tmp_path.glob(".*"))
-
-
-def test_room_is_reserved_before_memory_maps_are_written(tmp_path):
-    """A write to a mapped page that finds no room is a signal, not an exception."""
-    reserve(tmp_path, 10**6)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(OSError):
-        reserve(tmp_path, 2**60)
-
-
-def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
-    fake = FakeVllm()
-    old = tmp_path / "jaxtrain-00000000-7"
-    old.mkdir()
-    fake.adapters = {old.name: str(old), "someone-else": "/other/place"}
-    with open_lora([fake], tmp_path):
-        assert set(fake.adapters) == {"someone-else"} and not old.exists()
 
 
 @pytest.mark.parametrize(
