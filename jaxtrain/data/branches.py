@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.tree import Tree, TreeGroup
+from jaxtrain.data.tree import Forest, Tree, TreeGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +23,15 @@ class Branch:
     """Of a batch [..., T]: indices of the row that it lies in."""
 
 
-def list_branches(of: Tree | TreeGroup | Batch) -> list[Branch]:
-    """The branches of a tree in the order of its `ends`, of a group tree by tree, of a batch
-    [..., T] of host arrays row by row from left to right.
+def list_branches(of: Tree | Forest | TreeGroup | Batch) -> list[Branch]:
+    """The branches of a tree in the order of its `ends`, of a forest or a group tree by tree, of a
+    batch [..., T] of host arrays row by row from left to right.
 
     A batch no longer says where a branch ended inside another one: it has one branch a leaf.
     """
     if isinstance(of, Tree):
         return [_of_tree(of, end) for end in of.ends]
-    if isinstance(of, TreeGroup):
+    if isinstance(of, Forest | TreeGroup):
         return [branch for tree in of.trees for branch in list_branches(tree)]
     rows = np.ndindex(*np.shape(of.tokens)[:-1])
     return [branch for row in rows for branch in _of_row(of, row)]

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.readers import IndexedReader, Items, Part, is_stream
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tree import Node, Tree, TreeGroup
+from jaxtrain.data.tree import Forest, Node, Tree, TreeGroup
 
 FILES = ("tokens.bin", "weights.bin", "items.bin", "places.bin")
 DONE = "done.json"
@@ -166,12 +166,14 @@ def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
 
 
 def _write_item(
-    item: Tree | TreeGroup | Dropped, tokens: BinaryIO, weights: BinaryIO
+    item: Tree | Forest | TreeGroup | Dropped, tokens: BinaryIO, weights: BinaryIO
 ) -> dict[str, Any]:
     if isinstance(item, Dropped):
         return {"dropped": item.reason, "origin": item.origin}
     if isinstance(item, TreeGroup):
         return {"group": [_write_item(tree, tokens, weights) for tree in item.trees]}
+    if isinstance(item, Forest):
+        return {"forest": [_write_item(tree, tokens, weights) for tree in item.trees]}
     nodes = []
     for node in item.nodes:
         if node.streams or node.since is not None:
@@ -225,6 +227,8 @@ class _Reader:
             return Dropped(one["dropped"], one["origin"])
         if "group" in one:
             return TreeGroup(tuple(self.read(tree) for tree in one["group"]))
+        if "forest" in one:
+            return Forest(tuple(self.read(tree) for tree in one["forest"]))
         nodes = tuple(self._node(*described) for described in one["nodes"])
         return Tree(nodes, tuple(one["ends"]), one["origin"], one["controls"])
 

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.data.tree import Tree, Weights
+from jaxtrain.data.tree import Forest, Tree, Weights
 
 Normalise = Literal["token", "tree", "branch"]
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """One tree in depth-first preorder; all arrays [N], indices from the tree's own start."""
+    """A tree, or a forest, in depth-first preorder; all arrays [N], indices from its own start."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -35,9 +35,9 @@ class Packed:
     owner: np.ndarray
     """Branch of the token; the first one where branches share it."""
     node: np.ndarray
-    """Index of the tree's node that holds the token."""
+    """Index of the node that holds the token; those of a forest's trees are numbered on."""
     weights: Weights
-    """float64; 0 on the first token, which nothing predicts."""
+    """float64; 0 on the first token of a tree, which nothing predicts."""
     streams: dict[str, np.ndarray]
     num_branches: int
     since: np.ndarray | None = None
@@ -63,13 +63,15 @@ NLL = Fields()
 """Log-likelihood alone: weights and nothing else."""
 
 
-def lay_out(tree: Tree, normalise: Normalise = "token") -> Packed:
-    """Pack one tree; `normalise` divides its weights.
+def lay_out(tree: Tree | Forest, normalise: Normalise = "token") -> Packed:
+    """Pack one tree, or a forest tree by tree; `normalise` divides the weights of each tree.
 
     "token": by K, so that a tree counts as its average branch (weight g/K). "tree": by the sum of
     its weights, so that each tree counts as one. "branch": by 1, so that each branch counts as
     itself (weight g), which is per-branch training.
     """
+    if isinstance(tree, Forest):
+        return _join([lay_out(one, normalise) for one in tree.trees])
     if len(tree.nodes) == 1:
         packed = _lay_out_chain(tree)
     else:
@@ -145,6 +147,44 @@ def _lay_out_nodes(tree: Tree) -> Packed:
             name: np.concatenate([n.streams[name] for n in nodes]) for name in nodes[0].streams
         },
         num_branches=tree.num_branches,
+        since=since,
+    )
+
+
+def _join(parts: Sequence[Packed]) -> Packed:
+    """Packed trees one behind the other, as one."""
+    lengths = [len(part.tokens) for part in parts]
+    start = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
+    branches = np.cumsum([0, *(part.num_branches for part in parts)])
+    nodes = np.cumsum([0, *(int(part.node.max()) + 1 for part in parts)])
+
+    def behind(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    def moved(name: str, by: np.ndarray) -> np.ndarray:
+        return behind(name) + np.repeat(by[:-1], lengths).astype(np.int32)
+
+    prev, since = behind("prev"), None
+    if any(part.since is not None for part in parts):
+        own = [
+            np.arange(n, dtype=np.int32) if p.since is None else p.since
+            for p, n in zip(parts, lengths, strict=True)
+        ]
+        since = np.concatenate(own) + start
+    named = {name for part in parts for name in part.streams}
+    return Packed(
+        tokens=behind("tokens"),
+        positions=behind("positions"),
+        prev=np.where(prev >= 0, prev + start, -1),
+        until=behind("until") + start,
+        owner=moved("owner", branches),
+        node=moved("node", nodes),
+        weights={
+            name: np.concatenate([part.weights[name] for part in parts])
+            for name in parts[0].weights
+        },
+        streams={name: np.concatenate([part.streams[name] for part in parts]) for name in named},
+        num_branches=int(branches[-1]),
         since=since,
     )
 

@@ -18,11 +18,11 @@ from absl import flags
 from jaxtrain.data.order import Order
 from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Tree, TreeGroup
+from jaxtrain.data.tree import Forest, Tree, TreeGroup
 from jaxtrain.errors import UserError
 
-Tokenise = Callable[[Any, str], Sequence[Sample | Tree | TreeGroup | Dropped]]
-Items = list[Tree | TreeGroup | Dropped]
+Tokenise = Callable[[Any, str], Sequence[Sample | Tree | Forest | TreeGroup | Dropped]]
+Items = list[Tree | Forest | TreeGroup | Dropped]
 
 CHUNK = 16
 MOST_USELESS = 2**16

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Node, Tree, TreeGroup
+from jaxtrain.data.tree import Forest, Node, Tree, TreeGroup
 
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
@@ -15,20 +15,24 @@ def to_tree(sample: Sample, component: str = "nll") -> Tree:
 
 
 def to_trees(
-    items: Sequence[Sample | Tree | TreeGroup | Dropped], row_tokens: int, component: str = "nll"
-) -> list[Tree | TreeGroup | Dropped]:
+    items: Sequence[Sample | Tree | Forest | TreeGroup | Dropped],
+    row_tokens: int,
+    component: str = "nll",
+) -> list[Tree | Forest | TreeGroup | Dropped]:
     """Trees (or groups) of what a tokeniser returned for one row of a dataset.
 
     Trees that cannot train are dropped here, whoever made them: those of more than `row_tokens`
     tokens fit no row, and a trained first token has nothing that predicts it.
     """
-    checked: list[Tree | TreeGroup | Dropped] = []
+    checked: list[Tree | Forest | TreeGroup | Dropped] = []
     for item in items:
         if isinstance(item, Sample):
             item = to_tree(item, component) if len(item.tokens) else Dropped("empty", item.origin)
-        trees = (
-            item.trees if isinstance(item, TreeGroup) else (item,) if isinstance(item, Tree) else ()
-        )
+        trees: tuple[Tree | Forest, ...] = ()
+        if isinstance(item, TreeGroup):
+            trees = item.trees
+        elif isinstance(item, Tree | Forest):
+            trees = (item,)
         if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
         elif trees and not any(map(trains, trees)):
@@ -37,8 +41,10 @@ def to_trees(
     return checked
 
 
-def trains(tree: Tree) -> bool:
+def trains(tree: Tree | Forest) -> bool:
     """Whether any token that has a predictor carries weight."""
+    if isinstance(tree, Forest):
+        return any(map(trains, tree.trees))
     for index, node in enumerate(tree.nodes):
         for values in node.weights.values():
             if np.any(values[1:] if index == 0 else values):

@@ -174,6 +174,44 @@ class TreeGroup:
         return max(tree.controls for tree in self.trees)
 
 
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Trees that must lie in the same row, one behind the other, because something on one points
+    into another: the two answers of a pair with a prompt each. Packs as one tree does."""
+
+    trees: tuple[Tree, ...]
+    """At least one."""
+
+    def __post_init__(self) -> None:
+        if not self.trees:
+            raise ValueError("a forest needs at least one tree")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(tree.num_tokens for tree in self.trees)
+
+    @property
+    def flat_tokens(self) -> int:
+        """Tokens of their branches apart."""
+        return sum(tree.flat_tokens for tree in self.trees)
+
+    @property
+    def num_branches(self) -> int:
+        """Branches of all of them."""
+        return sum(tree.num_branches for tree in self.trees)
+
+    @property
+    def origin(self) -> str:
+        """Where they came from, for messages."""
+        return self.trees[0].origin
+
+    @property
+    def controls(self) -> int:
+        """Control tokens that their texts spell: the trees are made of one row."""
+        return max(tree.controls for tree in self.trees)
+
+
 def chain(tokens: np.ndarray, weights: Weights, *, role: str = "", origin: str = "") -> Tree:
     """The tree of one branch."""
     return Tree((Node(-1, tokens, weights, role=role),), origin=origin)
