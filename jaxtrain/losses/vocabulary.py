@@ -42,14 +42,14 @@ def gather_logp(
     per_token = [target_BT]
     if temperature is not None:
         per_token.append(jnp.broadcast_to(temperature, target_BT.shape))
-    spec_BTD, vocabulary = _placed(hidden_BTD, head_VD)
+    spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:
         return local(None, hidden_BTD, head_VD, *per_token)
     by_token = PartitionSpec(*spec_BTD[:2])
-    stored = _stored(head_VD)
+    stored = stored_axes(head_VD)
 
     def scored(hidden_BTD, head_VD, *per_token):
-        return local(vocabulary, hidden_BTD, _whole(head_VD, hidden_BTD.dtype, stored), *per_token)
+        return local(vocabulary, hidden_BTD, whole_head(head_VD, hidden_BTD.dtype, stored), *per_token)
 
     return jax.shard_map(
         scored,
@@ -86,7 +86,7 @@ def sum_logp(
         )
         return total, LogProbs(*(field.reshape(target_BT.shape) for field in found))
 
-    spec_BTD, vocabulary = _placed(hidden_BTD, head_VD)
+    spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:
         return local(None, hidden_BTD, head_VD, target_BT, weight_BT)
     by_token = PartitionSpec(*spec_BTD[:2])
@@ -94,10 +94,10 @@ def sum_logp(
     for axes in by_token:
         shards += [axes] if isinstance(axes, str) else axes or ()
 
-    stored = _stored(head_VD)
+    stored = stored_axes(head_VD)
 
     def summed(hidden_BTD, head_VD, *per_token):
-        head_VD = _whole(head_VD, hidden_BTD.dtype, stored)
+        head_VD = whole_head(head_VD, hidden_BTD.dtype, stored)
         total, found = local(vocabulary, hidden_BTD, head_VD, *per_token)
         return jax.lax.psum(total, tuple(shards)) if shards else total, found
 
@@ -109,7 +109,7 @@ def sum_logp(
     )(hidden_BTD, head_VD, target_BT, weight_BT)
 
 
-def _placed(hidden_BTD, head_VD):
+def place_tokens(hidden_BTD, head_VD):
     """(spec of the hidden states, mesh axes of the vocabulary or None); (None, None) locally."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -118,12 +118,12 @@ def _placed(hidden_BTD, head_VD):
     return spec_BTD, partition_spec(("vocab", None), head_VD.shape, mesh)[0]
 
 
-def _stored(head_VD) -> tuple[str, ...]:
+def stored_axes(head_VD) -> tuple[str, ...]:
     """Mesh axes that the head's features are stored split over."""
     return split_axes(("vocab", "embed"), head_VD.shape, jax.sharding.get_abstract_mesh())[1]
 
 
-def _whole(head_VD, dtype, axes):
+def whole_head(head_VD, dtype, axes):
     """The head with all its features, in the dtype of the hidden states; inside shard_map.
 
     Gathered here and not by the partitioner, so that its gradient is scattered back.
