@@ -49,7 +49,9 @@ def gather_logp(
     stored = stored_axes(head_VD)
 
     def scored(hidden_BTD, head_VD, *per_token):
-        return local(vocabulary, hidden_BTD, whole_head(head_VD, hidden_BTD.dtype, stored), *per_token)
+        return local(
+            vocabulary, hidden_BTD, whole_head(head_VD, hidden_BTD.dtype, stored), *per_token
+        )
 
     return jax.shard_map(
         scored,
