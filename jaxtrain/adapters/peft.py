@@ -23,6 +23,7 @@ from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 
@@ -112,10 +113,18 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
     targets: list[str] | str = sorted(set(names.values()))
     if any("\\" in name for name in targets):
         targets = rf".*\.({'|'.join(targets)})"  # PEFT takes a list of names or one expression
-    modules = {"embed.embedding": "embed_tokens", "lm_head.embedding": "lm_head"}
+    modules = {
+        "embed.embedding": "embed_tokens",
+        "lm_head.embedding": "lm_head",
+        "score.weight": "score",
+        "score.bias": "score",
+    }
+    task = "CAUSAL_LM"
+    if "score.weight" in adapter.full:
+        task = "TOKEN_CLS" if "score.bias" in adapter.full else "SEQ_CLS"
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base_name,
         "r": common.rank,
         "lora_alpha": _plain(common.alpha),
@@ -126,7 +135,7 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
             names[p]: _plain(s.alpha) for p, s in adapter.slots.items() if s.alpha != common.alpha
         },
         "target_modules": targets,
-        "modules_to_save": sorted(modules[path] for path in adapter.full) or None,
+        "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
         "lora_dropout": 0.0,
@@ -288,6 +297,13 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"
+    scores = score_paths(config)
+    tables |= {name: name for name in scores}
+    if not set(scores) <= peft.full():
+        raise UserError(
+            f"adapter.path {str(folder)!r} is a language model's, it holds no {scores[0]}; merge it"
+            " into its base (jaxtrain merge) and start from that folder"
+        )
     unknown = sorted([*modules, *(peft.full() - set(tables))])
     if unknown or not slots:
         raise UserError(

@@ -32,7 +32,8 @@ class AdapterConfig(Section):
     train_embeddings: bool = False
     """Train the token embedding in full (a tied head is the same table)."""
     train_head: bool = False
-    """Train the output head in full (a tied embedding is the same table)."""
+    """Train the output head in full (a tied embedding is the same table). The head of a reward
+    model always is."""
     path: Place | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
     quantize: Literal["none", "nf4", "int8"] = "none"

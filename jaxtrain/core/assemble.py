@@ -24,7 +24,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.files import read_object
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.models import build
+from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
+from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
@@ -46,15 +48,18 @@ class Parts:
     """What is trained, where that is not everything."""
 
 
-def assemble(config: Config, reserved: int = 0) -> Parts:
+def assemble(config: Config, reserved: int = 0, score: ScoreHead | None = None) -> Parts:
     """What section `model` trains: model, tokenizer and mesh, checked against each other; raises
     UserError.
 
-    reserved: devices, the last ones, that are left out of the mesh.
+    reserved: devices, the last ones, that are left out of the mesh. score: the head that the method
+    trains in the place of the language model's.
     """
     folder, raw = find_architecture(config.model)
-    architecture = build.config_from_hf(raw, config.model.family)
+    architecture = choose_head(build.config_from_hf(raw, config.model.family), score)
     tokenizer = find_tokenizer(config.model)
+    if score is not None:
+        architecture = name_padding(architecture, tokenizer)
     check_fit(config, architecture, tokenizer)
     return Parts(
         tokenizer=tokenizer,
@@ -66,11 +71,14 @@ def assemble(config: Config, reserved: int = 0) -> Parts:
     )
 
 
-def assemble_beside(model: ModelConfig, parts: Parts, key: str) -> Parts:
+def assemble_beside(
+    model: ModelConfig, parts: Parts, key: str, score: ScoreHead | None = None
+) -> Parts:
     """Another model on the mesh of the trained one, without adapter, such as a teacher; UserError
-    where it reads other tokens. key: the section that names it."""
+    where it reads other tokens. key: the section that names it. score: as for `assemble`, but the
+    folder must have such a head."""
     folder, raw = find_architecture(model)
-    architecture = build.config_from_hf(raw, model.family)
+    architecture = choose_head(build.config_from_hf(raw, model.family), score, key)
     if architecture.vocab_size < len(parts.tokenizer):
         raise UserError(
             f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"
@@ -127,7 +135,8 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
     if section.kind == "none":
         return None
     tables = {"embed.embedding"} if section.train_embeddings else set()
-    if section.train_head:
+    scores = set(score_paths(architecture))
+    if section.train_head and not scores:
         tables.add("embed.embedding" if architecture.tie_word_embeddings else "lm_head.embedding")
     if section.path is None:
         slots = choose_slots(
@@ -137,7 +146,8 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             section.rank_pattern,
             section.alpha_pattern,
         )
-        return Adapter(slots, tuple(sorted(tables)), section.dtype, quantize=section.quantize)
+        full = tuple(sorted(tables | scores))
+        return Adapter(slots, full, section.dtype, quantize=section.quantize)
     found = read_adapter(section.path, architecture, section.dtype)
     found = dataclasses.replace(found, quantize=section.quantize)
     if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
@@ -184,7 +194,9 @@ def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
     quantize = "none" if parts.adapter is None else parts.adapter.quantize
     if parts.folder is not None:
-        found = build.read_params(parts.folder, parts.mesh, parts.architecture, **parts.options)
+        found = build.read_params(
+            parts.folder, parts.mesh, parts.architecture, seed, **parts.options
+        )
     elif quantize == "none":
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
         return split_model(model)[0]
@@ -218,6 +230,38 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"model.path {model.path!r}: {path} does not exist")
     return folder, read_object(path)
+
+
+def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") -> Any:
+    """The architecture with the head that a method wants, None for the language model's; UserError
+    where it has another one."""
+    if score is None:
+        if found.score is None:
+            return found
+        name = found.to_hf()["architectures"][0]
+        raise UserError(
+            f"{key} holds {name}, which scores texts and writes none; train it with task.kind"
+            ' "reward_model", score with it by `jaxtrain score`, or name a language model'
+        )
+    if found.score is None:
+        return build.with_score(found, dataclasses.replace(score, drawn=True))
+    if (found.score.per, len(found.score.labels)) != (score.per, len(score.labels)):
+        wanted = score.to_hf(found.architecture)["architectures"][0]
+        raise UserError(
+            f"{key} holds {found.to_hf()['architectures'][0]} with {len(found.score.labels)}"
+            f" labels; needed is {wanted} with {len(score.labels)}, or a language model, which gets"
+            " such a head"
+        )
+    return found
+
+
+def name_padding(architecture: Any, tokenizer: Any) -> Any:
+    """The architecture with the tokenizer's pad token where it names none: transformers finds the
+    last token of a text by it."""
+    kept = dict(architecture.kept)
+    if kept.get("pad_token_id", "null") == "null" and tokenizer.pad_token_id is not None:
+        kept["pad_token_id"] = str(int(tokenizer.pad_token_id))
+    return dataclasses.replace(architecture, kept=tuple(kept.items()))
 
 
 def find_folder(name: str, weights: bool) -> Path:

@@ -119,8 +119,8 @@ def is_vector(path: str) -> bool:
 
 
 def is_embedding(path: str) -> bool:
-    """Whether a parameter is a token embedding or the output head."""
-    return any(part in ("embed", "head", "lm_head") for part in path.split("."))
+    """Whether a parameter is a token embedding or the output head, of whatever kind."""
+    return any(part in ("embed", "head", "lm_head", "score") for part in path.split("."))
 
 
 def decays(path: str, value, optim: OptimConfig) -> bool:

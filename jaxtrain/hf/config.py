@@ -45,6 +45,8 @@ IGNORED = {
 TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 """Only where transformers trains; evaluation computes the same, and no training here draws any."""
 
+OWN = {"rope", "kept", "score"}
+"""Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 
 
@@ -56,13 +58,13 @@ def hf_defaults(model_type: str) -> dict[str, Any]:
 def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for the dataclass `cls` from the content of a config.json.
 
-    Every field of `cls` but `rope` and `kept` is named as in config.json.
+    Every field of `cls` but those in OWN is named as in config.json.
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default.
     """
     model_type = cls.model_type
     hints = get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)} - {"rope", "kept"}
+    names = {field.name for field in dataclasses.fields(cls)} - OWN
     defaults = hf_defaults(model_type)
     for key, value in raw.items():
         if key in names or key in IGNORED or key in ROPE:
@@ -104,7 +106,7 @@ def write_fields(config: Any) -> dict[str, Any]:
     """The content of a config.json that transformers 4 and 5 read as `config`."""
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for field in dataclasses.fields(config):
-        if field.name not in ("rope", "kept"):
+        if field.name not in OWN:
             raw[field.name] = _thaw(getattr(config, field.name))
     if config.head_dim is None:  # families without the attribute divide by a null
         del raw["head_dim"]

@@ -5,11 +5,12 @@ them; random ones are drawn where they live. `mesh=None` means the default devic
 """
 
 import collections
+import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 from jaxtrain.parallel.rules import shardings
 
@@ -46,15 +48,17 @@ def find_family(architecture: str) -> ModuleType:
 
 
 def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderConfig:
-    """Config of the family that a config.json names, by `architectures` or else `model_type`.
+    """Config of the family that a config.json names, by `architectures` or else `model_type`; with
+    a head that scores where the architecture is one of those of models.scores.
 
     place: "package.module" or "file.py" that holds the family, as in model.family.
     """
     named, model_type = check_names(raw)
+    base, per = split_architecture(named[0]) if named else (None, None)
     if place is not None:
         module = plugins.load_module(place, key=f"model.family {place!r}")
-    elif named:
-        module = find_family(named[0])
+    elif base is not None:
+        module = find_family(base)
     else:
         known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
         fitting = (m for m in map(find_family, known) if m.Config.model_type == model_type)
@@ -64,7 +68,19 @@ def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderC
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"
                 f" {', '.join(known)}; name one of them, or set model.family"
             )
-    return check_family(module, named[0] if named else None).from_hf(raw)
+    config = check_family(module, base).from_hf(raw)
+    return config if per is None else with_score(config, read_score_head(raw, per))
+
+
+def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
+    """The config with a head that scores; UserError where the family has no names for one."""
+    changed = dataclasses.replace(config, score=score)
+    if not any(entry.param == "score.weight" for entry in family(config).names(changed)):
+        raise UserError(
+            f"{config.architecture}: names() of {family(config).__name__} has no tensor for a head"
+            " that scores; build it on jaxtrain.models.naming.outer_names"
+        )
+    return changed
 
 
 def check_family(module: ModuleType, architecture: str | None) -> type[DecoderConfig]:
@@ -119,21 +135,27 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
 
 
 def draw_params(
-    config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any
+    config: DecoderConfig,
+    seed: int,
+    mesh: Mesh | None = None,
+    only: Collection[str] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
-    quantises each before the next is there."""
+    quantises each before the next is there. only: the paths to draw; None: all."""
     module = family(config)
     _, state = nnx.split(abstract(config, **options))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     for path, _ in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        if only is not None and name not in only:
+            continue
 
         def draw(key: jax.Array, path: tuple = path) -> jax.Array:
             model = module.Model(config, Options(**options), nnx.Rngs(params=key))
             return dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
 
         place = places[path].get_value() if places else None
-        name = ".".join(map(str, path))
         yield name, jax.jit(draw, out_shardings=place)(jax.random.key(seed))
 
 
@@ -156,12 +178,13 @@ def read_params(
     folder: str | os.PathLike,
     mesh: Mesh | None = None,
     config: DecoderConfig | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of the parameters of a Hugging Face folder, read one after the other.
 
-    config: the folder's, where it is known already. Raises UserError as `load` does, before the
-    first is read.
+    config: the folder's, where it is known already, or with a head to draw by the seed. Raises
+    UserError as `load` does, before the first is read.
     """
     config = config or read_config(folder)
     files = Folder(folder)
@@ -171,10 +194,18 @@ def read_params(
     entries = {entry.param: entry for entry in family(config).names(config)}
     paths = {path: entries[".".join(map(str, path))] for path in flat}
     assert len(paths) == len(entries), "names() and Model differ"
-    _check(files, {paths[path]: leaf.get_value().shape for path, leaf in flat.items()}, config)
-    for path, entry in paths.items():
+    stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
+    _check(files, {e: flat[path].get_value().shape for path, e in stored.items()}, config)
+    if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
+        yield from draw_params(config, seed, mesh, drawn, **options)
+    for path, entry in stored.items():
         place = places[path].get_value() if places else None
         yield entry.param, read_entry(files, entry, flat[path].get_value(), place)
+
+
+def _is_drawn(entry: Entry, config: DecoderConfig) -> bool:
+    """Whether the folder that a config is to be read from has no such parameter."""
+    return config.score is not None and config.score.drawn and entry.param.startswith("score.")
 
 
 def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
@@ -184,7 +215,8 @@ def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
     entries = {entry.param: entry for entry in family(config).names(config)}
     flat = nnx.to_flat_state(state)
     shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
-    _check(Folder(folder), shapes, config)
+    stored = {entry: shape for entry, shape in shapes.items() if not _is_drawn(entry, config)}
+    _check(Folder(folder), stored, config)
 
 
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
@@ -210,7 +242,7 @@ def save(
     stored = dict(model.stored)
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
-    if config.tie_word_embeddings and TIED_COPY in stored:
+    if config.score is None and config.tie_word_embeddings and TIED_COPY in stored:
         entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]
     plan = {}
     for entry in entries:
@@ -255,6 +287,8 @@ def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: Decod
                     f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantised weights"
                     " are; convert the model to floats"
                 )
+        elif name == TIED_COPY and config.score is not None:
+            continue  # the head of the language model that it was
         elif name == TIED_COPY and config.tie_word_embeddings:
             table = found.get("model.embed_tokens.weight")
             if table is not None and not _equal(files, TIED_COPY, "model.embed_tokens.weight"):

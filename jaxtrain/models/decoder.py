@@ -22,7 +22,9 @@ from jaxtrain.layers.mixer import Decoding, LayerSpec, State
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles, frequencies
+from jaxtrain.layers.score import Score
 from jaxtrain.layers.stack import Hidden, Stack
+from jaxtrain.models.scores import ScoreHead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class DecoderConfig:
     """Hugging Face's rope_parameters as sorted items."""
     kept: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
+    score: ScoreHead | None = None
+    """The head that scores in the place of the one that predicts tokens; None: a language model."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -58,7 +62,8 @@ class DecoderConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json, for transformers 4 and 5."""
-        return write_fields(self)
+        raw = write_fields(self)
+        return raw if self.score is None else {**raw, **self.score.to_hf(self.architecture)}
 
     def check(self) -> None:
         """UserError where the sizes do not fit together."""
@@ -138,6 +143,11 @@ class Cache(NamedTuple):
     """int32 [B]: tokens seen so far, and so the position of the next one."""
 
 
+def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) -> Score:
+    """The layer of a head that scores."""
+    return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
+
+
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
@@ -157,8 +167,10 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
+        head = config.score
+        own = head is None and not config.tie_word_embeddings
+        self.lm_head = Embed(config.vocab_size, config.hidden_size, **common) if own else None
+        self.score = None if head is None else make_score(head, config.hidden_size, common)
         self.encodings = tuple(
             (name, tuple(frequency.tolist()), factor)
             for name, (frequency, factor) in config.encodings().items()
@@ -190,12 +202,21 @@ class Decoder(nnx.Module):
 
     def head(self) -> jax.Array:
         """Output projection [V, D] in the param dtype; the embedding itself when tied."""
-        return self.head_table.embedding[...]
+        table = self.head_table
+        assert table is not None, "a model that scores predicts no tokens"
+        return table.embedding[...]
 
     @property
-    def head_table(self) -> Embed:
-        """Where the output projection is stored."""
+    def head_table(self) -> Embed | None:
+        """Where the output projection is stored; None where a head scores in its place."""
+        if self.score is not None:
+            return None
         return self.embed if self.lm_head is None else self.lm_head
+
+    def scores(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [..., n] of a model that scores, in at least float32."""
+        assert self.score is not None, "a language model has no scores"
+        return self.score(hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the

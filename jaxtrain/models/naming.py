@@ -24,14 +24,22 @@ def decoder_names(
 
 
 def outer_names(config: DecoderConfig) -> list[Entry]:
-    """Embedding, final norm and, unless tied, the head."""
+    """Embedding, final norm and what head there is: tied, of its own, or one that scores."""
     entries = [
         Entry("embed.embedding", Tensor("model.embed_tokens.weight")),
         Entry("norm.scale", Tensor("model.norm.weight")),
     ]
-    if not config.tie_word_embeddings:
+    entries += [Entry(path, Tensor(path)) for path in score_paths(config)]
+    if config.score is None and not config.tie_word_embeddings:
         entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
     return entries
+
+
+def score_paths(config: DecoderConfig) -> list[str]:
+    """The parameters of a head that scores, which are called alike here and there."""
+    if config.score is None:
+        return []
+    return ["score.weight", *(["score.bias"] if config.score.per == "token" else [])]
 
 
 def attention_names(

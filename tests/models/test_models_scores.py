@@ -1,0 +1,168 @@
+"""Heads that score: what transformers and PEFT compute with what is written, and back."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
+
+import torch
+import transformers
+from tiny_models import RAW, documents, pack
+
+from jaxtrain.adapters.attach import attach
+from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.core.assemble import choose_head
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
+from jaxtrain.models.scores import ScoreHead, name_labels
+from jaxtrain.parallel.mesh import make_mesh
+
+SEQUENCE, TOKEN = ScoreHead("sequence", name_labels(1)), ScoreHead("token", name_labels(2))
+PAD = 0
+TEXTS = documents(5, 9, 17, 12)
+
+
+def score_texts(model):
+    """Our scores [3, 17, n] of TEXTS, right padded as transformers would."""
+    params, rebuild = split_model(model)
+
+    def score(params, batch):
+        model = rebuild(params)
+        return model.scores(model.hidden(batch).hidden)
+
+    return np.asarray(jax.jit(score)(params, pack([[text] for text in TEXTS], 17)))
+
+
+def their_inputs():
+    """(ids, mask) [3, 17] of TEXTS, right padded."""
+    ids = np.full((3, 17), PAD)
+    for row, text in enumerate(TEXTS):
+        ids[row, : len(text)] = text
+    lengths = np.array([len(text) for text in TEXTS])
+    return torch.from_numpy(ids), torch.from_numpy(np.arange(17) < lengths[:, None]).long()
+
+
+def last_tokens(scores):
+    return np.stack([scores[row, len(text) - 1] for row, text in enumerate(TEXTS)])
+
+
+def make_config(name, head):
+    return build.with_score(build.config_from_hf({**RAW[name], "pad_token_id": PAD}), head)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("qwen3", SEQUENCE),
+        ("llama", TOKEN),
+        *(slow(name, SEQUENCE) for name in ("llama", "mistral", "mixtral", "qwen2")),
+        *(slow(name, TOKEN) for name in ("qwen3_moe_mixed",)),
+    ],
+)
+def test_transformers_scores_what_we_write(name, head, tmp_path):
+    config = make_config(name, head)
+    build.save(build.init(config, 3), config, tmp_path)
+    kind = "Sequence" if head is SEQUENCE else "Token"
+    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
+    theirs, report = auto.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert build.read_config(tmp_path) == config
+    found = score_texts(build.load(tmp_path))
+    ids, mask = their_inputs()
+    with torch.no_grad():
+        expected = theirs.eval()(ids, attention_mask=mask).logits.numpy()
+    if head is SEQUENCE:
+        np.testing.assert_allclose(last_tokens(found), expected, atol=1e-5)
+        return
+    for row, text in enumerate(TEXTS):
+        here = (row, slice(len(text)))
+        np.testing.assert_allclose(found[here], expected[here], atol=1e-5)
+
+
+def test_a_language_model_gets_a_head_and_keeps_the_rest(tmp_path):
+    config = build.config_from_hf(RAW["llama"])
+    build.save(build.init(config, 3), config, tmp_path)
+    wanted = choose_head(build.read_config(tmp_path), SEQUENCE)
+    assert wanted.score == dataclasses.replace(SEQUENCE, drawn=True)
+    found = dict(build.read_params(tmp_path, config=wanted, seed=1))
+    base = split_model(build.load(tmp_path))[0]
+    assert found.keys() == base.keys() - {"lm_head.embedding"} | {"score.weight"}
+    assert all(np.array_equal(found[path], base[path]) for path in found if path in base)
+    head = np.asarray(found["score.weight"])
+    (_, other), *_ = build.draw_params(wanted, 2, only={"score.weight"})
+    assert not np.array_equal(head, other)
+    assert 0.05 < head.std() < 0.2  # initializer_range is 0.1
+
+
+@pytest.mark.slow
+def test_peft_loads_an_adapter_with_its_head(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    base = build.config_from_hf({**RAW["qwen3"], "pad_token_id": PAD})
+    build.save(build.init(base, 3), base, tmp_path / "base")
+    config = choose_head(base, SEQUENCE)
+    slots = choose_slots(find_linears(config), ["all-linear"], LoRASpec(4, 6.0), {}, {})
+    adapter = Adapter(slots, ("score.weight",))
+    shapes, rebuild = split_model(attach(build.abstract(config), adapter))
+    here = jax.sharding.NamedSharding(make_mesh(jax.devices()[:1]), jax.sharding.PartitionSpec())
+    shapes = {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+        for path, shape in shapes.items()
+        if adapter.trains(path)
+    }
+    rng = np.random.default_rng(0)
+    values = {
+        path: 0.2 * rng.standard_normal(shape.shape).astype(np.float32)
+        for path, shape in shapes.items()
+    }
+    write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=1, attn_implementation="eager"
+    )
+    theirs = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    ids, mask = their_inputs()
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask).logits.numpy()
+
+    found = read_adapter(tmp_path / "adapter", config, "float32")
+    assert (found.slots, found.full) == (adapter.slots, adapter.full)
+    loaded = load_trained(shapes, config, found)
+    params = dict(build.read_params(tmp_path / "base", config=config))
+    assert all(np.array_equal(loaded[path], values[path]) for path in values)
+    ours = score_texts(rebuild({**params, **loaded}))
+    np.testing.assert_allclose(last_tokens(ours), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("raw", "score", "said"),
+    [
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, None, "jaxtrain score"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, SEQUENCE, "with 2 labels"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, SEQUENCE, "ForSequenceClass"),
+        (
+            {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"1": "x"}},
+            TOKEN,
+            "id2label",
+        ),
+        (
+            {"architectures": ["Qwen3ForTokenClassification"], "num_labels": -1},
+            TOKEN,
+            "num_labels",
+        ),
+    ],
+)
+def test_heads_that_do_not_fit_are_told(raw, score, said):
+    raw = json.loads(json.dumps({**RAW["qwen3"], **raw}))
+    with pytest.raises(UserError, match=said):
+        choose_head(build.config_from_hf(raw), score)
