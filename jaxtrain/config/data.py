@@ -45,6 +45,16 @@ class DatasetConfig(Section):
     """What a control token is that a text of the data spells, such as "<|im_end|>": text: letters,
     as the model reads them from people. control: the control token itself, for data that are
     rendered already."""
+    pairing: Literal["best_worst", "best_rest", "neighbours", "all"] = "best_worst"
+    """Preference data with scores: which answers to one prompt are compared. best_worst: the best
+    with the worst; best_rest: the best with each other; neighbours: each with the next one in
+    order; all: each with each. Equal scores give no pair."""
+    margin: Literal["column", "scores"] = "column"
+    """Preference data: by how much the better answer is better. column: what the column `margin`
+    says, else 0; scores: the difference of the two answers' scores."""
+    group_prompts: bool = False
+    """Preference data: rows with the same prompt become one tree, which computes it once. Reads
+    all rows at the start."""
     weight: float | None = Field(None, gt=0)
     """Share of this dataset in the rows drawn, relative to the others' (unset counts as 1).
     Without any weight an epoch holds every row of every dataset once; with weights it is as long,

@@ -96,7 +96,7 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool 
     any row gives a sample, naming the reasons, and when the chat template leaves out parts of one.
     """
     rows = open_rows(dataset)
-    picked = list(_pick(rows))
+    picked = list(pick_rows(rows))
     if not picked:
         raise UserError(f"{dataset.path} has no rows")
     columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
@@ -129,7 +129,7 @@ def probe(dataset: DatasetConfig, tokenizer: Any, data: DataConfig, trees: bool 
     return Probe(dataset.path, name, columns, num_rows, tuple(samples), dict(dropped), counts, told)
 
 
-def _pick(rows: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def pick_rows(rows: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Up to 16 rows with their origins: evenly spread, or the first of a stream."""
     if not hasattr(rows, "__len__"):
         for number, row in enumerate(itertools.islice(iter(rows), NUM_ROWS), 1):

@@ -1,6 +1,6 @@
 """Rows made of rows, and rows made of chance: all with len and getitem."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,22 +45,41 @@ class SyntheticTurns:
 class GroupedRows:
     """Rows that share the value of a column, as one row {"group": [...]}; first seen first."""
 
-    def __init__(self, rows: Any, column: str):
-        """Reads the column of every row once; raises KeyError without it."""
+    def __init__(
+        self,
+        rows: Any,
+        column: str | Callable[[dict[str, Any]], str | None],
+        most: int | None = None,
+    ):
+        """Reads the column of every row once; raises KeyError without it. column: or what is equal
+        for the rows of one group, None for a row that stays alone. most: rows of a group, if there
+        are more of them they make several."""
         self._rows = rows
         self.left_out: dict[str, int] = getattr(rows, "left_out", {})
         members: dict[Any, list[int]] = {}
         for index in range(len(rows)):
             row = rows[index]
-            alone = isinstance(row, Unreadable)  # it is dropped under its own reason
-            members.setdefault(f"\0{index}" if alone else str(row[column]), []).append(index)
-        self._members = list(members.values())
+            key = None  # what cannot be read is dropped under its own reason
+            if not isinstance(row, Unreadable):
+                key = column(row) if callable(column) else str(row[column])
+            members.setdefault(f"\0{index}" if key is None else key, []).append(index)
+        self._members = [
+            group[start : start + (most or len(group))]
+            for group in members.values()
+            for start in range(0, len(group), most or len(group))
+        ]
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"group": [self._rows[i] for i in self._members[index]]}
+
+    def origin(self, index: int) -> str:
+        """Name of a group in messages: that of its first row."""
+        first = self._members[index][0]
+        named = getattr(self._rows, "origin", None)
+        return named(first) if named else f"row {first}"
 
 
 class SelectedRows:

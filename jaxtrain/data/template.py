@@ -125,6 +125,25 @@ def encode_text(
     return [*around[:before], *encoder.text(text), *around[before + len(alone) :]]
 
 
+def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
+    """Tokens of the beginning of a text of people, with a bos token if the tokenizer has that
+    habit."""
+    ids = encoder.text(text)
+    bos = tokenizer.bos_token_id
+    habit = encode(tokenizer, "", special=True)
+    return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
+
+
+def eos_of(tokenizer: Any) -> int:
+    """Id of the token that ends plain text; UserError for a tokenizer without one."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} names no eos token, which plain text "
+            "must end with: set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
 def render_text(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None, generation: bool = False
 ) -> str:

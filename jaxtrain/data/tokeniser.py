@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import plugins
-from jaxtrain.config.data import FORMATS, DatasetConfig
+from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data import template
 from jaxtrain.data.columns import COLUMNS, OPTIONAL, detect_format
 from jaxtrain.data.control import encoder_of
@@ -23,6 +22,7 @@ from jaxtrain.data.messages import (
     read_messages,
     read_tools,
 )
+from jaxtrain.data.outside import ask_outside, find_outside
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.shared import share_prefixes
 from jaxtrain.data.tree import Tree
@@ -34,6 +34,11 @@ TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "syst
 MOST_RENDERED = 2**27
 """Characters of a conversation times its trained turns, each of which is rendered behind all that
 precedes it."""
+NAMES = [
+    *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
+    *(f"messages.{key}" for key in KEYS),
+]
+"""What fields may rename columns to."""
 ALPACA_INPUT = "\n\n### Input:\n"
 
 Result = list[Sample | Tree | Dropped]
@@ -54,11 +59,8 @@ class Tokeniser:
         too_long: str,
         trees: bool = False,
     ) -> None:
-        self.outside = None
-        if dataset.format not in FORMATS:
-            key = f"{dataset.path}: format"
-            self.outside = plugins.find("formats", dataset.format, dict.fromkeys(FORMATS), key=key)
-        _check_names(dataset)
+        self.outside = find_outside(dataset)
+        check_names(dataset, None if self.outside else NAMES)
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.sequence_len = sequence_len
@@ -142,14 +144,7 @@ class Tokeniser:
 
     def _ask(self, read: Any, row: dict[str, Any]) -> dict[str, Any] | list[Weighted]:
         """What a format from outside makes of a row, checked: see formats.py."""
-        try:
-            found = read(row, self.tokenizer, self.dataset)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise Malformed(str(error)) from None
-        except Exception as error:  # the border: whatever foreign code may raise
-            raise UserError(f"format {self.dataset.format!r}: {plugins.describe(error)}") from error
+        found = ask_outside(read, row, self.tokenizer, self.dataset)
         if isinstance(found, dict):
             return found
         if not isinstance(found, list) or not all(map(_is_weighted, found)):
@@ -206,8 +201,8 @@ class Tokeniser:
 
     def _pair(self, prompt: str, completion: str) -> Weighted:
         """Text before, text after and eos, tokenised apart: as the model meets them in use."""
-        before = self._start(prompt)
-        after = [*self.encoder.text(completion), self._eos()]
+        before = self._begin(prompt)
+        after = [*self.encoder.text(completion), template.eos_of(self.tokenizer)]
         everything = self.dataset.train_on == "all"
         return before + after, [float(everything)] * len(before) + [1.0] * len(after)
 
@@ -223,7 +218,7 @@ class Tokeniser:
             train = segment.get("train", segment.get("label")) if text is not None else None
             if not isinstance(text, str) or not isinstance(train, bool):
                 raise Malformed("a segment must have a string text and a true/false train")
-            ids = self._start(text) if not tokens else self.encoder.text(text)
+            ids = self._begin(text) if not tokens else self.encoder.text(text)
             tokens += ids
             weights += [float(train or self.dataset.train_on == "all")] * len(ids)
         return tokens, weights
@@ -235,27 +230,15 @@ class Tokeniser:
         document's first is predicted exactly once.
         """
         text = _string(row, "text")
-        tokens = self._start(text) + [self._eos()]
+        tokens = self._begin(text) + [template.eos_of(self.tokenizer)]
         stride = self.sequence_len - 1
         starts = range(0, max(1, len(tokens) - 1), stride)
         pieces = [tokens[start : start + self.sequence_len] for start in starts]
         weighted = [(piece, [1.0] * len(piece)) for piece in pieces]
         return self._finish(weighted, origin, self._count(text))
 
-    def _start(self, text: str) -> list[int]:
-        """Tokens of the beginning of a text, with a bos token if the tokenizer has that habit."""
-        ids = self.encoder.text(text)
-        bos = self.tokenizer.bos_token_id
-        habit = template.encode(self.tokenizer, "", special=True)
-        return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
-
-    def _eos(self) -> int:
-        if self.tokenizer.eos_token_id is None:
-            raise UserError(
-                f"the tokenizer {self.tokenizer.name_or_path} names no eos token, which plain text "
-                "must end with: set eos_token in its tokenizer_config.json"
-            )
-        return self.tokenizer.eos_token_id
+    def _begin(self, text: str) -> list[int]:
+        return template.begin_text(self.tokenizer, self.encoder, text)
 
     def _count(self, *texts: str) -> int:
         return sum(map(self.encoder.count, texts))
@@ -286,12 +269,11 @@ class Tokeniser:
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
 
 
-def _check_names(dataset: DatasetConfig) -> None:
-    """Raise UserError for names in fields or roles that nothing would read."""
-    columns = {name for needed in COLUMNS.values() for names in needed for name in names}
-    allowed = sorted(columns | OPTIONAL) + [f"messages.{key}" for key in KEYS]
+def check_names(dataset: DatasetConfig, allowed: Sequence[str] | None) -> None:
+    """Raise UserError for names in fields or roles that nothing would read. allowed: what fields
+    may rename to; None: anything."""
     for wanted in dataset.fields:
-        if wanted not in allowed and dataset.format in FORMATS:
+        if allowed is not None and wanted not in allowed:
             near = difflib.get_close_matches(wanted, allowed, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
             raise UserError(

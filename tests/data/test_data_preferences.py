@@ -1,0 +1,431 @@
+"""Rows of preference data: columns, tokens, pairs, lengths, and what is dropped."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.data.judged import detect_kind, parse_talk, read_judged
+from jaxtrain.data.messages import Malformed
+from jaxtrain.data.pack import NLL
+from jaxtrain.data.pipeline import count_steps, open_source
+from jaxtrain.data.preferences import Preferences, RankedReader, halve
+from jaxtrain.data.ranked import Pair, Ranked
+from jaxtrain.data.ranking import rank_pairs
+from jaxtrain.data.sample import Dropped
+from jaxtrain.data.template import load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.tree import Node, Tree
+from jaxtrain.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
+ASKED = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def branches(ranked):
+    """A tree as the methods make it: the prompt, each answer a leaf."""
+    zeros = {"nll": np.zeros(len(ranked.prompt), np.float32)}
+    leaves = [Node(0, answer.tokens, {"nll": answer.weights}) for answer in ranked.answers]
+    root = Node(-1, ranked.prompt, zeros)
+    return Tree((root, *leaves), origin=ranked.origin, controls=ranked.controls)
+
+
+def read(tokenizer, row, want="pairs", length=512, too_long="drop", **dataset):
+    reader = RankedReader(DatasetConfig(path="x", **dataset), tokenizer, length, too_long, want)
+    return pickle.loads(pickle.dumps(reader))(row, "x row 1")
+
+
+def only(tokenizer, row, **options):
+    """(prompt, answers, trained texts) of a row that becomes one Ranked, and that."""
+    found = read(tokenizer, row, **options)
+    [ranked] = [one for one in found if isinstance(one, Ranked)]
+    return texts(tokenizer, ranked), ranked
+
+
+def texts(tokenizer, ranked):
+    decode = lambda ids: tokenizer.decode([int(i) for i in ids])  # noqa: E731
+    return decode(ranked.prompt), [decode(answer.tokens) for answer in ranked.answers]
+
+
+def reasons(tokenizer, row, **options):
+    return [one.reason for one in read(tokenizer, row, **options) if isinstance(one, Dropped)]
+
+
+TALK = [say("user", "How?")]
+GOOD, BAD = say("assistant", "So."), say("assistant", "No!")
+HUMAN = "\n\nHuman: How?\n\nAssistant:"
+SAME_PAIR = {
+    "messages": {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
+    "one message": {"prompt": TALK, "chosen": GOOD, "rejected": BAD},
+    "implicit": {"chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+    "whole beside a text": {
+        "prompt": "How?",
+        "chosen": [*TALK, GOOD],
+        "rejected": [*TALK, BAD],
+        "messages": TALK,
+    },
+    "whole beside messages": {"prompt": TALK, "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+    "helpful-harmless": {"chosen": f"{HUMAN} So.", "rejected": f"{HUMAN} No!"},
+    "helpful-harmless, prompt apart": {"prompt": HUMAN, "chosen": "So.", "rejected": "No!"},
+    "question": {"question": "How?", "chosen": "So.", "rejected": "No!", "system": ""},
+    "chatgpt": {"question": "How?", "chatgpt": "So.", "llama2-13b-chat": "No!"},
+    "instruction": {"instruction": "How?", "chosen_response": "So.", "rejected_response": "No!"},
+    "alpaca": {"instruction": "How?", "input": "", "chosen": "So.", "rejected": "No!"},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "How?"}],
+        "chosen": {"from": "gpt", "value": "So."},
+        "rejected": {"from": "gpt", "value": "No!"},
+    },
+    "one rejected of a list": {"prompt": TALK, "chosen": ["So."], "rejected": ["No!"]},
+    "scores": {"prompt": TALK, "completions": ["No!", "So."], "scores": [1, "2.5"]},
+    "ranks": {"instruction": "How?", "generations": ["So.", "No!"], "ranks": [1, 2]},
+    "completions of messages": {
+        "prompt": TALK,
+        "responses": [[BAD], [GOOD]],
+        "ratings": [0.1, 0.2],
+    },
+    "objects with a score": {
+        "instruction": "How?",
+        "completions": [
+            {"response": "No!", "overall_score": 2.0, "model": "a"},
+            {"response": "So.", "overall_score": 7.5, "model": "b"},
+        ],
+    },
+    "objects with a rank": {
+        "prompt": HUMAN + " ",
+        "answers": [{"answer": "So.", "rank": 1.0}, {"answer": "No!", "rank": 2.0}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", SAME_PAIR)
+def test_columns_of_one_pair(tokenizer, name):
+    (prompt, answers), ranked = only(tokenizer, SAME_PAIR[name])
+    assert prompt == ASKED
+    [pair] = ranked.pairs
+    order = [answers[pair.chosen], answers[pair.rejected]]
+    assert order == ["So.<|im_end|>", "No!<|im_end|>"]
+    assert all(answer.weights.all() for answer in ranked.answers)
+    assert ranked.labels == () and ranked.origin == "x row 1"
+
+
+def test_axolotl_field_mappings(tokenizer):
+    row = {
+        "talk": [{"who": "person", "said": "How?"}],
+        "good": {"who": "bot", "said": "So."},
+        "bad": {"who": "bot", "said": "No!"},
+    }
+    fields = {"messages": "talk", "chosen": "good", "rejected": "bad"}
+    fields |= {"messages.role": "who", "messages.content": "said"}
+    (prompt, answers), _ = only(tokenizer, row, fields=fields, roles={"person": "user"})
+    assert (prompt, answers) == (ASKED, ["So.<|im_end|>", "No!<|im_end|>"])
+
+
+def test_tokens_are_those_of_the_template(tokenizer):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    chosen = [
+        say("assistant", "", reasoning_content="Hm.", tool_calls=[call]),
+        say("tool", "3"),
+        say("assistant", "3"),
+    ]
+    row = {"prompt": TALK, "chosen": chosen, "rejected": "2", "tools": tools, "system": "Be."}
+    (prompt, answers), ranked = only(tokenizer, row)
+    before = [say("system", "Be."), *TALK]
+    assert ranked.prompt.tolist() == prompt_tokens(tokenizer, before, tools)
+    kept = read_judged(row, DatasetConfig(path="x")).answers[0]
+    whole = render_text(tokenizer, [*before, *kept], tools)
+    assert (prompt + answers[0] + "\n") == whole and answers[1] == "2<|im_end|>"
+    # What the tool says is no trained token.
+    first = ranked.answers[0]
+    silent = tokenizer.decode(first.tokens[first.weights == 0].tolist())
+    assert (
+        silent
+        == "\n<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    (_, _), last = only(tokenizer, row, train_on="last")
+    assert tokenizer.decode(last.answers[0].tokens[last.answers[0].weights > 0].tolist()) == (
+        "3<|im_end|>"
+    )
+
+
+def test_plain_texts(tokenizer):
+    eos = tokenizer.eos_token
+    (prompt, answers), ranked = only(
+        tokenizer, {"prompt": "One plus", "chosen": " one", "rejected": [" two", " ten"]}
+    )
+    assert (prompt, answers) == ("One plus", [f" one{eos}", f" two{eos}", f" ten{eos}"])
+    assert ranked.pairs == (Pair(0, 1), Pair(0, 2))
+    (prompt, answers), _ = only(tokenizer, {"chosen": "One is one", "rejected": "One is two"})
+    assert prompt + answers[0] == f"One is one{eos}" and prompt + answers[1] == f"One is two{eos}"
+    assert "One" in prompt
+    (prompt, answers), _ = only(
+        tokenizer, {"prompt": "How?", "chosen": "So.", "rejected": "No!"}, as_chat=True
+    )
+    assert (prompt, answers) == (ASKED, ["So.<|im_end|>", "No!<|im_end|>"])
+
+
+def test_labels(tokenizer):
+    label = {"prompt": TALK, "completion": "So.", "label": 1}
+    (prompt, answers), ranked = only(tokenizer, label, want="labels")
+    assert (prompt, answers, ranked.labels) == (ASKED, ["So.<|im_end|>"], (True,))
+    talk = {"messages": [*TALK, BAD], "kto_tag": False}
+    (prompt, answers), ranked = only(tokenizer, talk, want="labels")
+    assert (prompt, answers, ranked.labels) == (ASKED, ["No!<|im_end|>"], (False,))
+    # Pairs are two labelled answers; one that is better and worse is neither.
+    _, ranked = only(tokenizer, SAME_PAIR["messages"], want="labels")
+    assert ranked.labels == (True, False) and ranked.pairs == ()
+    three = {"prompt": TALK, "completions": ["a", "b", "c"], "scores": [1, 2, 3]}
+    (_, answers), ranked = only(tokenizer, three, want="labels", pairing="all")
+    assert ranked.labels == (False, True) and [a[0] for a in answers] == ["a", "c"]
+    assert reasons(tokenizer, label) == ["malformed row: a label where answers are to be compared"]
+
+
+@pytest.mark.parametrize(
+    "pairing, pairs, ties",
+    [
+        ("best_worst", [(1, 2)], 0),
+        ("best_rest", [(1, 0), (1, 2)], 1),
+        ("neighbours", [(3, 0), (0, 2)], 1),
+        ("all", [(1, 0), (1, 2), (3, 0), (3, 2), (0, 2)], 1),
+    ],
+)
+def test_scores_become_pairs(pairing, pairs, ties):
+    found, left_out = rank_pairs([3.0, 5.0, 1.0, 5.0, None], pairing)
+    assert [pair[:2] for pair in found] == pairs
+    assert left_out == ["answer without a score", *["equal scores"] * ties]
+    assert rank_pairs([1.0, 1.0], pairing) == ([], ["equal scores"])
+    assert rank_pairs([1.0, None], pairing)[0] == []
+
+
+def test_margins(tokenizer):
+    row = {**SAME_PAIR["messages"], "margin": 2, "score_chosen": 7.5, "score_rejected": "3"}
+    assert only(tokenizer, row)[1].pairs[0].margin == 2
+    assert only(tokenizer, row, margin="scores")[1].pairs[0].margin == 4.5
+    assert only(tokenizer, SAME_PAIR["scores"], margin="scores")[1].pairs[0].margin == 1.5
+    assert reasons(tokenizer, {**row, "margin": "much"}) == [
+        "malformed row: column margin must be a number, or one for each pair"
+    ]
+
+
+def test_a_prompt_that_the_answer_rewrites(tokenizer):
+    """Qwen3's template shows a thought until the next user speaks: the shared part is the trunk."""
+    qwen = load_tokenizer("builtin", str(Path(__file__).parent / "qwen3.jinja"))
+    before = [say("user", "a"), say("assistant", "b", reasoning_content="Hm."), say("tool", "c")]
+    row = {
+        "prompt": before,
+        "chosen": [say("assistant", "d", reasoning_content="Oh.")],
+        "rejected": [say("user", "e"), say("assistant", "f")],
+    }
+    (prompt, answers), ranked = only(qwen, row)
+    assert prompt.endswith("<|im_start|>assistant\n") and "Hm." in answers[0]
+    assert "Hm." not in answers[1]
+    for answer, last in zip(ranked.answers, ("d", "f"), strict=True):
+        assert answer.weights[0] == 0 and answer.weights[-1] == 1
+        said = qwen.decode(answer.tokens[answer.weights > 0].tolist())
+        assert said.endswith(f"{last}<|im_end|>") and "b" not in said
+
+
+def test_lengths(tokenizer):
+    row = {"prompt": "a b c d", "chosen": " e f g h i j", "rejected": [" k", " e f g h i j l"]}
+    whole = only(tokenizer, row)[1]
+    n = len(whole.prompt) + len(whole.answers[1].tokens)
+    assert reasons(tokenizer, row, length=n) == ["too long", "too long"]
+    _, cut = only(tokenizer, row, length=n, too_long="truncate")
+    # The long rejected one is then the chosen one: no pair.
+    assert cut.pairs == (Pair(0, 1),)
+    assert [len(cut.prompt) + len(answer.tokens) for answer in cut.answers] == [n, n]
+    assert reasons(tokenizer, row, length=n, too_long="truncate") == [
+        "malformed row: chosen and rejected are the same"
+    ]
+    short = len(whole.prompt)
+    for too_long in ("drop", "truncate"):
+        assert set(reasons(tokenizer, row, length=short, too_long=too_long)) == {"prompt too long"}
+    with pytest.raises(UserError, match=r"x row 1: .*data.sequence_len is 9"):
+        read(tokenizer, row, length=9, too_long="error")
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({}, "no known columns among none"),
+        ({"chosen": "a", "rejected": None}, "no known columns among chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ({"chosen": [*TALK, GOOD], "rejected": [*TALK, GOOD]}, "chosen and rejected are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "empty answer"),
+        ({"prompt": TALK, "chosen": GOOD, "rejected": say("assistant", " ")}, "empty answer"),
+        ({"prompt": TALK, "chosen": GOOD, "rejected": say("user", "a")}, "empty answer"),
+        ({"chosen": [*TALK, GOOD], "rejected": TALK}, "empty answer"),
+        ({"chosen": "b", "rejected": "c"}, "chosen and rejected share no prompt"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "chosen and rejected share no prompt"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "messages must be a list of"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "messages must be a list of"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "messages must be a list of"),
+        ({"prompt": "a", "chosen": ["b", 3], "rejected": "b"}, "messages must be a list of"),
+        ({"prompt": "a\ud800", "chosen": "b", "rejected": "c"}, "half a surrogate pair"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"] * 65}, "more than 64 answers"),
+        ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "column scores must be a list"),
+        ({"prompt": "a", "completions": ["b", "c"]}, "completions without scores or ranks"),
+        ({"prompt": "a", "completions": [{"x": 1}]}, "a completion has none of"),
+        (
+            {"prompt": "z", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+            "chosen is a whole conversation that does not hold the prompt",
+        ),
+    ],
+)
+def test_bad_rows_are_counted_drops(tokenizer, row, reason):
+    [found] = reasons(tokenizer, row)
+    assert found.startswith(f"malformed row: {reason}") or reason in found
+
+
+def test_deep_rows(tokenizer):
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    assert reasons(tokenizer, {"prompt": "a", "chosen": deep, "rejected": "b"}) == [
+        "malformed row: nested deeper than 100 levels"
+    ]
+
+
+def test_spelled_control_tokens_stay_text(tokenizer):
+    row = {"prompt": [say("user", "<|im_end|>?")], "chosen": "So <|im_end|>", "rejected": "No"}
+    (_, answers), ranked = only(tokenizer, row)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ranked.controls == 2 and ranked.answers[0].tokens.tolist().count(end) == 1
+    assert answers[0] == "So <|im_end|><|im_end|>"
+    _, same = only(tokenizer, row, special_tokens="control")
+    assert same.answers[0].tokens.tolist().count(end) > 1
+
+
+def write(tmp_path, rows, name="pairs.jsonl"):
+    file = tmp_path / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def recipe(tokenizer, length=128, **options):
+    return Preferences(DataConfig(sequence_len=length), tokenizer, branches, NLL, **options)
+
+
+def test_rows_of_one_prompt_share_it(tokenizer, tmp_path):
+    rows = [
+        {"prompt": TALK, "chosen": "a", "rejected": "b"},
+        {"prompt": "Other", "chosen": "a", "rejected": "b"},
+        {"prompt": TALK, "chosen": "a", "rejected": "c"},
+        {"prompt": "", "chosen": "a"},
+    ]
+    dataset = DatasetConfig(path=write(tmp_path, rows), group_prompts=True)
+    part = recipe(tokenizer).open(dataset)
+    made = [part.tokenise(part.rows[i], part.origin(i)) for i in range(len(part.rows))]
+    assert [type(items[0]).__name__ for items in made] == ["Tree", "Tree", "Dropped"]
+    assert made[0][0].num_branches == 3
+    [ranked] = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
+    assert ranked.pairs == (Pair(0, 1), Pair(0, 2))
+
+
+def test_labels_of_one_prompt_become_pairs(tokenizer, tmp_path):
+    label = lambda answer, good: {"prompt": TALK, "completion": answer, "label": good}  # noqa: E731
+    rows = [label("a", True), label("b", False), label("c", False), label("d", True)]
+    rows += [label("d", False), {"prompt": "x", "completion": "y", "label": True}]
+    path = write(tmp_path, rows)
+    dataset = DatasetConfig(path=path, group_prompts=True)
+    part = recipe(tokenizer).open(dataset)
+    found, left = recipe(tokenizer).reader(dataset)(part.rows[0], "x")
+    assert found.pairs == (Pair(0, 1), Pair(0, 2)) and left.reason == "answer with both labels"
+    [alone] = part.tokenise(part.rows[1], "x")
+    assert alone.reason == "prompt whose labels are all alike"
+    with pytest.raises(UserError, match="one answer with a label each.*group_prompts = true"):
+        recipe(tokenizer).probe(DatasetConfig(path=path))
+    both = recipe(tokenizer, want="labels").reader(dataset)(part.rows[0], "x")
+    assert both[0].labels == (True, False, False, True, False)
+
+
+def test_many_answers_become_several_trees(tokenizer, tmp_path):
+    answers = [f"{'x ' * 20}{number}" for number in range(9)]
+    row = {"prompt": TALK, "completions": answers, "scores": list(range(9))}
+    dataset = DatasetConfig(path=write(tmp_path, [row]), pairing="all")
+    made = recipe(tokenizer, 64)
+    [ranked] = made.reader(dataset)(row, "x")
+    part = made.open(dataset)
+    trees = part.tokenise(row, "x")
+    assert len(ranked.pairs) == 36 and len(trees) > 1
+    assert all(tree.num_tokens <= made.row_tokens == 128 for tree in trees)
+    prompts = {tuple(tree.nodes[0].tokens.tolist()) for tree in trees}
+    assert prompts == {tuple(ranked.prompt.tolist())}
+    said = lambda r, p: tuple(tuple(r.answers[i].tokens.tolist()) for i in p[:2])  # noqa: E731
+    left, smallest = [ranked], []
+    while left:
+        one = left.pop()
+        halves = halve(one)
+        left += halves
+        smallest += [] if halves else [one]
+    assert sorted(said(r, p) for r in smallest for p in r.pairs) == sorted(
+        said(ranked, p) for p in ranked.pairs
+    )
+
+
+def test_probe_preview_and_packing(tokenizer, tmp_path):
+    rows = [{"prompt": TALK, "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(9)]
+    rows.append({"prompt": TALK, "chosen": "a", "rejected": "a"})
+    made = recipe(tokenizer)
+    dataset = DatasetConfig(path=write(tmp_path, rows))
+    found = made.probe(dataset)
+    assert "10 rows of pairs, columns prompt, chosen, rejected" in str(found)
+    assert "9 pairs of 18 answers" in str(found) and "1 x malformed row" in str(found)
+    assert "shared prefixes save" in str(found) and found.dropped
+    console = Console(record=True, width=200, force_terminal=False)
+    made.show(dataset, 1, console)
+    shown = console.export_text()
+    assert "chosen: 5 tokens" in shown and "rejected:" in shown and "⟦" in shown
+    assert (
+        "saved" in shown and "dropped: malformed row: chosen and rejected are the same: 1" in shown
+    )
+    data = DataConfig(sequence_len=128, datasets=[dataset], shuffle=False)
+    shape = {"seed": 0, "rows_per_microstep": 1, "microsteps": 1, "num_epochs": 1.0}
+    source = open_source(data, made, **shape)
+    [batch] = next(source)
+    assert int((batch.weights["nll"] > 0).sum()) == sum(
+        int(answer.weights.sum()) for one in found.samples for answer in one.answers
+    )
+    source.close()
+    assert count_steps(data, made, **shape) == 1
+
+
+def test_columns_that_are_none(tokenizer, tmp_path):
+    path = write(tmp_path, [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(UserError, match="columns found are prompt, completion\nAccepted columns"):
+        recipe(tokenizer).probe(DatasetConfig(path=path))
+    with pytest.raises(UserError, match="'chat' is one of sft"):
+        recipe(tokenizer).probe(DatasetConfig(path=path, format="chat"))
+    with pytest.raises(UserError, match='did you mean "chosen"'):
+        recipe(tokenizer).probe(DatasetConfig(path=path, fields={"choosen": "a"}))
+    assert detect_kind(["prompt", "completions", "labels"]) == "scores"
+
+
+def test_hh_text():
+    text = "\n\nHuman: Hi\n\nthere\n\nAssistant: Yes\n\nHuman: Human: no\n\nAssistant:"
+    assert [(m["role"], m["content"]) for m in parse_talk(text)] == [
+        ("user", "Hi\n\nthere"),
+        ("assistant", "Yes"),
+        ("user", "Human: no"),
+        ("assistant", ""),
+    ]
+
+
+def test_unknown_rows_raise_nothing_but_malformed():
+    with pytest.raises(Malformed, match="no known columns"):
+        read_judged({"a": 1}, DatasetConfig(path="x"))
