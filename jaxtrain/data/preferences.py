@@ -48,6 +48,7 @@ class Preferences:
 
     normalise: Normalise
     held_out_normalise: Normalise
+    want: Want
 
     def __init__(
         self,
