@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from jaxtrain_vllm import wire
+from jaxtrain_vllm.lent import open_lent
 from jaxtrain_vllm.names import describe, read_shapes
 from jaxtrain_vllm.pinned import Pinned, to_torch
 from jaxtrain_vllm.shelf import WeightShelf, connect
@@ -65,7 +66,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.shelf, self.pinned = WeightShelf(), Pinned()
+        self.shelf, self.pinned = WeightShelf(open_lent(device)), Pinned()
         self.connection: socket.socket | None = None
         self.wanted: CommitInfo | None = None
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxtrain_vllm.lent import LentBits
+
 READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped so
 
 
@@ -38,8 +40,13 @@ class Pinned:
             self._room = None
 
 
-def to_torch(bits: np.ndarray, shape: tuple[int, ...], dtype: str, device: Any) -> torch.Tensor:
-    """A tensor of these bits on a device; on the CPU a copy where they may not be written."""
+def to_torch(bits: Any, shape: tuple[int, ...], dtype: str, device: Any) -> torch.Tensor:
+    """A tensor of these bits on a device; on the CPU a copy where they may not be written.
+
+    bits: an array, or `lent.LentBits` of that device.
+    """
+    if isinstance(bits, LentBits):
+        return bits.to_torch(shape, dtype)
     if torch.device(device).type == "cpu" and not bits.flags.writeable:
         bits = bits.copy()
     bits = bits.view(np.int16 if bits.itemsize == 2 else np.int32)

@@ -2,7 +2,7 @@
 
 Knows nothing of torch or vLLM: tensors are raw bits here. A delta is written into the kept bits as
 it arrives, with what undoes it, and whole tensors take the place of the last ones, so that no
-second copy of the model is needed; tensors in shared memory need none at all.
+second copy of the model is needed; tensors in memory that others lend need none at all.
 """
 
 import dataclasses
@@ -29,14 +29,16 @@ class Staged:
     tensors: dict[str, wire.Tensor]
     undo: dict[str, wire.Changes]
     """Of a delta: what takes it out of the kept tensors again."""
-    shared: Segment | None = None
-    """Another process's memory, in which the tensors lie."""
+    memory: Any = None
+    """Another process's, in which the tensors lie: a Segment or a `lent.LentMemory`."""
 
 
 class WeightShelf:
     """The versions of one worker. The trainer's link is answered from a thread of its own."""
 
-    def __init__(self):
+    def __init__(self, open_lent: Callable[[Any], Any] | None = None):
+        """open_lent: opens GPU memory of the trainer's; None where this worker cannot."""
+        self.open_lent = open_lent
         self.tensors: dict[str, wire.Tensor] = {}
         """What is served, as it came: the base of the next delta. Empty before the first, and
         while what replaces all of it arrives."""
@@ -45,14 +47,16 @@ class WeightShelf:
         self._own: Segment | None = None
         """Where whole tensors arrive; other workers of this host may read them there."""
         self._arrived: memoryview | None = None
-        self._attached: dict[str, Segment] = {}
+        self._attached: dict[str, Any] = {}
+        """At most one piece of memory of others, by how it was described."""
+        self._link: socket.socket | None = None
         self._lock = threading.Lock()
 
     def forget(self) -> None:
         """Another trainer begins, to whose deltas nothing here is a base."""
         with self._lock:
             self._roll_back()
-            self._attached.clear()
+            self._close_attached()
             self.tensors, self.version, self.checksum = {}, -1, 0
 
     def check(self, version: int, checksum: int) -> None:
@@ -68,10 +72,10 @@ class WeightShelf:
             staged = self.staged
             if staged is None or staged.version != version:
                 raise ValueError(f"version {version} is not staged here")
-            self._check_shared(staged)
+            self._check_memory(staged)
             self.version, self.checksum = -1, 0  # what it serves while this fails is not known
             load(staged.tensors)
-            self._check_shared(staged)
+            self._check_memory(staged)
             self.tensors, self.staged = staged.tensors, None
             self.version, self.checksum = staged.version, staged.checksum
 
@@ -81,18 +85,23 @@ class WeightShelf:
         with self._lock:
             if self.staged is None:
                 return None
-            if self.staged.shared is not None:
-                return self.staged.shared.room
+            if self.staged.memory is not None:
+                return getattr(self.staged.memory, "room", None)
             return self._own.room if self._own is not None and self._is_own() else None
 
     def listen(self, link: socket.socket) -> str:
         """Answer the trainer until either side hangs up; returns why it ended."""
+        self._link = link
         try:
             while True:
                 header, payload = wire.receive_message(link, room=self._make_room)
                 wire.send_message(link, self.answer(header, payload))
         except (OSError, wire.WireError) as error:
             return str(error)
+        finally:
+            with self._lock:
+                if self._link is link:  # who lends may be gone
+                    self._close_lent()
 
     def answer(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         """The answer to a message; a version that cannot be staged is one with "error"."""
@@ -109,6 +118,7 @@ class WeightShelf:
                 OverflowError,
                 MemoryError,
                 OSError,
+                RuntimeError,  # torch's, of a GPU
             ) as error:
                 self._roll_back()
                 return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
@@ -124,6 +134,7 @@ class WeightShelf:
             return None
         with self._lock:
             self._roll_back()
+            self._close_lent()
             self.tensors, self.version, self.checksum = {}, -1, 0
             if self._own is None or self._own.room.nbytes != size:
                 self._own = Segment.create(size)
@@ -144,10 +155,18 @@ class WeightShelf:
         version, wanted = header["version"], header["checksum"]
         if header["kind"] == "shared":
             # Not copied, so that there is nothing to check but that it is the right memory.
-            segment = self._attach(header["segment"])
+            segment = self._attach(header["segment"], Segment.attach)
             tensors = wire.unpack_full(header["tensors"], segment.room.data, copy=False)
             self.staged = Staged(version, wanted, tensors, {}, segment)
-            return self._check_shared(self.staged)
+            return self._check_memory(self.staged)
+        if header["kind"] == "lent":
+            if self.open_lent is None:
+                raise wire.WireError("this server does not run on an NVIDIA GPU")
+            memory = self._attach(header["memory"], self.open_lent)
+            tensors = memory.read(header["tensors"])
+            self.staged = Staged(version, wanted, tensors, {}, memory)
+            self._check_memory(self.staged)
+            return self._check_sum(memory.checksum(tensors), wanted)
         if header["kind"] == "full":
             own = payload is self._arrived
             tensors = wire.unpack_full(header["tensors"], payload, copy=not own)
@@ -157,7 +176,7 @@ class WeightShelf:
                 raise wire.WireError(
                     f"a delta on version {header['base']}, but version {self.version} is here"
                 )
-            if any(not tensor.bits.flags.writeable for tensor in self.tensors.values()):
+            if not all(_is_own(tensor.bits) for tensor in self.tensors.values()):
                 raise wire.WireError("a delta on tensors that lie in another process's memory")
             changes = wire.unpack_delta(header["tensors"], payload, self.tensors)
             if self._own is not None:
@@ -169,28 +188,47 @@ class WeightShelf:
                 len(payload),
             )
             self.staged.undo.update(zip(changes, undone, strict=True))
-        found = wire.checksum(self.staged.tensors)
+        self._check_sum(wire.checksum(self.staged.tensors), wanted)
+
+    def _check_sum(self, found: int, wanted: int) -> None:
         if found != wanted:
             raise wire.WireError(
                 f"checksum {found:08x} after the transfer, the trainer has {wanted:08x}"
             )
 
-    def _attach(self, described: Any) -> Segment:
-        """Another process's segment, mapped once."""
+    def _attach(self, described: Any, attach: Callable[[Any], Any]) -> Any:
+        """Another process's memory, opened once."""
         key = repr(described)
         if key not in self._attached:
-            self._attached = {key: Segment.attach(described)}
+            found = attach(described)
+            self._close_attached()
+            self._attached = {key: found}
         return self._attached[key]
 
-    def _check_shared(self, staged: Staged) -> None:
-        if staged.shared is None:
+    def _check_memory(self, staged: Staged) -> None:
+        if staged.memory is None:
             return
-        found = staged.shared.state()
+        found = staged.memory.state()
         if found != (staged.version, staged.checksum):
             raise wire.WireError(
                 f"the shared memory holds version {found[0]}, not {staged.version}: it was written"
                 " meanwhile"
             )
+
+    def _close_lent(self) -> None:
+        """Let go of a GPU's memory, and of what lies there."""
+        if any(hasattr(memory, "close") for memory in self._attached.values()):
+            if self.staged is not None and self.staged.memory is not None:
+                self._roll_back()
+            if not all(_is_own(tensor.bits) for tensor in self.tensors.values()):
+                self.tensors = {}
+            self._close_attached()
+
+    def _close_attached(self) -> None:
+        for memory in self._attached.values():
+            if hasattr(memory, "close"):
+                memory.close()
+        self._attached = {}
 
     def _roll_back(self) -> None:
         """Put away what is staged and not committed."""
@@ -198,6 +236,11 @@ class WeightShelf:
             for name, undo in self.staged.undo.items():
                 wire.apply_changes(self.staged.tensors[name].bits, undo)
         self.staged = None
+
+
+def _is_own(bits: Any) -> bool:
+    """Whether bits lie in memory of this process."""
+    return isinstance(bits, np.ndarray) and bool(bits.flags.writeable)
 
 
 def connect(info: dict[str, Any], rank: int, held: dict[str, Any]) -> socket.socket:

@@ -4,6 +4,7 @@
     worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}}
     trainer -> worker    stage   {version, kind: full or delta, base, tensors, checksum} + bytes
     trainer -> worker    stage   {version, kind: shared, segment, tensors, checksum}
+    trainer -> worker    stage   {version, kind: lent, memory, tensors (and where), checksum}
     worker  -> trainer   staged  {version, segment?}, or {error}: it serves what it served
     trainer -> worker    status  {}
     worker  -> trainer   status  {version, checksum} of what the model holds
@@ -12,7 +13,8 @@ A message is b"JXW1", the header's length as u32 and its JSON, then header["byte
 numbers are little-endian. Tensors travel as raw bits: nothing here knows what a bfloat16 is.
 A delta holds new values, not differences, so that applying it is exact and can be repeated
 (AstraFlow's delta transfer); where they belong is told by positions or, if shorter, by one bit for
-each item of the tensor. Shared tensors lie in memory that the worker can open (`segment.py`).
+each item of the tensor. Shared tensors lie in memory that the worker can open (`segment.py`), lent
+ones in a GPU's (`lent.py`).
 """
 
 import json
@@ -120,6 +122,28 @@ def checksum(tensors: Tensors) -> int:
     return crc
 
 
+def combine_sums(tensors: Tensors, sums: Mapping[str, int]) -> int:
+    """The checksum of tensors that lie in a GPU's memory, out of a sum for each, whatever their
+    order: CRC-32 of all names, shapes, dtypes and sums modulo 2**32.
+
+    The sum of a tensor: (i + 1) times the sum of the signed bits of row i, for all rows. It adds up
+    from any pieces of whole rows, and tells rows that lie in another order.
+    """
+    crc = 0
+    for name in sorted(tensors):
+        shape, dtype, _ = tensors[name]
+        text = f"{name} {tuple(shape)} {dtype} {int(sums[name]) % 2**32}\n"
+        crc = zlib.crc32(text.encode(), crc)
+    return crc
+
+
+def add_up(tensor: Tensor) -> int:
+    """The sum of a tensor on the host, for `combine_sums`; all rows fit into 64 bits, or wrap."""
+    signed = tensor.bits.view(f"<i{tensor.bits.itemsize}")
+    rows = signed.reshape(tensor.shape[0] if tensor.shape else 1, -1).sum(1, dtype=np.int64)
+    return int((rows * np.arange(1, len(rows) + 1)).sum())
+
+
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], size: int) -> list[Any]:
     """What `work` makes of each item, in threads where `size` bytes are worth it: numpy and zlib
     let go of the interpreter while they work on large arrays."""
@@ -162,9 +186,7 @@ def unpack_full(
     """The whole tensors of a message, copied out of it or left where they lie."""
     found, start = {}, 0
     for item in described:
-        shape, dtype = _read_shape(item), item["dtype"]
-        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
+        shape, dtype, _ = measure(item)
         bits = _take(payload, start, math.prod(shape), BITS[ITEM_BYTES[dtype]])
         found[item["name"]] = Tensor(shape, dtype, bits.copy() if copy else bits)
         start += bits.nbytes
@@ -206,6 +228,14 @@ def unpack_delta(
     for name in (name for name, outside in zip(found, reaching, strict=True) if outside):
         raise WireError(f"a delta of {name} points outside of it")
     return found
+
+
+def measure(item: Mapping[str, Any]) -> tuple[tuple[int, ...], str, int]:
+    """(shape, dtype, bytes) of a tensor as a message describes it."""
+    shape, dtype = _read_shape(item), item["dtype"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise WireError(f"{item['name']} has dtype {dtype!r}; known: {sorted(ITEM_BYTES)}")
+    return shape, dtype, math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def _read_shape(item: Mapping[str, Any]) -> tuple[int, ...]:

@@ -31,6 +31,11 @@ class VllmConfig(Section):
     """delta: where the last version is kept to be compared with. device: on the trainer's devices,
     2 bytes a weight (4 in float32), so that only what has changed is copied to the host. Of a run
     of one process; several compare on the host."""
+    transport: Literal["host", "device"] = "host"
+    """full, delta: where servers of the trainer's host read new weights. device: in the trainer's
+    GPU memory (CUDA IPC), for which it takes 2 bytes a weight (4 in float32) beside jax's pool;
+    nothing passes through the host's memory. Where a server cannot, it is as with host, told in a
+    line."""
     listen: str = "127.0.0.1"
     """full, delta: address of this machine under which the servers reach the trainer."""
     listen_port: int = Field(0, ge=0, le=65535)

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -24,8 +25,17 @@ BODY = web.RequestKey("body", object)
 class FakeVllm:
     """`url` once started; `log` holds (path, body or query) of all control calls."""
 
-    def __init__(self, *, tensors=None, world_size=1, scale_out=True, processed=True, version=None):
-        self.held = tensors or {}
+    def __init__(
+        self,
+        *,
+        tensors=None,
+        world_size=1,
+        scale_out=True,
+        processed=True,
+        version=None,
+        open_lent=None,
+    ):
+        self.held, self.open_lent = tensors or {}, open_lent
         self.world_size, self.scale_out, self.processed = world_size, scale_out, processed
         self.vllm_version = version or "0.32.0"
         self.script: deque = deque()
@@ -44,6 +54,8 @@ class FakeVllm:
         """{path of a control call, or "links": "stall" or "drip"}: never answered, or a byte at a
         time."""
         self.tokenise = None
+        self.while_loading = None
+        """What happens just then."""
         self.port = 0
         self.start()
 
@@ -52,7 +64,8 @@ class FakeVllm:
     def start(self) -> None:
         """Come up, as a fresh process would: with its own weights and no adapters."""
         self.label, self.adapters = "default", {}
-        self.shelves = [WeightShelf() for _ in range(self.world_size)]
+        self.shelves = [WeightShelf(self.open_lent) for _ in range(self.world_size)]
+        self.loaded = [{} for _ in range(self.world_size)]
         self.update_active = self.paused = self.asleep = False
         self.links = []
         ready = threading.Event()
@@ -281,10 +294,19 @@ class FakeVllm:
 
     async def _finish_weight_update(self, request):
         assert self.update_active and not self._resumed.is_set()
-        for shelf in self.shelves:
-            shelf.commit(self.wanted, lambda tensors: None)
+        for rank, shelf in enumerate(self.shelves):
+            shelf.commit(self.wanted, partial(self._load, rank))
         self.update_active, self.label = False, request[BODY]["weight_version"]
         return web.json_response({"message": "ok"})
+
+    def _load(self, rank, tensors):
+        """What a GPU lends is gone later on."""
+        self.loaded[rank] = {
+            name: bits.to_torch(shape, dtype).view(-1) if hasattr(bits, "to_torch") else bits
+            for name, (shape, dtype, bits) in tensors.items()
+        }
+        if self.while_loading is not None:
+            self.while_loading()
 
     async def _load_lora_adapter(self, request):
         name, path = request[BODY]["lora_name"], request[BODY]["lora_path"]

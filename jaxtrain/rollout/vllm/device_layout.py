@@ -5,7 +5,7 @@ time, so that little device memory is needed, and all layers run one compiled fu
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ import numpy as np
 from jaxtrain.hf.ops import Entry, Index, Op, Piece, Stack
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params
+from jaxtrain.rollout.vllm.device_image import Rows
 from jaxtrain.rollout.vllm.image import Found
+from jaxtrain_vllm.cuda import CudaError
 
 SMALL_BYTES = 2**26
 """A stack up to that size goes in one call."""
@@ -70,8 +72,64 @@ def list_pieces(
             yield from entry.op.write(value, partial(_gather, dtype=dtype))
 
 
+def list_rows(
+    params: Params, entries: list[Entry], dtype: str, homes: Mapping[str, Any]
+) -> Iterator[Rows]:
+    """All Hugging Face tensors of a model of one process in `dtype`, on the device where each is
+    wanted; CudaError for a part of a tensor that is not whole rows of it."""
+    for entry in entries:
+        value = params[entry.param]
+        for piece in _write_all(entry.op, value, dtype):
+            array: Any = piece.array
+            if any(
+                (part.start, part.stop) != (0, size)
+                for part, size in zip(piece.index[1:], piece.shape[1:], strict=True)
+            ):
+                raise CudaError(f"{piece.name} is put together from columns")
+            home = homes[piece.name]
+            if array.devices() != {home}:
+                array = _bring_home(array, value.sharding, home)
+            first = piece.index[0].start if piece.index else 0
+            yield Rows(piece.name, first, array, _add_up(array, first))
+
+
+def _bring_home(array: jax.Array, sharding: Any, home: Any) -> jax.Array:
+    """The whole array on one device."""
+    if len(array.devices()) > 1:
+        everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+        copies = jax.jit(_same, out_shardings=everywhere)(array).addressable_shards
+        return next((copy.data for copy in copies if copy.device == home), copies[0].data)
+    return jax.device_put(array, home)
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
+@jax.jit
+def _add_up(array: jax.Array, first: Any) -> jax.Array:
+    """A part of the sum of a tensor, modulo 2**32; see `wire.combine_sums`. first: its row."""
+    bits = "int16" if array.dtype.itemsize == 2 else "int32"
+    signed = jax.lax.bitcast_convert_type(array, bits)
+    rows = signed.reshape(array.shape[0] if array.ndim else 1, -1)
+    sums = rows.astype("int32").sum(1, dtype="int32")
+    weights = jnp.arange(1, len(sums) + 1, dtype="int32") + jnp.int32(first)
+    return (sums * weights).sum(dtype="int32")
+
+
 def lay_out(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
     """The pieces of one parameter on their devices; a piece of a sharded one is a shard's."""
+    for piece in _write_all(op, value, dtype):
+        array: Any = piece.array
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                where = _compose(piece.index, shard.index)
+                for rows, block in _cut_rows(shard.data):
+                    yield piece._replace(index=_compose(where, rows), array=block)
+
+
+def _write_all(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
+    """The pieces of one parameter, their arrays jax's and sharded like it, as XLA sees fit."""
     if isinstance(op, Stack) and value.nbytes > SMALL_BYTES:
         calls = [(part, index) for index, part in enumerate(op.ops)]
     else:
@@ -79,17 +137,9 @@ def lay_out(op: Op, value: jax.Array, dtype: str) -> Iterator[Piece]:
     for part, index in calls:
         like = np.broadcast_to(np.zeros((), bool), value.shape[index is not None :])
         named = list(part.write(like, lambda array: array))
-        arrays = _write(_without_names(part), dtype, value, index)
-        shards = [
-            (piece, shard)
-            for piece, array in zip(named, arrays, strict=True)
-            for shard in array.addressable_shards
-            if shard.replica_id == 0
-        ]
-        for piece, shard in shards:
-            where = _compose(piece.index, shard.index)
-            for rows, block in _cut_rows(shard.data):
-                yield piece._replace(index=_compose(where, rows), array=block)
+        arrays: Any = _write(_without_names(part), dtype, value, index)
+        for piece, array in zip(named, arrays, strict=True):
+            yield piece._replace(array=array)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -192,9 +192,12 @@ class Scatter(NamedTuple):
         return where, values.copy()
 
 
-def look_ahead(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces in order, with some of them begun beforehand: copies from a device overlap."""
-    source, waiting, size = iter(pieces), deque[Piece](), 0
+def look_ahead(pieces: Iterable[Any]) -> Iterator[Any]:
+    """The pieces in order, with some of them begun beforehand: copies from a device overlap.
+
+    A piece has an `array`.
+    """
+    source, waiting, size = iter(pieces), deque[Any](), 0
     for piece in itertools.chain(source, [None]):
         if piece is not None:
             waiting.append(piece)

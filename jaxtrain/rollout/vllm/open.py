@@ -5,25 +5,30 @@ would hold.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry
 from jaxtrain.models.build import family, to_host
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
-from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
+from jaxtrain.rollout.vllm.device_image import DeviceImage
+from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces, list_rows
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
+from jaxtrain_vllm.cuda import Cuda, CudaError
 
 
 class Vllm(EngineKind):
@@ -119,7 +124,9 @@ def open_weights(
     for path, like in abstract_params(parts)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(like.shape)
-    dtype = servers.config.weight_dtype
+    dtype, device = servers.config.weight_dtype, None
+    if servers.config.transport == "device":
+        device = open_device_image(shapes, dtype, entries, servers.say)
     kept = Kept() if delta and servers.config.delta_base == "device" else None
     return WeightPublisher(
         servers,
@@ -128,6 +135,28 @@ def open_weights(
         delta=delta,
         ahead=ahead,
         find=kept and (lambda params: list_pieces(params, entries, dtype, kept, compare=True)),
+        device=device,
+    )
+
+
+def open_device_image(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    entries: list[Entry],
+    say: Callable[[str], None],
+) -> DeviceImage | None:
+    """Room for all weights on the trainer's GPUs; None, and a line why, where that cannot be."""
+    try:
+        if jax.process_count() > 1:
+            raise CudaError("the run has several processes")
+        if jax.default_backend() not in ("gpu", "cuda"):
+            raise CudaError(f"the run trains on {jax.default_backend()}, not on NVIDIA GPUs")
+        cuda = Cuda()
+    except CudaError as error:
+        say(f"rollout.vllm.transport device: {error}; weights go through the host's memory")
+        return None
+    return DeviceImage(
+        shapes, dtype, lambda params, homes: list_rows(params, entries, dtype, homes), cuda
     )
 
 

@@ -6,7 +6,9 @@ Per server: stage over its links while it goes on sampling, then
     -> /resume, whatever happened -> ask every worker for version and checksum
 
 The last published bits stay on the host, in the image: the next delta is taken against them, and a
-server that came back gets them whole.
+server that came back gets them whole. Or they stay on the device, where every server can read them
+there (`device_image.py`); once one cannot, the host's image takes their place for the rest of the
+run.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import TIED_COPY, Piece
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.device_image import DeviceImage
 from jaxtrain.rollout.vllm.image import Image
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.publish import (
@@ -33,6 +36,7 @@ from jaxtrain.rollout.vllm.publish import (
 from jaxtrain.rollout.vllm.servers import Server, Servers
 from jaxtrain.rollout.vllm.weight_links import Link, WeightLinks
 from jaxtrain_vllm import BACKEND, wire
+from jaxtrain_vllm.cuda import CudaError
 
 COUNTED = ("sync/bytes", "sync/tcp_bytes", "sync/stage_seconds", "sync/pause_seconds")
 LINK_SECONDS = 60.0
@@ -49,10 +53,12 @@ class Edition(NamedTuple):
 
     version: int
     tensors: dict[str, wire.Tensor]
+    """On the host; none where they lie on the device."""
     checksum: int
     changes: dict[str, wire.Changes] | None
     """Since the version before; None where everything is to be sent."""
     base: int = -1
+    device: DeviceImage | None = None
 
 
 class WeightPublisher:
@@ -71,12 +77,16 @@ class WeightPublisher:
         delta: bool,
         ahead: bool = False,
         find: Callable[[Any], Iterable[Piece]] | None = None,
+        device: DeviceImage | None = None,
     ):
         """find: like `write`, but what has changed since the last call of either (`image.Found`).
-        ahead: `publish` returns once the weights are copied, and servers take them meanwhile."""
+        ahead: `publish` returns once the weights are copied, and servers take them meanwhile.
+        device: where to keep them as long as all servers can read them there."""
         config = servers.config
         self.servers, self.write, self.shapes = servers, write, dict(shapes)
-        self.find = find
+        self.find, self.device = find, device
+        self._left: list[DeviceImage] = []
+        """Device images of no further use, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
@@ -84,7 +94,7 @@ class WeightPublisher:
         self.delivery = Delivery(servers)
         self._since_full = 0
         self._sent: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._readers, self._readers_changed = 0, threading.Condition()
         servers.bring = self.bring
 
@@ -104,11 +114,13 @@ class WeightPublisher:
 
         def deliver() -> dict[str, float]:
             start = time.perf_counter()
-            self.newest = edition._replace(checksum=wire.checksum(edition.tensors))
-            self._image.segment.seal(version, self.newest.checksum)
+            self.newest = self._seal(edition)
             self._sent = dict.fromkeys(COUNTED, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
+            left, self._left = self._left, []
             bring_to_all(self.servers, self.bring, version)
+            for image in left:  # by now all that are up read something else
+                image.free()
             self.servers.asleep = False
             return {**self._describe(edition), **self._sent}
 
@@ -131,6 +143,8 @@ class WeightPublisher:
         self.delivery.close()
         self.servers.close()
         self.links.close()
+        for image in filter(None, [self.device, *self._left]):
+            image.free()
 
     def bring(self, server: Server) -> None:
         """Bring the newest version to one server and see that it has arrived."""
@@ -140,14 +154,14 @@ class WeightPublisher:
             links = self._find_links(server, deadline)
             start = time.perf_counter()
             try:
-                self._stage(links, edition, deadline)
+                edition = self._stage(links, edition, deadline)
             except ServerGone:
                 if server.state != "up" or not deadline.left():
                     raise
                 # The link broke while nothing was sent; once more, over a new one.
                 self.links.forget(server.url)
                 links = self._find_links(server, deadline)
-                self._stage(links, edition, deadline)
+                edition = self._stage(links, edition, deadline)
             self._note_longest("sync/stage_seconds", time.perf_counter() - start)
             self._commit(server, edition, deadline)
             self._verify(server, links, edition, deadline)
@@ -187,9 +201,15 @@ class WeightPublisher:
 
     def _copy(self, version: int, params: Any) -> Edition:
         """The weights in the image, and what that changed there."""
+        if self.device is not None:
+            try:
+                self.device.take(params)
+                return Edition(version, {}, 0, None, device=self.device)
+            except CudaError as error:
+                self._leave_device(str(error))
         old, image = self.newest, self._image
         self._since_full += 1
-        compare = self.delta and old is not None
+        compare = self.delta and old is not None and old.device is None
         compare = compare and self._since_full < self.servers.config.full_every
         few = image.segment.room.nbytes <= FEW_BYTES
         if self.find is None and not few and self.links.all_share():
@@ -204,6 +224,53 @@ class WeightPublisher:
             self._since_full = 0
         base = -1 if changes is None or old is None else old.version
         return Edition(version, image.tensors, 0, changes, base)
+
+    def _seal(self, edition: Edition) -> Edition:
+        """The edition with its checksum, and its image readable."""
+        if edition.device is not None:
+            return edition._replace(checksum=edition.device.seal(edition.version))
+        checksum = wire.checksum(edition.tensors)
+        self._image.segment.seal(edition.version, checksum)
+        return edition._replace(checksum=checksum)
+
+    def _leave_device(self, why: str) -> None:
+        """From now on weights go through the host's memory."""
+        if self.device is not None:
+            self._left.append(self.device)
+            self.device = None
+            self.servers.say(
+                f"rollout.vllm.transport device: {why}; weights go through the host's memory from"
+                " now on"
+            )
+
+    def _to_host(self, edition: Edition, why: str, deadline: Deadline) -> Edition:
+        """The same version in the host's image, for a server that cannot read the device's."""
+        assert edition.device is not None, "it is there already"
+        state = edition.device.state
+        with self._host_lock:
+            newest, image = self.newest, self._image
+            if newest is not None and newest.version == edition.version and newest.device is None:
+                return newest
+            if state.state() == (edition.version, edition.checksum) and deadline.left():
+                self._leave_device(why)
+                image.segment.begin()
+                try:
+                    for name, tensor in image.tensors.items():
+                        edition.device.read(name, tensor.bits)
+                except CudaError as error:
+                    raise ServerGone(f"the device's memory cannot be read: {error}") from None
+                total = image.segment.room.nbytes
+                added = wire.in_threads(wire.add_up, image.tensors.values(), total)
+                sums = dict(zip(image.tensors, added, strict=True))
+                if wire.combine_sums(image.tensors, sums) != edition.checksum:
+                    raise ServerGone("the device's memory does not hold what was written there")
+                checksum = wire.checksum(image.tensors)
+                # Who is too late may have been overtaken by the next version.
+                if state.state() == (edition.version, edition.checksum) and deadline.left():
+                    image.segment.seal(edition.version, checksum)
+                    self.newest = Edition(edition.version, image.tensors, checksum, None)
+                    return self.newest
+            raise ServerGone("it was too late for this version")
 
     def _describe(self, edition: Edition) -> dict[str, float]:
         if edition.changes is None:
@@ -274,10 +341,33 @@ class WeightPublisher:
                 f" model.path or a model of that shape:{listed}{more}"
             )
 
-    def _stage(self, links: list[Link], edition: Edition, deadline: Deadline) -> None:
-        """Have every worker hold the version beside the one that it samples from.
+    def _stage(self, links: list[Link], edition: Edition, deadline: Deadline) -> Edition:
+        """Have every worker hold the version beside the one that it samples from; returns the
+        edition that they hold, which is the host's where one cannot read the device's."""
+        if edition.device is not None:
+            refused = self._lend(links, edition, edition.device, deadline)
+            if refused is None:
+                return edition
+            edition = self._to_host(edition, refused, deadline)
+        self._stage_from_host(links, edition, deadline)
+        return edition
 
-        Where they can, workers take it from memory that they share: with the trainer, or with
+    def _lend(
+        self, links: list[Link], edition: Edition, device: DeviceImage, deadline: Deadline
+    ) -> str | None:
+        """Have every worker look at the device's image; why one cannot, or None."""
+        header = {"kind": "lent", **device.describe()}
+        for link in links:
+            if link.host != link.own_host:
+                return f"a server is on another host ({link.host})"
+            answer = self._send(link, edition, header, (), deadline)
+            if answer.get("staged") != edition.version:
+                return f"a server cannot read it: {answer.get('error')}"
+            self._count("sync/bytes", device.nbytes)
+        return None
+
+    def _stage_from_host(self, links: list[Link], edition: Edition, deadline: Deadline) -> None:
+        """Where they can, workers take it from memory that they share: with the trainer, or with
         another worker of this server that was sent it.
         """
         described, whole = wire.pack_full(edition.tensors)

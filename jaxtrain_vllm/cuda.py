@@ -1,0 +1,173 @@
+"""GPU memory that processes of one host share: NVIDIA's driver, called directly (CUDA IPC).
+
+    owner                                   others, told the handle by a message
+    allocate -> a place on a GPU            open(handle) -> the same memory at a place of their own
+    export -> a handle, 64 bytes            copy from there
+    free, once nobody has it open           close
+
+The driver's own library (libcuda) is what jax and torch both stand on, whatever CUDA version each
+brings along. Memory of a framework's pool cannot be lent: hence `allocate`. A place is a number,
+the address. Whatever the driver refuses is a CudaError with its name for it.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+LIBRARIES = ("libcuda.so.1", "libcuda.so")
+HANDLE_BYTES = 64
+OWN_STREAM = 1
+"""CU_STREAM_NON_BLOCKING: does not wait for what others do on the default stream."""
+ORDINAL = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
+PEERS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU of this host, too."""
+
+_number, _place, _size = ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t
+_opaque, _unsigned = ctypes.c_void_p, ctypes.c_uint
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+ARGUMENTS: dict[str, list[Any]] = {
+    "cuInit": [_unsigned],
+    "cuGetErrorName": [_number, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGet": [ctypes.POINTER(_number), _number],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_opaque), _number],
+    "cuCtxPushCurrent_v2": [_opaque],
+    "cuCtxPopCurrent_v2": [ctypes.POINTER(_opaque)],
+    "cuPointerGetAttribute": [_opaque, _number, _place],
+    "cuMemAlloc_v2": [ctypes.POINTER(_place), _size],
+    "cuMemFree_v2": [_place],
+    "cuIpcGetMemHandle": [ctypes.POINTER(Handle), _place],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_place), Handle, _unsigned],
+    "cuIpcCloseMemHandle": [_place],
+    "cuStreamCreate": [ctypes.POINTER(_opaque), _unsigned],
+    "cuStreamSynchronize": [_opaque],
+    "cuMemcpyAsync": [_place, _place, _size, _opaque],
+    "cuMemcpyDtoH_v2": [_opaque, _place, _size],
+}
+
+
+class CudaError(OSError):
+    """The driver is not there, or refused a call."""
+
+
+class Cuda:
+    """The driver, for all GPUs that this process sees. Any thread may call."""
+
+    def __init__(self, library: Any = None):
+        """library: libcuda, loaded; None looks for it."""
+        self._library = _load() if library is None else library
+        for name, arguments in ARGUMENTS.items():
+            try:
+                function = getattr(self._library, name)
+            except AttributeError:
+                raise CudaError(f"the NVIDIA driver here has no {name}") from None
+            function.argtypes, function.restype = arguments, _number
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._streams: dict[int, ctypes.c_void_p] = {}
+        self._call("cuInit", 0)
+
+    def locate(self, place: int) -> int:
+        """The number of the GPU in whose memory a place lies."""
+        found = _number()
+        self._call("cuPointerGetAttribute", ctypes.addressof(found), ORDINAL, place)
+        return found.value
+
+    def allocate(self, device: int, size: int) -> int:
+        """`size` bytes of a GPU's memory that can be lent, until `free`."""
+        found = _place()
+        with self._on(device):
+            self._call("cuMemAlloc_v2", ctypes.byref(found), size)
+        return found.value
+
+    def free(self, device: int, place: int) -> None:
+        """Give `allocate`'s memory back."""
+        with self._on(device):
+            self._call("cuMemFree_v2", place)
+
+    def export(self, device: int, place: int) -> bytes:
+        """The handle by which another process opens memory of `allocate`."""
+        found = Handle()
+        with self._on(device):
+            self._call("cuIpcGetMemHandle", ctypes.byref(found), place)
+        return bytes(found)
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Where another process's memory lies here, as seen from this GPU; until `close`."""
+        if len(handle) != HANDLE_BYTES:
+            raise CudaError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+        found = _place()
+        with self._on(device):
+            given = Handle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(found), given, PEERS)
+        return found.value
+
+    def close(self, device: int, place: int) -> None:
+        """Let go of memory of `open`."""
+        with self._on(device):
+            self._call("cuIpcCloseMemHandle", place)
+
+    def copy(
+        self, device: int, target: int, source: int, size: int, stream: int | None = None
+    ) -> None:
+        """Begin to copy from GPU to GPU, or within one. stream: a CUDA stream of `device`; None:
+        an own one, that `wait` waits for."""
+        with self._on(device):
+            queue = self._stream(device) if stream is None else ctypes.c_void_p(stream)
+            self._call("cuMemcpyAsync", target, source, size, queue)
+
+    def wait(self, device: int) -> None:
+        """Until the copies that were begun on the own stream are done."""
+        with self._on(device):
+            self._call("cuStreamSynchronize", self._stream(device))
+
+    def copy_to_host(self, device: int, target: int, source: int, size: int) -> None:
+        """Copy into host memory; done when it returns."""
+        with self._on(device):
+            self._call("cuMemcpyDtoH_v2", target, source, size)
+
+    @contextlib.contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        """Work with one GPU in this thread: its primary context, which jax and torch use, too."""
+        if device not in self._contexts:
+            number, context = _number(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(number), device)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+            self._contexts[device] = context
+        self._call("cuCtxPushCurrent_v2", self._contexts[device])
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _stream(self, device: int) -> ctypes.c_void_p:
+        if device not in self._streams:
+            found = ctypes.c_void_p()
+            self._call("cuStreamCreate", ctypes.byref(found), OWN_STREAM)
+            self._streams[device] = found
+        return self._streams[device]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            told = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(told))
+            known = told.value.decode() if told.value else "an unknown error"
+            raise CudaError(f"{name}: {known} ({code})")
+
+
+def _load() -> Any:
+    problem = None
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            problem = error
+    raise CudaError(f"no NVIDIA driver is here ({problem})")

@@ -1,0 +1,148 @@
+"""The trainer's GPU memory as a worker of the same host reads it, and whether it is the right one.
+
+The owner's side is `jaxtrain/rollout/vllm/device_image.py`. Nothing here keeps memory of others: a
+tensor is copied out before anybody works with it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.cuda import Cuda, CudaError
+from jaxtrain_vllm.segment import Segment
+
+CHUNK_BYTES = 2**26
+"""What is copied and added up at once: all the memory that checking takes."""
+
+
+class LentMemory:
+    """Memory of another process, opened by what its owner told (`described`)."""
+
+    def __init__(self, described: Any, device: Any, cuda: Any):
+        """device: where this worker computes. cuda: `Cuda`, or what stands in for it.
+
+        Raises OSError or ValueError where it cannot be opened or is no such memory.
+        """
+        if not isinstance(described, dict) or not isinstance(described.get("blocks"), list):
+            raise ValueError(f"lent memory is described by a table, not {described!r:.80}")
+        self.device, self._cuda = torch.device(device), cuda
+        self._state = Segment.attach(described.get("state"))
+        self._blocks: list[tuple[int, int]] = []
+        try:
+            for block in described["blocks"]:
+                handle, size = bytes.fromhex(block["handle"]), block["bytes"]
+                if type(size) is not int or size < 0:
+                    raise ValueError(f"a block of {size!r:.80} bytes")
+                self._blocks.append((cuda.open(self._index, handle), size))
+        except BaseException:
+            self.close()
+            raise
+
+    def state(self) -> tuple[int, int]:
+        """(version, checksum) of what it holds; (-1, 0) while it is being written."""
+        return self._state.state()
+
+    def read(self, described: list[dict[str, Any]]) -> dict[str, wire.Tensor]:
+        """Tensors as a message describes them; their bits are `LentBits`."""
+        found = {}
+        for item in described:
+            shape, dtype, size = wire.measure(item)
+            block, start = item["block"], item["start"]
+            if type(block) is not int or not 0 <= block < len(self._blocks):
+                raise wire.WireError(f"{item['name']} lies in block {block!r:.80}")
+            place, room = self._blocks[block]
+            if type(start) is not int or not 0 <= start <= room - size:
+                raise wire.WireError(f"{item['name']} reaches out of its block")
+            bits: Any = LentBits(self, place + start)
+            found[item["name"]] = wire.Tensor(shape, dtype, bits)
+        return found
+
+    def checksum(self, tensors: wire.Tensors) -> int:
+        """What `wire.combine_sums` makes of what lies there now."""
+        sums: dict[str, torch.Tensor] = {}
+        with self._aside():
+            room = torch.empty(CHUNK_BYTES // 4, dtype=torch.int32, device=self.device)
+            for name, (shape, dtype, given) in tensors.items():
+                bits: Any = given
+                sums[name] = self._add_up(bits.place, shape, dtype, room)
+            found = torch.stack(list(sums.values())).tolist() if sums else []
+        return wire.combine_sums(tensors, dict(zip(sums, found, strict=True)))
+
+    def copy(self, place: int, target: torch.Tensor) -> None:
+        """Begin to copy from there; in order with what is done on torch's stream."""
+        stream = None
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._cuda.copy(self._index, target.data_ptr(), place, target.nbytes, stream)
+
+    def close(self) -> None:
+        """Let go of it, once nothing is copied any more."""
+        if self._blocks and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for place, _ in self._blocks:
+            with contextlib.suppress(CudaError):  # its owner is gone
+                self._cuda.close(self._index, place)
+        self._blocks = []
+
+    @property
+    def _index(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        index = self.device.index
+        return torch.cuda.current_device() if index is None else index
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a stream of its own: the model goes on drawing tokens meanwhile."""
+        if self.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
+
+    def _add_up(self, place: int, shape: tuple[int, ...], dtype: str, room: torch.Tensor) -> Any:
+        """The sum of a tensor, some rows at a time; see `wire.combine_sums`."""
+        kind = torch.int16 if wire.ITEM_BYTES[dtype] == 2 else torch.int32
+        rows = shape[0] if shape else 1
+        width = 1
+        for size in shape[1:]:
+            width *= size
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        if not rows * width:
+            return total
+        height = max(1, CHUNK_BYTES // (width * kind.itemsize))
+        for first in range(0, rows, height):
+            count = min(height, rows - first)
+            if count * width * kind.itemsize > room.nbytes:
+                chunk = torch.empty(count * width, dtype=kind, device=self.device)
+            else:
+                chunk = room.view(kind)[: count * width]
+            self.copy(place + first * width * kind.itemsize, chunk)
+            sums = chunk.view(count, width).sum(1, dtype=torch.int64)
+            weights = torch.arange(first + 1, first + 1 + count, device=self.device)
+            total += (sums * weights).sum()
+        return total
+
+
+class LentBits:
+    """The bits of one tensor there, in place of an array of them."""
+
+    def __init__(self, memory: LentMemory, place: int):
+        self.memory, self.place = memory, place
+
+    def to_torch(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """A copy on the worker's device; in order with what is done on torch's stream."""
+        target = torch.empty(shape, dtype=getattr(torch, dtype), device=self.memory.device)
+        if target.nbytes:
+            self.memory.copy(self.place, target)
+        return target
+
+
+def open_lent(device: Any) -> Callable[[Any], LentMemory] | None:
+    """What opens lent memory for a worker that computes on `device`; None without a GPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    return lambda described: LentMemory(described, device, Cuda())

@@ -1,0 +1,71 @@
+"""Stands in for `jaxtrain_vllm.cuda.Cuda` without a GPU: host memory that processes share."""
+
+import ctypes
+import mmap
+import os
+
+from jaxtrain_vllm.cuda import HANDLE_BYTES, CudaError
+
+
+class HostCuda:
+    """The same calls, and what tests ask about: `refuses` are names of calls that fail, `spoils`
+    flips a bit of the next copy."""
+
+    def __init__(self):
+        self.refuses: set[str] = set()
+        self.spoils = False
+        self.freed: list[int] = []
+        self.opened: list[int] = []
+        self._memory: dict[int, tuple] = {}
+
+    def locate(self, place):
+        self._try("locate")
+        return 0
+
+    def allocate(self, device, size):
+        self._try("allocate")
+        handle = os.memfd_create("double")
+        os.ftruncate(handle, size)
+        return self._map(handle, size)
+
+    def free(self, device, place):
+        self.freed.append(place)
+
+    def export(self, device, place):
+        self._try("export")
+        handle, size, _ = self._memory[place]
+        return f"{os.getpid()} {handle} {size}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, device, handle):
+        self._try("open")
+        owner, number, size = handle.rstrip(b"\0").decode().split()
+        place = self._map(os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR), int(size))
+        self.opened.append(place)
+        return place
+
+    def close(self, device, place):
+        self.opened.remove(place)
+
+    def copy(self, device, target, source, size, stream=None):
+        self._try("copy")
+        ctypes.memmove(target, source, size)
+        if self.spoils:
+            self.spoils = False
+            ctypes.c_ubyte.from_address(target).value ^= 1
+
+    def copy_to_host(self, device, target, source, size):
+        self._try("copy_to_host")
+        ctypes.memmove(target, source, size)
+
+    def wait(self, device):
+        self._try("wait")
+
+    def _map(self, handle, size):
+        memory = mmap.mmap(handle, size)
+        place = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self._memory[place] = handle, size, memory
+        return place
+
+    def _try(self, name):
+        if name in self.refuses:
+            raise CudaError(f"{name}: CUDA_ERROR_OF_A_TEST (999)")
