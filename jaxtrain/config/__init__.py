@@ -6,6 +6,7 @@ from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.rl import RLTask
 from jaxtrain.config.rollout import RolloutConfig
@@ -29,6 +30,7 @@ __all__ = [
     "ParallelConfig",
     "RLTask",
     "RewardConfig",
+    "RewardModelTask",
     "RolloutConfig",
     "RunConfig",
     "SFTTask",

@@ -11,6 +11,7 @@ from jaxtrain.config.data import DataConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
 from jaxtrain.config.rl import RLTask
 from jaxtrain.config.rollout import RolloutConfig
@@ -30,7 +31,12 @@ from jaxtrain.config.task import (
     TreeTask,
 )
 
-TASKS: dict[str, type[TaskSection]] = {"sft": SFTTask, "tree": TreeTask, "rl": RLTask}
+TASKS: dict[str, type[TaskSection]] = {
+    "sft": SFTTask,
+    "tree": TreeTask,
+    "reward_model": RewardModelTask,
+    "rl": RLTask,
+}
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
 
@@ -44,6 +50,7 @@ def find_tag(task: Any) -> str:
 Task = Annotated[
     Annotated[SFTTask, Tag("sft")]
     | Annotated[TreeTask, Tag("tree")]
+    | Annotated[RewardModelTask, Tag("reward_model")]
     | Annotated[RLTask, Tag("rl")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),

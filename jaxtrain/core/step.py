@@ -181,8 +181,8 @@ def make_step(
 
 
 EXTREMES = {
-    **dict.fromkeys(("max", "high_max"), (jnp.maximum, -jnp.inf)),
-    **dict.fromkeys(("min", "low_min"), (jnp.minimum, jnp.inf)),
+    **dict.fromkeys(("max", "high_max", "max_reward"), (jnp.maximum, -jnp.inf)),
+    **dict.fromkeys(("min", "low_min", "min_reward"), (jnp.minimum, jnp.inf)),
 }
 """How metrics named ".../max", ".../low_min" and so on are joined over microsteps; all others add
 up."""

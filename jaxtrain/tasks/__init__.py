@@ -7,6 +7,7 @@ from jaxtrain.core.task import Method, Task
 METHODS = {
     "sft": "jaxtrain.tasks.sft",
     "tree": "jaxtrain.tasks.tree",
+    "reward_model": "jaxtrain.tasks.reward_model",
     "rl": "jaxtrain.tasks.rl",
 }
 
