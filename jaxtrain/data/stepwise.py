@@ -162,9 +162,7 @@ class StepReader:
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             check_values([prompt])
-            return template.encode_text(
-                self.tokenizer, prompt, special=False, special_tokens=self.dataset.special_tokens
-            )
+            return template.begin_text(self.tokenizer, self.encoder, prompt)
         if prompt is None:
             raise Malformed("column prompt is missing or empty")
         messages = read_messages(prompt, self.dataset.fields, self.dataset.roles)

@@ -1,4 +1,4 @@
-"""Reward models: a head that scores, trained on pairs of answers or on steps that are right or wrong.
+"""Reward models: a head that scores, trained on pairs of answers or on steps right or wrong.
 
 The model starts from a language model, whose head is replaced by a drawn one, or from a reward
 model; what is exported is transformers' *ForSequenceClassification or *ForTokenClassification.
@@ -12,7 +12,8 @@ import numpy as np
 from jaxtrain.config import Config, RewardModelTask
 from jaxtrain.core.assemble import Parts, assemble
 from jaxtrain.core.roles import Role
-from jaxtrain.core.task import POLICY, Task, of_policy
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
 from jaxtrain.data.pack import Fields
 from jaxtrain.data.pairs import CHOSEN, MARGIN, PREFERENCE, REJECTED, SCORE, PairTrees
 from jaxtrain.data.preferences import Preferences
@@ -73,7 +74,18 @@ def make(config: Config) -> Task:
         loss=of_policy(loss),
         coef={PREFERENCE if task.labels == "pairs" else STEP: 1.0},
         data=_open(config, parts.tokenizer, describe_start(parts)),
+        prepare=count_labels,
     )
+
+
+def count_labels(round: Round, scorer: Scorer) -> Round:
+    """The round as it is, with the number of its pairs or labelled steps."""
+    found = {
+        name: float(sum(np.count_nonzero(b.weights[component]) for b in round.batches))
+        for name, component in (("num_pairs", PREFERENCE), ("num_steps", STEP))
+        if component in round.batches[0].weights
+    }
+    return round._replace(metrics={**round.metrics, **found})
 
 
 def describe_start(parts: Parts) -> str:
@@ -81,7 +93,9 @@ def describe_start(parts: Parts) -> str:
     of a text."""
     head, said = parts.architecture.score, []
     if head.drawn:
-        said.append("the model is a language model: its head is replaced by a drawn one that scores")
+        said.append(
+            "the model is a language model: its head is replaced by a drawn one that scores"
+        )
     pad, eos = parts.tokenizer.pad_token_id, parts.tokenizer.eos_token_id
     if head.per == "sequence" and pad is None:
         said.append("the tokenizer has no pad token: transformers will score one text at a time")
