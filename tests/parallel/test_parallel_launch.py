@@ -109,7 +109,7 @@ class Client:
         self.writer.write(json.dumps(message).encode() + b"\n")
 
     async def hear(self) -> dict:
-        return json.loads(await asyncio.wait_for(self.reader.readline(), 10))
+        return json.loads(await asyncio.wait_for(self.reader.readline(), 60))
 
 
 def play(scene, size=3, timeouts=(30.0, 30.0, 30.0)):
@@ -216,7 +216,7 @@ def test_lines_that_make_no_sense_change_nothing():
             reader, writer = await asyncio.open_connection("localhost", port)
             writer.write(hello)
             with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
         for message in ODD:
             clients[1].say(message)
@@ -239,7 +239,7 @@ def test_a_process_that_is_there_twice_or_of_another_size_is_refused():
 
 def test_those_who_never_come_are_named():
     async def scene():
-        hub = Hub(3, 0.2, 30.0, 30.0)
+        hub = Hub(3, 0.5, 30.0, 30.0)
         server = await asyncio.start_server(hub.serve, "localhost", 0)
         async with server:
             client = await Client(0, 3).join(server.sockets[0].getsockname()[1])
@@ -250,5 +250,5 @@ def test_those_who_never_come_are_named():
             return found
 
     told = asyncio.run(scene())["tell"]
-    assert "process 1 on an unknown machine: did not come within 0.2 s" in told
+    assert "process 1 on an unknown machine: did not come within 0.5 s" in told
     assert "process 2" in told

