@@ -162,14 +162,6 @@ def read_numbers(folder: Path) -> list[dict]:
     ]
 
 
-def same(key: str, found: float | None, expected: float | None) -> bool:
-    """Whether a logged number is the other. Which answers share a batch of the sampler depends on
-    when environments reply, so that its own log-probs, which do not train, differ by rounding."""
-    if found is None or expected is None or not key.startswith(("mismatch/", "sampling/")):
-        return found == expected
-    return abs(found - expected) < 1e-4
-
-
 def find_differences(found: list[dict], expected: list[dict]) -> str:
     """The first few keys that differ, with their line; "none" where all lines are equal."""
     if len(found) != len(expected):
@@ -178,7 +170,7 @@ def find_differences(found: list[dict], expected: list[dict]) -> str:
         f"{key}@{number}"
         for number, (ours, theirs) in enumerate(zip(found, expected, strict=True))
         for key in sorted(ours.keys() | theirs.keys())
-        if not same(key, ours.get(key), theirs.get(key))
+        if ours.get(key) != theirs.get(key)
     ]
     return " ".join(keys[:5]) or "none"
 

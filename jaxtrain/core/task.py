@@ -44,6 +44,8 @@ class Round(NamedTuple):
     """Number of this part of the round, where a round comes in parts."""
     last: bool = True
     """Whether the round ends with this part."""
+    version: int = 0
+    """Rounds that were trained before this one, in all of the run's life."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
 

@@ -68,7 +68,8 @@ class OnPolicy:
         if source.last_part and (batches or source.part):
             self.publisher.sleep()  # of a round with nothing to train the next is drawn at once
         with live.phase("scoring the answers"):
-            found = live.prepare(Round(batches, part=source.part, last=source.last_part))
+            round = Round(batches, part=source.part, last=source.last_part, version=source.version)
+            found = live.prepare(round)
         self.waited += drawn - start
         self.scored += time.monotonic() - drawn
         metrics = {**source.metrics, **found.metrics, **(self.published or {})}

@@ -182,7 +182,8 @@ def read_labels(task: RLTask, config: Config, rows: int) -> Labels:
 
 
 LOOK_EVERY = 20
-"""Rounds between two looks at sampler and trainer that cost a forward pass of their own."""
+"""Of the rounds' versions, those that it divides are looked at where that costs a forward pass of
+its own: a resumed run looks where one that was never stopped does."""
 
 
 class Preparation:
@@ -199,46 +200,48 @@ class Preparation:
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.say(text))
         self.scores_policy = scores_policy(task, config.rollout.streaming)
-        self._rounds = 0
+        self._looked = False
 
     def __call__(self, round: Round, scorer: Scorer) -> Round:
         """The round as it is trained: streams filled in, one batch for each update.
 
         Sampler and trainer are compared on the first part of a streamed round: those that follow
-        meet other weights.
+        meet other weights. After a start the first round is looked at, whatever its version, for
+        servers may have changed; its numbers are then told by what is wrong with them alone.
         """
         if not round.batches:
             return round
         first = round.part == 0
-        looks = first and self._rounds % LOOK_EVERY == 0
-        self._rounds += first
-        compares = first and (self.scores_policy or looks)
-        scored = [self.score(batch, scorer, looks) for batch in round.batches]
+        due = first and (self.scores_policy or round.version % LOOK_EVERY == 0)
+        compares = due or (first and not self._looked)
+        self._looked = self._looked or first
+        scored = [self.score(batch, scorer, compares) for batch in round.batches]
         if any(scored):
             parts, metrics = broadcast(
-                "scores of a round", lambda: self.finish(round.batches, scored, compares)
+                "scores of a round", lambda: self.finish(round.batches, scored, compares, due)
             )
         else:
-            parts, metrics = self.finish(round.batches, scored, compares)
+            parts, metrics = self.finish(round.batches, scored, compares, due)
         slim = [
             batch._replace(weights=weights, streams=streams)
             for batch, (weights, streams) in zip(round.batches, parts, strict=True)
         ]
         return round._replace(batches=slim * self.task.num_iterations, metrics=metrics)
 
-    def score(self, batch: Batch, scorer: Scorer, looks: bool) -> dict[str, np.ndarray]:
+    def score(self, batch: Batch, scorer: Scorer, compares: bool) -> dict[str, np.ndarray]:
         """The log-probs that a batch needs; on all processes."""
         found = {}
-        if self.scores_policy or looks:
+        if self.scores_policy or compares:
             found["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
         if scores_reference(self.task):
             found["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
         return found
 
     def finish(
-        self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool
+        self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool, tells: bool
     ) -> tuple[list[tuple[dict, dict]], dict[str, float]]:
-        """([(weights, streams) of each batch], metrics)."""
+        """([(weights, streams) of each batch], metrics). tells: how the sampler compares is among
+        the metrics."""
         task, metrics = self.task, {}
         from_sampler = task.knob("old_logp") == "sampler"
         old = "sampler_logp" if from_sampler else "policy_logp"
@@ -248,7 +251,8 @@ class Preparation:
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
         if compares:
-            metrics |= self.compare(filled)
+            compared = self.compare(filled)
+            metrics |= compared if tells else {}
         if task.beta > 0 and task.knob("kl_in") == "reward":
             filled, metrics["kl"] = self.penalise(filled)
         if task.objective == "m2po_mask":

@@ -16,6 +16,7 @@ from jaxtrain.batch import check_batch
 from jaxtrain.config import validate_config
 from jaxtrain.config.rl import OBJECTIVES, RLTask
 from jaxtrain.core.step import denominator
+from jaxtrain.core.task import Round
 from jaxtrain.data.steps import Shape
 from jaxtrain.losses.policy import Objective, policy_loss
 from jaxtrain.models import build
@@ -374,6 +375,45 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         here = mask & (streams[TURN] == turn)
         wanted = np.array([*first, *second])[streams[EPISODE][here]]
         np.testing.assert_allclose(changed.streams["advantage"][here], wanted, rtol=1e-5)
+
+
+def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_on():
+    """And on the first after a start, which then counts in the log alone."""
+    table = {"kind": "rl", "objective": "grpo", "beta": 0.0}
+    config = validate_config(
+        {
+            "run": {"max_steps": 1},
+            "model": {"path": "x"},
+            "data": {"datasets": [{"path": "x"}]},
+            "task": table,
+            "env": {"kind": "calculator"},
+            "sampling": {"temperature": 1.0},
+        },
+        "test",
+    )
+    (batch,) = label(make_groups(), make_labels()).batches
+    said = []
+
+    def looks(first, last):
+        source = SimpleNamespace(metrics={"lag/max": 0})
+        data = SimpleNamespace(source=source, say=said.append)
+        preparation = Preparation(config.task, config, data)
+        scored = []
+        scorer = SimpleNamespace(
+            logp=lambda b, *rest: scored.append(0) or np.asarray(b.streams["sampler_logp"])
+        )
+        told = []
+        for version in range(first, last):
+            before = len(scored)
+            found = preparation(Round([batch], version=version), scorer)
+            told.append(("mismatch/kl" in found.metrics, len(scored) > before))
+        return told
+
+    whole = looks(0, 45)
+    assert [version for version, (told, _) in enumerate(whole) if told] == [0, 20, 40]
+    resumed = looks(7, 45)
+    assert [told for told, _ in resumed] == [told for told, _ in whole[7:]]
+    assert resumed[0][1] and not resumed[1][1]
 
 
 def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns():
