@@ -22,6 +22,19 @@ STOP = 3
 BODY = web.RequestKey("body", object)
 
 
+class Shelf(WeightShelf):
+    """Refuses weights, or does not answer, when its server is told so."""
+
+    def __init__(self, fake: "FakeVllm"):
+        super().__init__(fake.open_lent)
+        self.fake = fake
+
+    def answer(self, header, payload):
+        while self.fake.trouble.get("links") == "stall":
+            time.sleep(0.02)
+        return {"error": "no"} if self.fake.refuse_stage else super().answer(header, payload)
+
+
 class FakeVllm:
     """`url` once started; `log` holds (path, body or query) of all control calls."""
 
@@ -64,7 +77,7 @@ class FakeVllm:
     def start(self) -> None:
         """Come up, as a fresh process would: with its own weights and no adapters."""
         self.label, self.adapters = "default", {}
-        self.shelves = [WeightShelf(self.open_lent) for _ in range(self.world_size)]
+        self.shelves = [Shelf(self) for _ in range(self.world_size)]
         self.loaded = [{} for _ in range(self.world_size)]
         self.update_active = self.paused = self.asleep = False
         self.links = []
@@ -251,20 +264,8 @@ class FakeVllm:
             shelf.forget()
             link = await asyncio.to_thread(connect, info, rank, self.held)
             self.links.append(link)
-            threading.Thread(target=self._listen, args=(shelf, link), daemon=True).start()
+            threading.Thread(target=shelf.listen, args=(link,), daemon=True).start()
         return web.json_response({"message": "ok"})
-
-    def _listen(self, shelf: WeightShelf, link) -> None:
-        answer = shelf.answer
-
-        def troubled(header, payload):
-            while self.trouble.get("links") == "stall":
-                time.sleep(0.02)
-            return {"error": "no"} if self.refuse_stage else answer(header, payload)
-
-        shelf.answer = troubled
-        shelf.listen(link)
-        shelf.answer = answer
 
     async def _pause(self, request):
         self._resumed.clear()
