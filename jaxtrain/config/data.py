@@ -18,8 +18,8 @@ class DatasetConfig(Section):
 
     path: Place
     """File (jsonl, json, csv, parquet, arrow), folder of such files, Hub id, or
-    "builtin:calculator" (conversations that the project generates), or for task tree
-    "builtin:caterpillar" (random trees)."""
+    "builtin:calculator" (conversations that the project generates), "builtin:calculator_pairs"
+    (right answers against wrong ones), or for task tree "builtin:caterpillar" (random trees)."""
     name: str | None = None
     """Subset of a Hub dataset."""
     split: str = "train"

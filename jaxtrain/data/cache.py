@@ -3,8 +3,9 @@
     <cache_dir>/<sha256 of rows, tokenizer, keys and code>/
         tokens.bin    int32, all nodes of all trees one after the other
         weights.bin   float32, the same for each component
+    streams.bin   bytes of what else nodes have for each token
         items.bin     JSON of what each row became, one after the other
-        places.bin    int64 [rows + 1, 3]: where each row begins in the three
+        places.bin    int64 [rows + 1, 4]: where each row begins in the four
         done.json     sizes of these; written last
 
 A folder is written under another name and renamed when it is whole, so that a kill or a second
@@ -13,6 +14,7 @@ process that does the same leaves none or one. Rows are read through memory maps
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -28,7 +30,7 @@ from jaxtrain.data.readers import IndexedReader, Items, Part, is_stream
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.tree import Forest, Node, Tree, TreeGroup
 
-FILES = ("tokens.bin", "weights.bin", "items.bin", "places.bin")
+FILES = ("tokens.bin", "weights.bin", "streams.bin", "items.bin", "places.bin")
 DONE = "done.json"
 UNUSED_DAYS = 30
 """Entries that nobody read for so long are deleted."""
@@ -146,19 +148,21 @@ def clear_folder(folder: Path) -> None:
 
 def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
     """Write what each row became; sizes of the files. Raises Uncachable."""
-    places = [(0, 0, 0)]
+    places = [(0, 0, 0, 0)]
     with (
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "weights.bin").open("wb") as weights,
+        (folder / "streams.bin").open("wb") as streams,
         (folder / "items.bin").open("wb") as texts,
         (folder / "places.bin").open("wb") as index,
     ):
         for items in rows:
-            described = [_write_item(item, tokens, weights) for item in items]
+            described = [_write_item(item, tokens, weights, streams) for item in items]
             texts.write(json.dumps(described, separators=(",", ":")).encode())
-            places.append((tokens.tell() // 4, weights.tell() // 4, texts.tell()))
+            ends = (tokens.tell() // 4, weights.tell() // 4, streams.tell(), texts.tell())
+            places.append(ends)
         index.write(np.asarray(places, np.int64).tobytes())
-        files = (tokens, weights, texts, index)
+        files = (tokens, weights, streams, texts, index)
         for file in files:
             file.flush()
             os.fsync(file.fileno())
@@ -166,17 +170,19 @@ def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
 
 
 def _write_item(
-    item: Tree | Forest | TreeGroup | Dropped, tokens: BinaryIO, weights: BinaryIO
+    item: Tree | Forest | TreeGroup | Dropped,
+    *files: BinaryIO,
 ) -> dict[str, Any]:
     if isinstance(item, Dropped):
         return {"dropped": item.reason, "origin": item.origin}
     if isinstance(item, TreeGroup):
-        return {"group": [_write_item(tree, tokens, weights) for tree in item.trees]}
+        return {"group": [_write_item(tree, *files) for tree in item.trees]}
     if isinstance(item, Forest):
-        return {"forest": [_write_item(tree, tokens, weights) for tree in item.trees]}
+        return {"forest": [_write_item(tree, *files) for tree in item.trees]}
+    tokens, weights, streams = files
     nodes = []
     for node in item.nodes:
-        if node.streams or node.since is not None:
+        if node.since is not None:
             raise Uncachable
         tokens.write(np.asarray(node.tokens, np.int32).tobytes())
         for values in node.weights.values():
@@ -184,7 +190,12 @@ def _write_item(
             if (short != values).any():
                 raise Uncachable
             weights.write(short.tobytes())
-        nodes.append([node.parent, len(node.tokens), list(node.weights), node.role])
+        others = []
+        for name, values in node.streams.items():
+            kept = np.ascontiguousarray(values)
+            streams.write(kept.tobytes())
+            others.append([name, kept.dtype.str, kept.shape])
+        nodes.append([node.parent, len(node.tokens), list(node.weights), node.role, others])
     return {"nodes": nodes, "ends": item.ends, "origin": item.origin, "controls": item.controls}
 
 
@@ -194,7 +205,7 @@ class CachedRows:
     def __init__(self, entry: Path, left_out: Mapping[str, int] | None = None):
         self.entry, self.left_out = entry, dict(left_out or {})
         self._maps: tuple[np.ndarray, ...] | None = None
-        self._len = (entry / "places.bin").stat().st_size // 24 - 1
+        self._len = (entry / "places.bin").stat().st_size // 32 - 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": None}
@@ -204,23 +215,31 @@ class CachedRows:
 
     def __getitem__(self, index: int) -> Items:
         if self._maps is None:
-            dtypes = (np.int32, np.float32, np.uint8, np.int64)
+            dtypes = (np.int32, np.float32, np.uint8, np.uint8, np.int64)
             self._maps = tuple(
                 _map(self.entry / name, dtype) for name, dtype in zip(FILES, dtypes, strict=True)
             )
-        tokens, weights, texts, places = self._maps
-        at_token, at_weight, begin = places.reshape(-1, 3)[index].tolist()
-        end = int(places.reshape(-1, 3)[index + 1][2])
-        reader = _Reader(tokens, weights, at_token, at_weight)
+        tokens, weights, streams, texts, places = self._maps
+        *starts, begin = places.reshape(-1, 4)[index].tolist()
+        end = int(places.reshape(-1, 4)[index + 1][3])
+        reader = _Reader(tokens, weights, streams, *starts)
         return [reader.read(one) for one in json.loads(texts[begin:end].tobytes())]
 
 
 class _Reader:
     """Items of a row, which lie one after the other."""
 
-    def __init__(self, tokens: np.ndarray, weights: np.ndarray, at_token: int, at_weight: int):
-        self.tokens, self.weights = tokens, weights
-        self.at_token, self.at_weight = at_token, at_weight
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        weights: np.ndarray,
+        streams: np.ndarray,
+        at_token: int,
+        at_weight: int,
+        at_stream: int,
+    ):
+        self.tokens, self.weights, self.streams = tokens, weights, streams
+        self.at_token, self.at_weight, self.at_stream = at_token, at_weight, at_stream
 
     def read(self, one: dict[str, Any]) -> Any:
         if "dropped" in one:
@@ -232,14 +251,28 @@ class _Reader:
         nodes = tuple(self._node(*described) for described in one["nodes"])
         return Tree(nodes, tuple(one["ends"]), one["origin"], one["controls"])
 
-    def _node(self, parent: int, length: int, components: Sequence[str], role: str) -> Node:
+    def _node(
+        self,
+        parent: int,
+        length: int,
+        components: Sequence[str],
+        role: str,
+        others: Sequence[tuple[str, str, Sequence[int]]],
+    ) -> Node:
         tokens = np.array(self.tokens[self.at_token : self.at_token + length])
         self.at_token += length
         weights = {}
         for name in components:
             weights[name] = np.array(self.weights[self.at_weight : self.at_weight + length])
             self.at_weight += length
-        return Node(parent, tokens, weights, role=role)
+        streams = {name: self._stream(np.dtype(kind), shape) for name, kind, shape in others}
+        return Node(parent, tokens, weights, streams, role)
+
+    def _stream(self, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+        end = self.at_stream + dtype.itemsize * math.prod(shape)
+        found = np.array(self.streams[self.at_stream : end]).view(dtype).reshape(shape)
+        self.at_stream = end
+        return found
 
 
 def _map(path: Path, dtype: Any) -> np.ndarray:

@@ -9,7 +9,7 @@ has many answers, becomes several that each have the prompt.
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -254,7 +254,8 @@ def describe_build(build: Build) -> str | None:
             return inner and f"{inner} {json.dumps(arguments)}"
         except TypeError:
             return None
-    module = getattr(build, "__module__", "") or ""
-    name = getattr(build, "__qualname__", None)
-    inside = module.startswith("jaxtrain.data.") and name and "<" not in name
-    return f"{module}.{name}" if inside else None
+    made_of = type(build) if is_dataclass(build) and not isinstance(build, type) else build
+    module, name = getattr(made_of, "__module__", ""), getattr(made_of, "__qualname__", "<")
+    if not module.startswith("jaxtrain.data.") or "<" in name:
+        return None
+    return f"{module}.{name} {build}" if made_of is not build else f"{module}.{name}"

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.calculator import CalculatorRows
+from jaxtrain.data.calculator_pairs import CalculatorPairs
 from jaxtrain.data.jsonl import JsonlRows, open_json, read_lines
 from jaxtrain.data.tables import (
     CsvRows,
@@ -99,7 +100,7 @@ def open_rows(dataset: DatasetConfig) -> Any:
         rows = _builtin(dataset, split.name)
     elif dataset.options:
         raise UserError(
-            f"data.datasets[].options are for {BUILTIN}calculator, but the path is {dataset.path}"
+            f"data.datasets[].options are for {BUILTIN} data, but the path is {dataset.path}"
         )
     elif found := _find(dataset.path, split.name):
         if dataset.streaming:
@@ -214,16 +215,21 @@ def _inside(index: int, length: int) -> int:
     return index
 
 
-def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows:
-    if dataset.path != f"{BUILTIN}calculator":
-        raise UserError(f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator")
+def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows | CalculatorPairs:
+    name = dataset.path.removeprefix(BUILTIN)
+    if name not in ("calculator", "calculator_pairs"):
+        raise UserError(
+            f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator, and"
+            f" {BUILTIN}calculator_pairs for preferences"
+        )
     allowed = ("num_rows", "seed", "max_value", "follow_up")
     for key in dataset.options:
         if key not in allowed:
             raise UserError(
                 f"{dataset.path} has no option {key!r}: its options are {', '.join(allowed)}"
             )
-    return CalculatorRows(split=split, **dataset.options)
+    rows = CalculatorRows(split=split, **dataset.options)
+    return rows if name == "calculator" else CalculatorPairs(rows)
 
 
 def _find(path: str, split: str) -> list[Path]:

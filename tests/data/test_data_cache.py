@@ -11,14 +11,18 @@ import pytest
 from jaxtrain.config import DataConfig, DatasetConfig, TreeTask
 from jaxtrain.data import cache
 from jaxtrain.data.cache import cache_part, is_whole
+from jaxtrain.data.pack import Fields
+from jaxtrain.data.pairs import PairTrees
 from jaxtrain.data.pipeline import open_source, plan_steps
+from jaxtrain.data.preferences import Preferences
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.readers import Part
 from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sequences import Sequences
+from jaxtrain.data.sources import open_rows
 from jaxtrain.data.template import load_tokenizer
-from jaxtrain.data.tree import TreeGroup
+from jaxtrain.data.tree import Forest, TreeGroup
 from jaxtrain.data.trees import Trees
 
 STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}
@@ -52,15 +56,20 @@ def flat(items):
     """Everything of what a row became, to compare."""
     found = []
     for item in items:
-        for one in item.trees if isinstance(item, TreeGroup) else [item]:
+        for one in item.trees if isinstance(item, TreeGroup | Forest) else [item]:
             if isinstance(one, Dropped):
                 found.append(one)
                 continue
             nodes = [
-                (n.parent, n.tokens.tolist(), n.role, n.weights["nll"].tolist()) for n in one.nodes
+                (n.parent, n.tokens.tolist(), n.role, _values(n.weights), n.streams.keys())
+                for n in one.nodes
             ]
             found.append((type(item), nodes, one.ends, one.origin, one.controls))
     return found
+
+
+def _values(named):
+    return {name: values.tolist() for name, values in named.items()}
 
 
 def assert_same(part, cached, row_tokens):
@@ -90,6 +99,36 @@ def test_trees_come_back_as_they_were(tokenizer, tmp_path, mode):
     cached = keep(recipe, data, tokenizer, tmp_path)
     assert cached.rows.entry.parent == tmp_path
     assert_same(recipe.open(dataset), cached, 512)
+
+
+def dataset_row(dataset):
+    return open_rows(dataset)[0]
+
+
+def trees_of(item):
+    return item.trees if isinstance(item, Forest) else (item,)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_pairs_come_back_as_they_were(tokenizer, tmp_path, share):
+    dataset = DatasetConfig(path="builtin:calculator_pairs", options={"num_rows": 6})
+    data = DataConfig(datasets=[dataset], sequence_len=512)
+    fields = Fields(("preference", "score"), {"chosen": np.int32})
+    recipe = Preferences(data, tokenizer, PairTrees(share_prompts=share), fields)
+    cached = keep(recipe, data, tokenizer, tmp_path)
+    assert_same(recipe.open(dataset), cached, recipe.row_tokens)
+    assert cached.rows.entry.parent == tmp_path
+    [made], [kept] = recipe.open(dataset).tokenise(dataset_row(dataset), "x"), cached.rows[0]
+    for tree, back in zip(*map(trees_of, (made, kept)), strict=True):
+        for node, again in zip(tree.nodes, back.nodes, strict=True):
+            assert {n: v.dtype for n, v in node.streams.items()} == {
+                n: v.dtype for n, v in again.streams.items()
+            }
+            assert _values(node.streams) == _values(again.streams)
+    other = Preferences(data, tokenizer, PairTrees(share, tail=0.5), fields)
+    assert other.settings(dataset) != recipe.settings(dataset)
+    outside = Preferences(data, tokenizer, lambda ranked: None, fields)
+    assert outside.settings(dataset) is None
 
 
 def test_batches_and_cursors_do_not_depend_on_the_cache(tokenizer, tmp_path):
@@ -145,7 +184,7 @@ def test_a_damaged_entry_is_made_anew(tokenizer, tmp_path, name):
     data = make_data(tmp_path)
     recipe = Sequences(data, tokenizer)
     entry = keep(recipe, data, tokenizer, tmp_path / "cache").rows.entry
-    (entry / name).write_bytes((entry / name).read_bytes()[:-1])
+    (entry / name).write_bytes((entry / name).read_bytes()[:-1] or b"1")
     assert not is_whole(entry)
     cached = keep(recipe, data, tokenizer, tmp_path / "cache")
     assert is_whole(entry)
