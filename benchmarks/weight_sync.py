@@ -7,10 +7,14 @@ The trainer's side is the run's own (`rollout/vllm/publish_weights.py`) with ran
 made on the device. A server is a process with the real receiving code of `jaxtrain_vllm` behind the
 routes that the publisher calls, but without vLLM; --load has it copy what it committed to the GPU,
 as vLLM would (its repacking is not in that). --transport tcp: as for a server on another host, over
-loopback. --plain: also the plain way, tensor by tensor on the host, whose bits must be the same.
+loopback; device: from GPU memory to GPU memory (without a GPU: host memory that stands in for it).
+--verify: all bytes that servers loaded against what the host's way makes. --plain: also the plain
+way, tensor by tensor on the host, whose bits must be the same. `weight_sync_check.py` runs the ways
+between processes of one GPU, each on its own.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -21,7 +25,8 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 SHAPES = {
     "8b": {
@@ -96,17 +101,69 @@ def load(tensors):
 
     from jaxtrain_vllm.pinned import to_torch
 
+    where = find_device()
     for name, (shape, dtype, bits) in tensors.items():
         if name not in Receiver.loaded:
-            Receiver.loaded[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
-        Receiver.loaded[name].copy_(to_torch(bits, shape, dtype, "cuda"))
-    torch.cuda.synchronize()
+            Receiver.loaded[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=where)
+        Receiver.loaded[name].copy_(to_torch(bits, shape, dtype, where))
+    if where == "cuda":
+        torch.cuda.synchronize()
 
 
 def commit(body):
     if Receiver.device is not None:
-        Receiver.device.take(Receiver.shelf.memory, "cuda")
+        Receiver.device.take(Receiver.shelf.memory, find_device())
     Receiver.shelf.commit(Receiver.wanted, load)
+
+
+def digest(body):
+    """{name: CRC of the bits} of all that was loaded."""
+    import torch
+
+    from jaxtrain_vllm import wire
+
+    largest = max(tensor.nbytes for tensor in Receiver.loaded.values())
+    room = torch.empty(largest, dtype=torch.uint8, pin_memory=find_device() == "cuda")
+    found = {}
+    for name, tensor in Receiver.loaded.items():
+        part = room[: tensor.nbytes]
+        part.copy_(tensor.view(-1).view(torch.uint8))
+        bits = part.numpy().view(wire.BITS[tensor.itemsize])
+        found[name] = wire.checksum({name: wire.Tensor(tuple(tensor.shape), "bfloat16", bits)})
+    return found
+
+
+def find_device():
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_shelf(transport):
+    """What receives, by one transport."""
+    from jaxtrain_vllm.segment import Segment
+    from jaxtrain_vllm.shelf import WeightShelf
+
+    if transport == "device":
+        from jaxtrain_vllm.lent import LentMemory, open_lent
+
+        opened = open_lent(find_device())
+        return WeightShelf(opened or (lambda told: LentMemory(told, "cpu", stand_in())))
+    if transport == "tcp":
+
+        def attach(described):
+            raise OSError("another host")
+
+        Segment.attach = attach
+    return WeightShelf()
+
+
+def stand_in():
+    """For the driver, where there is none."""
+    sys.path.append(str(ROOT / "tests" / "rollout"))
+    from host_cuda import HostCuda
+
+    return HostCuda()
 
 
 ROUTES = {
@@ -121,44 +178,46 @@ ROUTES = {
     "/start_weight_update": lambda body: {},
     "/update_weights": check,
     "/finish_weight_update": commit,
+    "/digest": digest,
 }
 
 
 def serve(options):
     """A server, until its input ends."""
-    from jaxtrain_vllm.segment import Segment
-    from jaxtrain_vllm.shelf import WeightShelf
-
-    Receiver.shelf, Receiver.held = WeightShelf(), json.loads(sys.stdin.readline())
-    if options.transport == "tcp":
-
-        def attach(described):
-            raise OSError("another host")
-
-        Segment.attach = attach
+    Receiver.shelf = open_shelf(options.transport)
     if options.load:
         from jaxtrain_vllm.pinned import Pinned
 
         Receiver.device = Pinned()
+        if find_device() == "cuda":
+            import torch
+
+            torch.zeros(1, device="cuda")
+    Receiver.held = json.loads(sys.stdin.readline())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
 
 
-def start_servers(count, shapes, options):
-    """[(process, url)] of servers that hold tensors of these shapes."""
+def start_servers(count, options):
+    """Processes that will be servers once they are told what they hold (`tell_servers`)."""
     own = [sys.executable, __file__, "--serve", "--transport", options.transport]
     own += ["--load"] if options.load else []
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found = []
     for _ in range(count):
         pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(own, env=env, **pipe)
+        found.append(subprocess.Popen(own, env=env, **pipe))
+    return found
+
+
+def tell_servers(started, shapes):
+    """Their URLs; they hold tensors of these shapes."""
+    for process in started:
         process.stdin.write(json.dumps(shapes) + "\n")
         process.stdin.flush()
-        found.append(process)
-    return [(p, f"http://127.0.0.1:{int(p.stdout.readline())}") for p in found]
+    return [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started]
 
 
 def make_model(shape):
@@ -201,8 +260,8 @@ def change(params, seed):
     jax.block_until_ready(params)
 
 
-def measure(count, options, model, params):
-    """Rows of the table for so many servers."""
+def measure(started, options, model, params):
+    """Rows of the table for servers that were started."""
     import jax
 
     from jaxtrain.config import SamplingConfig
@@ -212,8 +271,9 @@ def measure(count, options, model, params):
     from jaxtrain.rollout.vllm.servers import Servers
 
     entries, _, named = model
-    started = start_servers(count, {name: list(shape) for name, shape in named.items()}, options)
-    config = VllmConfig(servers=[url for _, url in started], full_every=1000, wait_seconds=60)
+    count = len(started)
+    urls = tell_servers(started, {name: list(shape) for name, shape in named.items()})
+    config = VllmConfig(servers=urls, full_every=1000, wait_seconds=20, sync_seconds=60)
     servers = Servers(config, SamplingConfig(), lambda line: print("!", line, flush=True))
     servers.open()
 
@@ -226,8 +286,9 @@ def measure(count, options, model, params):
         return list_pieces(params, entries, "bfloat16", kept, compare=True)
 
     publisher = WeightPublisher(
-        servers, write, named, delta=True, ahead=True, find=find if kept else None
-    )
+        servers, write, named, delta=True, ahead=True, find=find if kept else None,
+        device=open_device(named, entries) if options.transport == "device" else None,
+    )  # fmt: skip
     rows, version = [], -1
     plan = [("full", False)] * options.repeat + [("delta", True)] * options.repeat
     for _ in range(2):  # memory is touched for the first time, functions are compiled
@@ -243,6 +304,7 @@ def measure(count, options, model, params):
         parts = publisher.delivery.wait()
         seconds = time.perf_counter() - start
         assert not servers.counters["servers_lost"]
+        assert options.transport != "device" or publisher.device, "it went through the host"
         row = {"servers": count, "transport": options.transport, "kind": kind}
         row |= {"base": options.base, "sent": "delta" if parts["sync/delta"] else "all"}
         row |= {"seconds": seconds, "blocked": blocked, "checksum": parts["sync/checksum_seconds"]}
@@ -251,14 +313,73 @@ def measure(count, options, model, params):
         row |= {"GB": size, "GB/s": size / seconds, "tcp_GB": parts["sync/tcp_bytes"] / 1e9}
         rows.append(row | {"changed": parts.get("sync/changed", 1.0)})
         show(rows[-1])
+        if options.verify and (kind, delta) not in plan[version - 1 :]:
+            verify(urls, entries, params)
     if options.plain and count == options.servers[0]:
         rows.append(compare_with_plain(publisher, entries, named, params))
         show(rows[-1])
     publisher.close()
-    for process, _ in started:
-        process.stdin.close()
-        process.wait(60)
+    stop(started)
     return rows
+
+
+def stop(started):
+    for process in started:
+        with contextlib.suppress(OSError):  # it is dead already
+            process.stdin.close()
+    for process in started:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def open_device(named, entries):
+    """The trainer's image of the weights in GPU memory."""
+    import jax
+
+    from jaxtrain.rollout.vllm.device_image import DeviceImage
+    from jaxtrain.rollout.vllm.device_layout import list_rows
+    from jaxtrain_vllm.cuda import Cuda
+
+    def rows(params, homes):
+        return list_rows(params, entries, "bfloat16", homes)
+
+    cuda = Cuda() if jax.default_backend() in ("gpu", "cuda") else stand_in()
+    return DeviceImage(named, "bfloat16", rows, cuda)
+
+
+def verify(urls, entries, params):
+    """AssertionError unless all bytes are what the host's way makes of the parameters."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    from jaxtrain.rollout.vllm.control import call
+    from jaxtrain.rollout.vllm.device_layout import list_pieces
+    from jaxtrain.rollout.vllm.image import look_ahead
+    from jaxtrain_vllm import wire
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        held = [pool.submit(call, url, "GET", "/digest", timeout=60) for url in urls]
+        open_tensors, missing, wanted = {}, {}, {}
+        for piece in look_ahead(list_pieces(params, entries, "bfloat16")):
+            name, shape = piece.name, piece.shape
+            if name not in open_tensors:
+                bits = wire.empty_bits(shape, "bfloat16")
+                open_tensors[name], missing[name] = wire.Tensor(shape, "bfloat16", bits), bits.size
+            array = np.asarray(piece.array)
+            bits = open_tensors[name].bits.reshape(shape)
+            bits[piece.index] = array.view(bits.dtype)
+            missing[name] -= array.size
+            if not missing[name]:
+                wanted[name] = wire.checksum({name: open_tensors.pop(name)})
+        found = [done.result() for done in held]
+    differ = [name for name in wanted for held in found if held.get(name) != wanted[name]]
+    told = {"verified": len(found), "tensors": len(wanted), "differ": len(differ)}
+    show(told | {"seconds": time.perf_counter() - start})
+    assert not differ and not open_tensors, f"other bytes in {differ[:5]}"
 
 
 def compare_with_plain(publisher, entries, named, params):
@@ -285,16 +406,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--transport", choices=["shared", "tcp"], default="shared")
+    parser.add_argument("--transport", choices=["shared", "tcp", "device"], default="shared")
     parser.add_argument("--base", choices=["host", "device"], default="host")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--verify", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.load = options.load or options.verify or options.transport == "device"
     if options.serve:
         return serve(options)
+    waiting = [start_servers(number, options) for number in options.servers]
+    try:
+        run(options, waiting)
+    finally:
+        for started in waiting:
+            stop(started)
+
+
+def run(options, waiting):
     import jax
 
     model = make_model(options.shape)
@@ -302,7 +434,7 @@ def main():
     count = sum(array.size for array in params.values())
     device = jax.devices()[0].device_kind
     print(f"# {count / 1e9:.2f} B parameters in float32 on {device}, {os.cpu_count()} cores")
-    rows = [row for number in options.servers for row in measure(number, options, model, params)]
+    rows = [row for started in waiting for row in measure(started, options, model, params)]
     if options.out:
         header = {"command": " ".join(["python", *sys.argv]), "hardware": device}
         header |= {"cores": os.cpu_count(), "jax": jax.__version__, "parameters": count}

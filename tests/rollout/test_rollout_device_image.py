@@ -24,10 +24,13 @@ from jaxtrain.rollout.vllm.device_image import DeviceImage, list_devices, spread
 from jaxtrain.rollout.vllm.device_layout import list_pieces, list_rows
 from jaxtrain.rollout.vllm.open import open_device_image
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
-from jaxtrain_vllm import lent, wire
+from jaxtrain_vllm import wire
 from jaxtrain_vllm.cuda import HANDLE_BYTES, Cuda, CudaError
-from jaxtrain_vllm.lent import LentMemory
 from jaxtrain_vllm.shelf import WeightShelf
+
+torch = pytest.importorskip("torch", reason="a worker's side needs torch")
+from jaxtrain_vllm import lent  # noqa: E402
+from jaxtrain_vllm.lent import LentMemory  # noqa: E402
 
 NAMED = [Entry(name, Tensor(name)) for name in SHAPES]
 
@@ -46,7 +49,7 @@ def read(image, cuda):
     tensors = memory.read(described["tensors"])
     integers = {n: t.bits.to_torch(t.shape, t.dtype) for n, t in tensors.items()}
     kind = "int16" if image.dtype != "float32" else "int32"
-    found = {n: t.view(getattr(lent.torch, kind)).numpy().ravel() for n, t in integers.items()}
+    found = {n: t.view(getattr(torch, kind)).numpy().ravel() for n, t in integers.items()}
     checksum = memory.checksum(tensors)
     memory.close()
     return found, checksum
@@ -156,7 +159,7 @@ def assert_loaded(fake, params):
         for name, wanted in bits(params).items():
             found = loaded[name]
             if not isinstance(found, np.ndarray):
-                found = found.view(lent.torch.int16).numpy().view(np.uint16)
+                found = found.view(torch.int16).numpy().view(np.uint16)
             np.testing.assert_array_equal(found, wanted)
 
 
@@ -231,7 +234,7 @@ def test_memory_that_holds_something_else_is_not_served():
             publisher.publish(1, place(draw_params(1)))
         assert publisher.device is None
         for name, wanted in bits(draw_params()).items():
-            found = setting.fakes[0].loaded[0][name].view(lent.torch.int16).numpy()
+            found = setting.fakes[0].loaded[0][name].view(torch.int16).numpy()
             np.testing.assert_array_equal(found.view(np.uint16), wanted)
 
 
@@ -293,7 +296,7 @@ def test_memory_that_is_written_meanwhile_is_not_served():
         assert setting.fakes[0].shelves[0].version == -1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.fixed_dictionaries(
         {},
