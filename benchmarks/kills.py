@@ -209,7 +209,9 @@ def main() -> None:
         left, number = arguments.kills, 0
         for name, text in RUNS.items():
             whole = Path(place) / f"{name.replace(' ', '_')}_whole"
-            assert start(whole, COMMON + text).wait(PATIENCE) == 0, whole.with_suffix(".log").read_text()
+            assert start(whole, COMMON + text).wait(PATIENCE) == 0, whole.with_suffix(
+                ".log"
+            ).read_text()
         while left > 0:
             name = list(RUNS)[number % len(RUNS)]
             folder = Path(place) / f"run{number}"

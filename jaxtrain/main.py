@@ -196,6 +196,9 @@ def run_generate(argv: list[str]) -> None:
         "--input", type=expand_path, help="jsonl with prompt or messages in each line"
     )
     parser.add_argument("--output", type=expand_path, help="jsonl to write the answers to")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --output if it is there"
+    )
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
         "--ids",
@@ -259,13 +262,18 @@ def run_plot(argv: list[str]) -> None:
     parser = Parser("jaxtrain plot", description=run_plot.__doc__)
     parser.add_argument("runs", nargs="+", type=expand_path, help="output_dirs")
     parser.add_argument("--output", type=expand_path, help="default: curves.png in the first run")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --output if it is there"
+    )
     args = parser.parse_intermixed_args(argv)
-    from jaxtrain.run.belongings import record_output
+    from jaxtrain.run.belongings import read_names, record_output, require_writable
     from jaxtrain.run.plot import plot_runs
 
     output = args.output or args.runs[0] / "curves.png"
-    if args.output is None:
+    if args.output is None and read_names(output.parent) is not None:
         record_output(output)
+    else:
+        require_writable(output, args.overwrite)
     plot_runs(args.runs, output)
     print(output)
 

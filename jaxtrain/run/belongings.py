@@ -107,6 +107,41 @@ def require_replaceable(target: Path, key: str = "--output") -> None:
     )
 
 
+def require_writable(path: Path, overwrite: bool, key: str = "--output") -> None:
+    """Raise UserError unless a verb may write the one file `path`: nothing has its name, or
+    `overwrite` says that it may go. A pipe or a device is written to as it is."""
+    if path.is_dir():
+        raise UserError(f"{key} {str(path)!r} is a folder; name a file")
+    around = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
+    if around is not None and not around.is_dir():
+        raise UserError(f"{key} {str(path)!r}: {str(around)!r} is no folder; name a file elsewhere")
+    if os.path.lexists(path) and not overwrite and not _is_stream(path):
+        raise UserError(
+            f"{key} {str(path)!r} is there already; name another file, or add --overwrite to"
+            " replace it"
+        )
+
+
+def write_output(path: Path, content: bytes, key: str = "--output") -> None:
+    """Write the one file of a verb, and the folder around it: at the end it is whole, or what was
+    there before is."""
+    try:
+        if _is_stream(path):
+            with path.open("wb") as stream:
+                stream.write(content)
+            return
+        path = Path(os.path.realpath(path))  # of a link, what it points to
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{key} {path} cannot be written: {error.strerror or error}") from None
+
+
 def record_output(target: Path) -> None:
     """A model or curves will be written to `target`: at a run's place for them they are its own."""
     target = Path(os.path.abspath(target))
@@ -135,6 +170,10 @@ def remove(path: Path) -> None:
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _has(names: Collection[str], name: str) -> bool:

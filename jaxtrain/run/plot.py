@@ -1,9 +1,11 @@
 """Curves of one or more runs, from their metrics.jsonl into one PNG. No jax here."""
 
+import io
 from fnmatch import filter as matching
 from pathlib import Path
 
 from jaxtrain.errors import UserError
+from jaxtrain.run.belongings import write_output
 from jaxtrain.run.records import read_records
 from jaxtrain.shown import printable, shorten, show
 
@@ -61,11 +63,9 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         if len(curves) > 1 or len(axes.lines) > 1:
             axes.legend(fontsize=8)
     figure.suptitle(plain(" | ".join(Path(run).name for run in curves)), fontsize=12)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, format="png")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror or error}") from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_output(output, drawn.getvalue())
 
 
 def draw(axes, steps: list[int], values: list[float], name: str, run: str, color: str) -> None:

@@ -19,6 +19,7 @@ from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.rollout.eval_sets import list_turns
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
+from jaxtrain.run.belongings import require_writable, write_output
 from jaxtrain.shown import printable
 
 MOST_INPUT = 2**29
@@ -107,6 +108,8 @@ def generate_command(args: argparse.Namespace) -> None:
     if not args.env and any(word.startswith("env.") for word in args.overrides):
         raise UserError("generate: keys of section env have no effect without --env")
     rows = list_rows(args)
+    if args.output:
+        require_writable(args.output, args.overwrite)
     requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
     writer = Writer(args.model, args.overrides, args.raw or args.ids)
     if not rows:
@@ -152,10 +155,8 @@ def write_records(
     """Into the file --output, or to people. found: (keys to add to a row, text) for each row."""
     if args.output:
         records = [{**row, **keys} for row, (keys, _) in zip(rows, found, strict=True)]
-        try:
-            args.output.write_text("".join(json.dumps(record) + "\n" for record in records))
-        except OSError as error:
-            raise UserError(f"{args.output} cannot be written: {error.strerror or error}") from None
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_output(args.output, lines.encode())
         print(f"{len(records)} answers in {args.output}")
         return
     for _, text in found:

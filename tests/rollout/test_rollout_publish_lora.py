@@ -10,7 +10,7 @@ from test_rollout_publish import open_servers
 from test_rollout_vllm import ask
 
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.rollout.vllm.publish_lora import LoraPublisher, reserve
+from jaxtrain.rollout.vllm.publish_lora import NOTE, LoraPublisher, reserve
 
 
 def write_adapter(params, folder):
@@ -20,7 +20,7 @@ def write_adapter(params, folder):
 @contextlib.contextmanager
 def open_lora(fakes, folder, write=write_adapter, **settings):
     with open_servers(fakes, adapters=True, sync="lora", **settings) as (engine, servers, said):
-        publisher = LoraPublisher(servers, folder, write, lambda params: 1000)
+        publisher = LoraPublisher(servers, folder, "/runs/a", write, lambda params: 1000)
         yield engine, publisher, said
         if any(fake.thread.is_alive() for fake in fakes):
             publisher.close()
@@ -106,9 +106,34 @@ def test_room_is_reserved_before_memory_maps_are_written(tmp_path):
 
 
 def test_leftovers_of_an_earlier_process_are_unloaded_and_deleted(tmp_path):
+    """And no other: another run's, one that somebody copied to keep it, one without a note."""
     fake = FakeVllm()
-    old = tmp_path / "jaxtrain-00000000-7"
-    old.mkdir()
-    fake.adapters = {old.name: str(old), "someone-else": "/other/place"}
-    with open_lora([fake], tmp_path):
-        assert set(fake.adapters) == {"someone-else"} and not old.exists()
+
+    def leave(name, note):
+        path = tmp_path / name
+        path.mkdir()
+        if note is not None:
+            (path / NOTE).write_text(note if isinstance(note, str) else json.dumps(note))
+        return path
+
+    old = leave("jaxtrain-00000000-7", {"run": "/runs/a", "name": "jaxtrain-00000000-7"})
+    half = leave(
+        ".jaxtrain-00000000-8.unfinished", {"run": "/runs/a", "name": "jaxtrain-00000000-8"}
+    )
+    kept = [
+        leave("jaxtrain-11111111-7", {"run": "/runs/b", "name": "jaxtrain-11111111-7"}),
+        leave("jaxtrain-best", {"run": "/runs/a", "name": "jaxtrain-00000000-7"}),
+        leave("jaxtrain-mine", None),
+        leave("jaxtrain-odd", "[[["),
+        leave("jaxtrain-list", "[1]"),
+        leave("notes", {"run": "/runs/a", "name": "notes"}),
+    ]
+    fake.adapters = {path.name: str(path) for path in (old, *kept)}
+    fake.adapters["someone-else"] = "/other/place"
+    with open_lora([fake], tmp_path) as (_, publisher, _):
+        assert set(fake.adapters) == {path.name for path in kept} | {"someone-else"}
+        assert not old.exists() and not half.exists()
+        for version in range(4):
+            publisher.publish(version, 8)
+    assert set(tmp_path.iterdir()) == set(kept)
+    assert set(fake.adapters) == {path.name for path in kept} | {"someone-else"}

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.run.belongings import write_output
 from jaxtrain.run.plot import plot_runs, read_metrics, smooth
 
 
@@ -57,6 +59,36 @@ def test_missing_empty_and_binary_files_are_named(tmp_path):
     run = write_run(tmp_path / "a", [1.0])
     with pytest.raises(UserError, match="cannot be written"):
         plot_runs([run], tmp_path / "metrics.jsonl" / "x.png")
+
+
+def test_a_file_that_is_there_is_kept_unless_it_may_go(tmp_path, capsys, monkeypatch):
+    """Of every verb that writes one file; whoever is refused waits for no model."""
+    monkeypatch.setattr(
+        "jaxtrain.run.plot.plot_runs", lambda runs, output: write_output(output, b"curves")
+    )
+    runs = write_run(tmp_path / "a", [1.0, 2.0])
+    kept = tmp_path / "kept.txt"
+    for words in (
+        ["plot", str(runs)],
+        ["generate", str(tmp_path / "no model"), "--prompt", "x"],
+    ):
+        kept.write_text("mine")
+        assert main([*words, "--output", str(kept)]) == 2
+        assert f"'{kept}' is there already; name another file" in capsys.readouterr().err
+        assert main([*words, "--output", str(tmp_path)]) == 2
+        assert "is a folder" in capsys.readouterr().err
+        assert main([*words, "--output", str(kept / "x")]) == 2
+        assert "is no folder" in capsys.readouterr().err
+        assert kept.read_text() == "mine"
+    (tmp_path / "link.png").symlink_to(kept)
+    assert main(["plot", str(runs), "--output", str(tmp_path / "link.png"), "--overwrite"]) == 0
+    assert kept.read_bytes() == b"curves" and (tmp_path / "link.png").is_symlink()
+    assert main(["plot", str(runs), "--output", "/dev/null"]) == 0
+    assert [main(["plot", str(runs)]) for _ in range(2)] == [0, 2], "in no run's folder"
+    (runs / "curves.png").unlink()
+    (runs / "run.json").write_text(json.dumps({"names": ["metrics.jsonl"]}))
+    assert [main(["plot", str(runs)]) for _ in range(2)] == [0, 0]
+    assert not list(tmp_path.rglob("*.unfinished"))
 
 
 def test_smoothing_keeps_a_constant_and_follows_a_step():

@@ -5,6 +5,7 @@ would hold.
 """
 
 import collections
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,7 +69,7 @@ def open_vllm(
             engine = VllmEngine(servers, adapters=adapters)
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
-                own = open_lora(servers, folder, parts, config.model.path)
+                own = open_lora(servers, folder, config.run.output_dir, parts, config.model.path)
             else:
                 ahead = config.rollout.mode != "sync"
                 own = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
@@ -98,9 +99,9 @@ def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params
 
 
 def open_lora(
-    servers: Servers, folder: Path, parts: Parts, base_name: str | None = None
+    servers: Servers, folder: Path, run: str, parts: Parts, base_name: str | None = None
 ) -> LoraPublisher:
-    """Publishes the run's adapter, which it gets in numpy."""
+    """Publishes the run's adapter, which it gets in numpy. run: the run's folder."""
     adapter = parts.adapter
     assert adapter is not None, "the config says that there is one"
     entries = adapter_entries(parts.architecture, adapter)
@@ -112,7 +113,7 @@ def open_lora(
         # The header of a few hundred bytes a tensor, and adapter_config.json.
         return sum(params[entry.param].nbytes for entry in entries) + 2**20
 
-    return LoraPublisher(servers, folder, write, measure)
+    return LoraPublisher(servers, folder, os.path.abspath(run), write, measure)
 
 
 def open_weights(

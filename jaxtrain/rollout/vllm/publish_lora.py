@@ -3,9 +3,14 @@
 A new version never takes an old one's name or path: vLLM keys its prefix cache by both, and would
 go on with keys and values of the old weights. Answers under way end with the adapter they began
 with; older versions are unloaded, then deleted.
+
+Each folder holds a note of which run made it under which name. An earlier process of the same run
+may leave such folders, and these alone are cleared away: adapter_dir may be anybody's, and several
+runs' at once.
 """
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -15,29 +20,36 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
 from jaxtrain.rollout.vllm.servers import Server, Servers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NOTE = "made_by_jaxtrain.json"
+UNFINISHED = ".{}.unfinished"
 
 
 class LoraPublisher:
     """`types.Publisher` by adapter folders.
 
-    write(params, folder): writes a PEFT folder. measure(params): how many bytes that takes.
+    run: what tells this run from others, its folder. write(params, folder): writes a PEFT folder.
+    measure(params): how many bytes that takes.
     """
 
     def __init__(
         self,
         servers: Servers,
         folder: Path,
+        run: str,
         write: Callable[[Any, Path], None],
         measure: Callable[[Any], int],
     ):
         self.servers, self.folder = servers, Path(folder).absolute()
-        self.write, self.measure = write, measure
+        self.run, self.write, self.measure = run, write, measure
         self.version = -1
+        self._written: list[str] = []
+        """Names of the folders that lie there, the oldest first."""
         self._loaded: dict[Server, set[str]] = {server: set() for server in servers.all}
         self._lock = threading.Lock()
         servers.bring = self.bring
@@ -110,14 +122,17 @@ class LoraPublisher:
         """The folder of a version, whole or not at all; a full disk costs older versions first."""
         target = self.folder / self.servers.label(version)
         for last in (False, True):
-            unfinished = target.with_name(f".{target.name}.unfinished")
+            unfinished = target.with_name(UNFINISHED.format(target.name))
             shutil.rmtree(unfinished, ignore_errors=True)
             try:
                 unfinished.mkdir(parents=True)
+                note = {"run": self.run, "name": target.name}
+                (unfinished / NOTE).write_text(json.dumps(note) + "\n")
                 reserve(unfinished, self.measure(params))
                 self.write(params, unfinished)
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(unfinished, target)
+                self._written = [n for n in self._written if n != target.name] + [target.name]
                 return
             except OSError as error:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,13 +149,10 @@ class LoraPublisher:
         """Unload and delete all but the newest `keep` versions."""
         keep = self.servers.config.keep_adapters if keep is None else keep
         with self._lock:
-            names = sorted(
-                (path.name for path in self.folder.glob(self.servers.label(0)[:-1] + "*")),
-                key=lambda name: int(name.rpartition("-")[2]),
-            )
-            for name in names[: max(0, len(names) - keep)]:
+            for name in self._written[: max(0, len(self._written) - keep)]:
                 if all([self._unload(server, name) for server in self.servers.all]):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
+                    self._written.remove(name)
 
     def _unload(self, server: Server, name: str) -> bool:
         """Whether the server has let go of an adapter, so that its folder may be deleted."""
@@ -160,21 +172,36 @@ class LoraPublisher:
         return True
 
     def _clear_leftovers(self) -> None:
-        """Adapters of an earlier process in this folder: unload those still served, delete all."""
-        if not self.folder.is_dir():
+        """Adapters of an earlier process of this run: unload those still served, delete all."""
+        own = self._find_own()
+        if not own:
             return
         for server in self.servers.all:
             try:
                 listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
                 for model in listed["data"]:
-                    if model.get("parent") and Path(model.get("root", "")).parent == self.folder:
+                    if model.get("parent") and Path(model.get("root", "")) in own:
                         body = {"lora_name": model["id"]}
                         path = "/v1/unload_lora_adapter"
                         call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
             except (ServerGone, ServerRefused, TypeError, KeyError):
                 return  # in doubt they stay: a served adapter must keep its folder
-        for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*.unfinished")]:
+        for path in own:
             shutil.rmtree(path, ignore_errors=True)
+
+    def _find_own(self) -> set[Path]:
+        """Folders that an earlier process of this run made, by the note in each: one that somebody
+        copied or renamed is theirs."""
+        found = set()
+        for path in [*self.folder.glob("jaxtrain-*"), *self.folder.glob(".jaxtrain-*")]:
+            try:
+                note = parse_json(read_text(path / NOTE, 2**16))
+                name = note["name"]
+                if note["run"] == self.run and path.name in (name, UNFINISHED.format(name)):
+                    found.add(path)
+            except (OSError, ValueError, TypeError, KeyError):
+                continue  # no note, or none of ours
+        return found
 
 
 def reserve(folder: Path, size: int) -> None:
