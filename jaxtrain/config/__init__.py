@@ -2,6 +2,7 @@
 
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.config.distillation import DistillationTask, TeacherConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
@@ -21,6 +22,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DatasetConfig",
+    "DistillationTask",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
@@ -35,6 +37,7 @@ __all__ = [
     "RunConfig",
     "SFTTask",
     "SamplingConfig",
+    "TeacherConfig",
     "TreeTask",
     "VllmConfig",
     "load_config",

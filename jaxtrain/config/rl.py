@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from jaxtrain.config.bounds import ROWS
+from jaxtrain.config.rollout import find_drawing_conflicts
 from jaxtrain.config.task import TaskSection
-from jaxtrain.config.vllm import find_vllm_conflicts
 
 TRUNCATE_OR_MASK = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -199,20 +199,13 @@ class RLTask(TaskSection):
 def find_rl_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around task.kind rl."""
     task, rollout, sampling = config.task, config.rollout, config.sampling
-    if sampling.temperature == 0:
-        yield "task.kind rl draws answers at random; set sampling.temperature above 0, such as 1.0"
     for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(sampling, key) != off:
             yield (
                 f"sampling.{key} cuts the distribution that answers are drawn from, so their"
                 f" log-probs are not the policy's; remove it for task.kind rl"
             )
-    if sampling.max_new_tokens >= config.data.sequence_len:
-        yield (
-            f"sampling.max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt within"
-            f" data.sequence_len {config.data.sequence_len}, which must hold prompt and answer;"
-            " raise the second or lower the first"
-        )
+    yield from find_drawing_conflicts(config)
     if rollout.group_size == 1 and task.knob("baseline") in ("group", "leave_one_out"):
         yield (
             f"task.baseline {task.knob('baseline')} compares answers to the same prompt; set"
@@ -252,12 +245,6 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield 'task.reference mixed needs full training; set it to "adapter_off" with an adapter'
     if task.off_policy_threshold and task.objective == "m2po_mask":
         yield "task.off_policy_threshold and objective m2po_mask both mask; keep one"
-    if rollout.engine == "vllm" and rollout.devices:
-        yield "rollout.devices is for the local engine; remove it, servers have their own"
-    if rollout.engine == "vllm":
-        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
-    if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
-        yield 'section rollout.vllm has no effect while rollout.engine is "local"'
     if rollout.streaming:
         yield from find_streaming_conflicts(task, rollout)
     if config.data.eval_datasets:
@@ -265,17 +252,6 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
             "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
             " [[eval.sets]] instead"
         )
-    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
-        yield (
-            "rollout.prompts_per_step sets the size of a step for task.kind rl; remove"
-            " data.global_batch_size and optim.gradient_accumulation_steps"
-        )
-    for dataset in config.data.datasets:
-        if dataset.streaming:
-            yield (
-                "task.kind rl needs all prompts at hand; set streaming of"
-                f" {dataset.path!r} to false"
-            )
 
 
 def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:

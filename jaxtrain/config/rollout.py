@@ -1,16 +1,18 @@
 """Section rollout: who samples, how much, and how far ahead of the trainer."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
-from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
 
 class RolloutConfig(Section):
-    """How answers are drawn for task.kind rl; the draws themselves are section sampling."""
+    """How answers are drawn for task.kind rl, and for distillation on the student's own; the draws
+    themselves are section sampling."""
 
     engine: str = "local"
     """local: the trainer's own weights and devices. vllm: servers over HTTP. Or an own kind of
@@ -66,3 +68,36 @@ class RolloutConfig(Section):
     """Processes that run the reward functions."""
     vllm: VllmConfig = VllmConfig()
     """Servers and weight sync; only with engine vllm."""
+
+
+def find_drawing_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination of whatever trains on drawn answers."""
+    kind, rollout, sampling = config.task.kind, config.rollout, config.sampling
+    if sampling.temperature == 0:
+        yield (
+            f"task.kind {kind} draws answers at random; set sampling.temperature above 0, such as"
+            " 1.0"
+        )
+    if sampling.max_new_tokens >= config.data.sequence_len:
+        yield (
+            f"sampling.max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt within"
+            f" data.sequence_len {config.data.sequence_len}, which must hold prompt and answer;"
+            " raise the second or lower the first"
+        )
+    if rollout.engine == "vllm" and rollout.devices:
+        yield "rollout.devices is for the local engine; remove it, servers have their own"
+    if rollout.engine == "vllm":
+        yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
+    if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
+        yield 'section rollout.vllm has no effect while rollout.engine is "local"'
+    if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:
+        yield (
+            f"rollout.prompts_per_step sets the size of a step for task.kind {kind}; remove"
+            " data.global_batch_size and optim.gradient_accumulation_steps"
+        )
+    for dataset in config.data.datasets:
+        if dataset.streaming:
+            yield (
+                f"task.kind {kind} needs all prompts at hand; set streaming of"
+                f" {dataset.path!r} to false"
+            )

@@ -8,6 +8,7 @@ from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Problems, Section
 from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
+from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
@@ -36,6 +37,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "tree": TreeTask,
     "reward_model": RewardModelTask,
     "rl": RLTask,
+    "distillation": DistillationTask,
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -52,6 +54,7 @@ Task = Annotated[
     | Annotated[TreeTask, Tag("tree")]
     | Annotated[RewardModelTask, Tag("reward_model")]
     | Annotated[RLTask, Tag("rl")]
+    | Annotated[DistillationTask, Tag("distillation")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

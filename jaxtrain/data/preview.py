@@ -119,7 +119,8 @@ def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None
     if isinstance(sample, Tree):
         console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)
         tokens, weights = split_branches(sample)[0]
-        sample = Sample(tokens, weights["nll"].astype(np.float32), f"{sample.origin}, one branch")
+        weight = next(iter(weights.values()))
+        sample = Sample(tokens, weight.astype(np.float32), f"{sample.origin}, one branch")
     trained = int(np.count_nonzero(sample.weights))
     style = "bold green" if console.is_terminal else f"between {OPEN} and {CLOSE}"
     head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"

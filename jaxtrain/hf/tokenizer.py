@@ -238,3 +238,20 @@ _KINDS = {
     int: "a number",
     float: "a number",
 }
+
+
+def compare_vocabularies(ours: Any, theirs: Any) -> str | None:
+    """In what two tokenizers' token ids do not mean the same, as a part of a sentence; None: they
+    agree on all."""
+    left, right = ({i: token for token, i in one.get_vocab().items()} for one in (ours, theirs))
+    differs = sorted(i for i in left.keys() | right.keys() if left.get(i) != right.get(i))
+    if not differs:
+        return None
+    first = differs[0]
+    mine, other = (
+        shorten(repr(one[first])) if first in one else "no token" for one in (left, right)
+    )
+    return (
+        f"{len(differs):,} of {max(len(left), len(right)):,} ids differ, the first of them {first}:"
+        f" {printable(mine)} here, {printable(other)} there"
+    )

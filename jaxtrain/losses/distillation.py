@@ -93,9 +93,11 @@ def distillation_loss(model, teacher, batch: Batch, numbers: Distillation):
     else:
         states_BTE, _ = predictions(teacher, batch)
         known = (lax.stop_gradient(states_BTE), lax.stop_gradient(teacher.head()))
-    total, found = sum_divergence(
-        hidden_BTD, model.head(), known, target_BT, weight_BT, ce_BT, numbers
-    )
+    head_VD = model.head()
+    if teacher is not None:  # rows beyond the smaller one only fill a table up: no token has them
+        size = min(head_VD.shape[0], known[1].shape[0])
+        head_VD, known = head_VD[:size], (known[0], known[1][:size])
+    total, found = sum_divergence(hidden_BTD, head_VD, known, target_BT, weight_BT, ce_BT, numbers)
     return {COMPONENT: total}, describe(found, weight_BT, own_BT, numbers.beta)
 
 
@@ -146,6 +148,8 @@ def sum_divergence(
         )
         return total, Measured(*(field.reshape(target_BT.shape) for field in found))
 
+    states: Any
+    other: Any
     states, other = known
     per_token = (target_BT, weight_BT, ce_BT)
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)

@@ -16,14 +16,11 @@ EPSILON = 1e-4
 
 def reward_table(groups: Sequence[Group], names: Sequence[str]) -> np.ndarray:
     """Rewards [N, K] of the groups' episodes in order; NaN for None."""
+    rows = [row for group in groups for row in group.rewards]
     return np.array(
-        [
-            [np.nan if row.get(name) is None else row[name] for name in names]
-            for group in groups
-            for row in group.rewards
-        ],
+        [[np.nan if row.get(name) is None else row[name] for name in names] for row in rows],
         np.float64,
-    ).reshape(-1, len(names))
+    ).reshape(len(rows), len(names))
 
 
 def turn_tables(groups: Sequence[Group], names: Sequence[str]) -> list[np.ndarray]:

@@ -37,7 +37,10 @@ EPISODE = "episode"
 """Host-only stream: number of the token's episode in the round, from 0; -1 is context."""
 TURN = "turn"
 """Host-only stream: number of the token's turn in its episode, from 0; -1 is context."""
+DRAWN = "drawn"
+"""Stream: 1 on trained tokens that the policy drew, 0 on those of an answer that was given."""
 STREAMS = {
+    DRAWN: np.float32,
     **dict.fromkeys(("advantage", "sampler_logp", "old_logp", "ref_logp"), np.float32),
     EPISODE: np.int32,
     TURN: np.int32,
@@ -103,7 +106,7 @@ def label(groups: Sequence[Group], labels: Labels) -> Labelled:
         trees_of_all += trees
         batch = pack(trees, labels)
         batches.append(average_over(batch, labels, episodes))
-        trained += int(np.count_nonzero(batch.weights["pg"]))
+        trained += int(np.count_nonzero(batch.weights[labels.components[0]]))
     saving = measure_saving(trees_of_all)
     slots = sum(batch.tokens.size for batch in batches)
     efficiency = saving.packed_tokens / max(slots, 1)
@@ -123,7 +126,7 @@ def make_branches(
     count = sum(int(mask.sum()) for mask in masks)
     weight = 1.0 / max(count, 1) if labels.average == "sequence" else 1.0
     return [
-        make_branch(one, mask, weight, advantages_T, number, labels)
+        make_branch(one, mask, weight, advantages_T, number, labels, not episode.given)
         for one, mask in zip(episode.sequences, masks, strict=True)
         if mask.any()
     ]
@@ -136,8 +139,9 @@ def make_branch(
     advantages_T: np.ndarray,
     number: int,
     labels: Labels,
+    drawn: bool = True,
 ) -> Branch:
-    """One sequence's tokens; `trained` [n] are those that weigh."""
+    """One sequence's tokens; `trained` [n] are those that weigh, `drawn` by the policy or not."""
     weights_n = trained * weight
     length = len(one.tokens)
     turns = np.asarray(one.turns, np.int64) if one.turns else np.zeros(length, np.int64)
@@ -152,6 +156,7 @@ def make_branch(
             TURN: np.where(trained, turns, -1),
             "old_logp": np.zeros(length),
             "ref_logp": np.zeros(length),
+            DRAWN: trained * float(drawn),
         },
     )
 
@@ -191,7 +196,7 @@ def average_over(batch: Batch, labels: Labels, episodes: int) -> Batch:
         return batch
     weights, microsteps = batch.weights, batch.tokens.shape[0]
     if labels.average == "microstep":
-        counts_A = np.count_nonzero(batch.weights["pg"], axis=(1, 2))
+        counts_A = np.count_nonzero(batch.weights[labels.components[0]], axis=(1, 2))
         share_A11 = 1.0 / np.maximum(counts_A, 1)[:, None, None]
         weights = {name: (w * share_A11).astype(w.dtype) for name, w in batch.weights.items()}
         denominator = np.count_nonzero(counts_A)

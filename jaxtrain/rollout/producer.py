@@ -71,6 +71,11 @@ class Rules:
     """Names of the datasets, where there are several."""
 
 
+Given = Callable[[Ask], list[Episode] | None]
+"""The data's own answers to a prompt; None: it is played. Raises EpisodeFailed where the row that
+should have one is of no use."""
+
+
 class GroupPlayer:
     """Plays one prompt G times and judges the answers."""
 
@@ -83,10 +88,15 @@ class GroupPlayer:
         rules: Rules,
         failures: Failures | None = None,
         own: Sequence[tuple[Env, Any]] = (),
+        given: Given | None = None,
+        judged: bool = True,
     ):
         """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
         the environment gave among them; raises EpisodeFailed where a judge failed. own: environment
-        and rewards of each dataset, where they differ."""
+        and rewards of each dataset, where they differ. given: answers that the
+        data have to a prompt, instead of drawn ones. judged: whether a group without any reward is
+        a mistake."""
+        self.given, self.judged = given, judged
         self.env, self.engine, self.rewards = env, engine, rewards
         self.sampling, self.rules, self.own = sampling, rules, own
         self.failures = Failures() if failures is None else failures
@@ -98,6 +108,15 @@ class GroupPlayer:
             reason = f"row: {ask.row.reason}"
             cause = f"data.datasets, prompt {ask.draw}: {ask.row.reason}"
             return self._give_up(EpisodeFailed(reason, cause=cause, mistake=True), slot)
+        if self.given is not None:
+            try:
+                answers = self.given(ask)
+            except EpisodeFailed as failure:
+                return self._give_up(failure, slot)
+            if answers is not None:
+                self.failures.add(None, size)
+                scores = [dict(answer.all_rewards) for answer in answers]
+                return Group(ask.draw, ask.row, answers, scores, dataset=ask.dataset)
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
         found = await asyncio.gather(
@@ -116,7 +135,7 @@ class GroupPlayer:
         except EpisodeFailed as failure:
             return self._give_up(failure, slot)
         self.failures.add(None, size)
-        if not scores[0]:
+        if self.judged and not scores[0]:
             raise UserError(
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
                 " that gives rewards itself for rows such as these"

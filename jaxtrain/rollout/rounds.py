@@ -300,9 +300,10 @@ class RoundSource:
         round = self._round
         groups = round.groups
         replayed = sum(group.replayed for group in groups)
+        drawn = [e for group in judged for e in group.episodes if not e.given]
         return {
             **describe_rewards(judged, self.producer.rules.weights, self.producer.rules.datasets),
-            **describe_episodes([e for group in judged for e in group.episodes]),
+            **describe_episodes(drawn),
             **{f"dropped/{reason}": float(n) for reason, n in round.drops.items()},
             "groups": float(len(groups)),
             "groups/replayed": float(replayed),
@@ -311,7 +312,7 @@ class RoundSource:
             **self._describe_lag(groups),
             **({"idle_rounds": float(self._idle)} if self._idle else {}),
             "policy_version": float(self.version),
-            "num_sampled_tokens": float(sum(e.num_sampled for g in judged for e in g.episodes)),
+            "num_sampled_tokens": float(sum(episode.num_sampled for episode in drawn)),
             "prompt_tokens_saved": round.saved_tokens / max(round.flat_tokens, 1),
             **self.more_counters(),
         }

@@ -200,6 +200,9 @@ class Episode:
     top of `rewards`; a name may be in both."""
     earlier: list[TokenSequence] = field(default_factory=list)
     """The sequences before the last one, in the order in which they were begun."""
+    given: bool = False
+    """Whether nobody drew it: the answer is the data's own. Its `sampled` tokens train all the
+    same; `logprobs` and `versions` say nothing."""
 
     @property
     def sequences(self) -> list[TokenSequence]:

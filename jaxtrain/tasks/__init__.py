@@ -9,6 +9,7 @@ METHODS = {
     "tree": "jaxtrain.tasks.tree",
     "reward_model": "jaxtrain.tasks.reward_model",
     "rl": "jaxtrain.tasks.rl",
+    "distillation": "jaxtrain.tasks.distillation",
 }
 
 

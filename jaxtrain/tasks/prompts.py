@@ -27,7 +27,7 @@ from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
-from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
+from jaxtrain.rollout.producer import Given, GroupPlayer, Producer, Rules
 from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -49,6 +49,10 @@ class Plan:
     parts: int
     """Parts that a streamed round comes in; 1: as a whole."""
     fields: Fields
+    judged: bool = True
+    """Whether the method learns from rewards, so that something must give them."""
+    given: Given | None = None
+    """The data's own answers to some prompts, instead of drawn ones."""
 
 
 class PromptData:
@@ -132,7 +136,17 @@ class PromptData:
         second_tries = SecondTries(rollout.reroll_start, rollout.reroll_max_groups)
         producer = Producer(
             prompts,
-            GroupPlayer(env, engine, rewards, seed_sampling(config), rules, failures, own),
+            GroupPlayer(
+                env,
+                engine,
+                rewards,
+                seed_sampling(config),
+                rules,
+                failures,
+                own,
+                given=plan.given,
+                judged=plan.judged,
+            ),
             ahead=ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",
             streaming=rollout.streaming,
@@ -186,7 +200,7 @@ class PromptData:
                 say(f"{rows.dataset.path}: {len(rows):,} prompts")
                 played, judged = own[index] if own else (env, rewards)
                 parts.append((name, rows, played, judged))
-            rehearse(config, self.tokenizer, parts, say)
+            rehearse(config, self.tokenizer, parts, say, judged=self.plan.judged)
             self._check_lengths(env, own, datasets, None, say)
 
     def _open_prompts(self) -> list[PromptRows]:

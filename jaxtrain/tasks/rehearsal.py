@@ -28,9 +28,12 @@ def rehearse(
     tokenizer: Any,
     parts: list[tuple[str, Any, Env, Any]],
     say: Callable[[str], None],
+    *,
+    judged: bool = True,
 ) -> None:
     """Play and judge one row of each dataset. parts: (its key and path, rows, environment, rewards
-    or None) of each. Raises UserError with what went wrong."""
+    or None) of each. judged: whether there must be a reward. Raises UserError with what went wrong.
+    """
     for name, rows, env, rewards in parts:
         row = next((one for one in (rows[i] for i in range(len(rows))) if one), Unreadable(""))
         try:
@@ -47,15 +50,15 @@ def rehearse(
             raise UserError(
                 shorten(f"{name}: a first episode failed ({failure}): {failure.cause}{more}")
             ) from None
-        if not scores:
+        if judged and not scores:
             raise UserError(
                 f"{name}: no reward judges the answers: add a [[rewards]] table with a function, or"
                 " an env that gives rewards itself for rows such as these"
             )
         say(
             f"{name}: played one episode of {episode.num_tokens} tokens with a scripted model:"
-            f" prompt {excerpt(episode.prompt)}, answer {excerpt(episode.completion)}, rewards"
-            f" {scores}"
+            f" prompt {excerpt(episode.prompt)}, answer {excerpt(episode.completion)}"
+            + (f", rewards {scores}" if scores else "")
         )
 
 
