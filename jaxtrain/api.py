@@ -1,4 +1,4 @@
-"""For programs: log-probs, logits and answers of plain lists of texts; trees as flat rows.
+"""For programs: log-probs, logits, scores and answers of lists of texts; trees as flat rows.
 
     from jaxtrain.api import Model, logprobs
 
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.load import validate
-from jaxtrain.core.scorer import make_logp
+from jaxtrain.core.scorer import make_logp, make_scores
 from jaxtrain.data.branches import Branch, list_branches
 from jaxtrain.data.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.template import encode, end_of_turn_ids
@@ -30,6 +30,7 @@ from jaxtrain.data.tree import chain
 from jaxtrain.errors import UserError
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
+from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.types import Completion
@@ -74,6 +75,7 @@ class Model:
         The first token, which nothing predicts, has 0: the sum is that of the rest given it.
         temperature: what logits are divided by.
         """
+        self.require_language()
         if temperature is not None and not 0 < temperature < float("inf"):
             raise UserError(f"temperature {temperature!r} must be a number above 0")
         role = self.held.roles.trained
@@ -88,6 +90,7 @@ class Model:
 
         All of them lie in the host's memory: 4 n V bytes a text.
         """
+        self.require_language()
         score = make_logits(self.held.roles.rebuild(self.held.roles.trained))
         nothing = np.zeros((0, self.vocab_size), np.float32)
         return self._run(self.encode(texts), score, LEAST_ROW, nothing)
@@ -100,8 +103,33 @@ class Model:
         prompts = [ids.tolist() for ids in self.encode(texts)]
         return self.sampler(raw=True).generate(prompts, chosen)
 
+    def scores(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """Scores float32 [n, C] of each text by a reward model: row i is what it says at token i.
+        One for whole answers (C = 1) is read at the last token."""
+        count = len(self.require_scores().labels)
+        score = make_scores(self.held.roles.rebuild(self.held.roles.trained))
+        return self._run(self.encode(texts), score, ROW, np.zeros((0, count), np.float32))
+
+    def require_scores(self) -> ScoreHead:
+        """The head that scores; UserError for a language model."""
+        head = self.held.roles.parts.architecture.score
+        if head is None:
+            raise UserError(
+                f"{self.name} is a language model, which has no score for a text; name a reward"
+                ' model, such as one that task.kind "reward_model" trained'
+            )
+        return head
+
+    def require_language(self) -> None:
+        """UserError for a model that scores texts instead of writing any."""
+        if self.held.roles.parts.architecture.score is not None:
+            raise UserError(
+                f"{self.name} is a reward model: it scores texts (jaxtrain score) and writes none"
+            )
+
     def sampler(self, raw: bool) -> LocalSampler:
         """A sampler with these weights. raw: an answer ends with its text, not with a turn."""
+        self.require_language()
         return LocalSampler(
             self.held.model(),
             end_of_turn_ids(self.tokenizer, raw),

@@ -23,6 +23,7 @@ usage:
   jaxtrain preprocess --config FILE                   tokenise, validate, show samples
   jaxtrain eval RUN | --config FILE                   held-out loss, problems answered
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
+  jaxtrain score RUN|MODEL DATA --output FILE         scores of a reward model, row by row
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         "preprocess": run_preprocess,
         "eval": run_eval,
         "generate": run_generate,
+        "score": run_score,
         "export": run_export,
         "merge": run_merge,
         "plot": run_plot,
@@ -215,6 +217,32 @@ def run_generate(argv: list[str]) -> None:
     from jaxtrain.verbs.generate import generate_command
 
     generate_command(args)
+
+
+def run_score(argv: list[str]) -> None:
+    """Score the rows of a dataset: answers of a pair, completions, or the steps of an answer."""
+    parser = Parser("jaxtrain score", description=run_score.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face or PEFT folder, or a Hub id",
+    )
+    parser.add_argument("data", type=os.path.expanduser, help="a file, a folder or a Hub id")
+    parser.add_argument(
+        "overrides", nargs="*", help="dataset.split=test, model.compute_dtype=bfloat16 and the like"
+    )
+    parser.add_argument(
+        "--output", type=expand_path, required=True, help="jsonl: each row with its scores"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="rows per device in a forward pass (default 8)"
+    )
+    parser.add_argument("--prefix", default="", help="put before the names of the new keys")
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.verbs.score import score_command
+
+    score_command(args)
 
 
 def run_export(argv: list[str]) -> None:

@@ -25,6 +25,10 @@ NAMES = ("target_modules", "exclude_modules", "layers_pattern")
 TEXTS = ("base_model_name_or_path", "revision", "task_type", "peft_version")
 OBJECTS = ("auto_mapping", "loftq_config", "runtime_config", "eva_config", "megatron_config")
 
+TASK_SUFFIXES = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
+"""What the architecture of an adapted model ends in, by PEFT's task_type, where it is no language
+model."""
+
 MATCHER = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)

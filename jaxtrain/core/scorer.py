@@ -1,4 +1,4 @@
-"""What a model of a run says of a batch, without gradients: log-probs, hidden states."""
+"""What a model of a run says of a batch, without gradients: log-probs, scores, hidden states."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -36,6 +36,12 @@ class Scorer:
         found = score(held.params(role), self._place(batch, held))
         return {layer: np.asarray(to_host(value)) for layer, value in found.items()}
 
+    def scores(self, batch: Batch, role: str) -> np.ndarray:
+        """[A, B, T, n]: what the head of a role's model, one that scores, says at every token."""
+        held = self.held()
+        score = make_scores(held.roles.rebuild(role))
+        return np.asarray(to_host(score(held.params(role), self._place(batch, held))))
+
     @staticmethod
     def _place(batch: Batch, held: Held) -> Batch:
         bare = batch._replace(weights={}, streams={}, denoms={})
@@ -64,5 +70,16 @@ def make_hidden(
     def score(params: Params, batch: Batch) -> dict[int, jax.Array]:
         model = rebuild(params)
         return jax.lax.map(lambda micro: model.hidden(micro, layers).captured, batch)
+
+    return jax.jit(score)
+
+
+@functools.lru_cache(maxsize=32)
+def make_scores(rebuild: Rebuild) -> Callable[[Params, Batch], jax.Array]:
+    """Compiled once `(params, batch [A, B, T]) -> scores [A, B, T, n]`, in at least float32."""
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        model = rebuild(params)
+        return jax.lax.map(lambda micro: model.scores(model.hidden(micro).hidden), batch)
 
     return jax.jit(score)

@@ -19,7 +19,7 @@ from jaxtrain.data.pairs import CHOSEN, MARGIN, PREFERENCE, REJECTED, SCORE, Pai
 from jaxtrain.data.preferences import Preferences
 from jaxtrain.data.stepwise import STEP, Stepwise
 from jaxtrain.losses.reward_model import pair_loss, step_loss
-from jaxtrain.models.scores import ScoreHead
+from jaxtrain.models.scores import ScoreHead, split_architecture
 from jaxtrain.models.trees import require_trees
 from jaxtrain.tasks.offline import OfflineData, check_packing
 
@@ -107,12 +107,8 @@ def describe_start(parts: Parts) -> str:
     return "; ".join(said)
 
 
-def find_section(architecture: Any) -> dict[str, str] | None:
-    """Section task of whoever opens a model folder to score with it; None: a language model."""
-    if architecture.score is None:
-        return None
-    wanted = (architecture.score.per, len(architecture.score.labels))
-    for labels, head in HEADS.items():
-        if (head.per, len(head.labels)) == wanted:
-            return {"kind": RewardModelTask.model_fields["kind"].default, "labels": labels}
-    return None
+def find_section(architecture: str) -> dict[str, str]:
+    """Section task of whoever opens a model folder of that architecture; {}: a language model."""
+    _, per = split_architecture(architecture)
+    kind = RewardModelTask.model_fields["kind"].default
+    return next(({"kind": kind, "labels": k} for k, head in HEADS.items() if head.per == per), {})

@@ -333,9 +333,11 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
     agent = " --env" if config.env.kind != "single_turn" else ""
+    writes = session.parts.architecture.score is None
     lines += [
         "try next",
-        f"  {program} generate {folder}{agent}",
+        f"  {program} generate {folder}{agent}" if writes else "",
+        f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {folder}" if session.parts.adapter else "",
         f"  {program} plot {folder} OTHER_RUN --output both.png",
         f"  {program} --help",

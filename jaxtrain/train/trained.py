@@ -5,15 +5,20 @@ from typing import Any, NamedTuple
 
 from jaxtrain.adapters.peft import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft import open_peft
+from jaxtrain.adapters.peft_config import TASK_SUFFIXES
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.config.tables import MOST_BYTES
+from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
+from jaxtrain.hf.config_checks import check_names
+from jaxtrain.hf.files import read_object
 from jaxtrain.run.checkpoint import load_checkpoint
 from jaxtrain.tasks import make_task
+from jaxtrain.tasks.reward_model import find_section
 
 
 class Trained(NamedTuple):
@@ -45,8 +50,9 @@ def open_trained(
     if not is_run:
         if (path / "checkpoints").is_dir():
             raise UserError(f"{path} holds checkpoints but {saved} is not a run's config")
-        model, adapter = find_weights(path, name)
+        model, adapter, task = find_weights(path, name)
         table = {
+            "task": task,
             "run": {"max_steps": 1},
             "model": {"path": model, "compute_dtype": "float32"},
             "adapter": adapter,
@@ -85,10 +91,13 @@ def alone(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def find_weights(path: Path, name: str) -> tuple[str, dict[str, str]]:
-    """(model.path, section adapter) for a name that is no run: a PEFT folder names its base."""
+def find_weights(path: Path, name: str) -> tuple[str, dict[str, str], dict[str, str]]:
+    """(model.path, section adapter, section task) for a name that is no run: a PEFT folder names
+    its base, a reward model the method that scores."""
     if not (path / PEFT_CONFIG).is_file():
-        return name, {}
+        file = find_folder(name, weights=True) / "config.json"
+        named = check_names(read_object(file))[0] if file.is_file() else []
+        return name, {}, find_section(named[0]) if named else {}
     peft = open_peft(path)
     base = peft.config.get("base_model_name_or_path")
     if not base:
@@ -96,4 +105,5 @@ def find_weights(path: Path, name: str) -> tuple[str, dict[str, str]]:
             f"{path / PEFT_CONFIG} names no base model: write base_model_name_or_path there, or"
             " name the base and adapter.kind=lora adapter.path=FOLDER after it"
         )
-    return base, {"kind": "dora" if peft.dora else "lora", "path": name}
+    adapter = {"kind": "dora" if peft.dora else "lora", "path": name}
+    return base, adapter, find_section(TASK_SUFFIXES.get(str(peft.config.get("task_type")), ""))
