@@ -7,6 +7,7 @@ from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.rl import RLTask
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PreferenceTask",
     "RLTask",
     "RewardConfig",
     "RewardModelTask",

@@ -12,6 +12,7 @@ from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
 from jaxtrain.config.rl import RLTask
@@ -38,6 +39,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "reward_model": RewardModelTask,
     "rl": RLTask,
     "distillation": DistillationTask,
+    "preference": PreferenceTask,
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -55,6 +57,7 @@ Task = Annotated[
     | Annotated[RewardModelTask, Tag("reward_model")]
     | Annotated[RLTask, Tag("rl")]
     | Annotated[DistillationTask, Tag("distillation")]
+    | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

@@ -10,6 +10,7 @@ METHODS = {
     "reward_model": "jaxtrain.tasks.reward_model",
     "rl": "jaxtrain.tasks.rl",
     "distillation": "jaxtrain.tasks.distillation",
+    "preference": "jaxtrain.tasks.preference",
 }
 
 

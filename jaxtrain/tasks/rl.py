@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.adapters.spec import Adapter
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, RLTask
 from jaxtrain.core.assemble import assemble
-from jaxtrain.core.roles import Role, Weights
+from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
-from jaxtrain.core.task import POLICY, Live, Round, Task, keep_weights, of_policy
+from jaxtrain.core.task import POLICY, Round, Task, of_policy
 from jaxtrain.data.pack import Fields
 from jaxtrain.data.steps import Shape
-from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.relay import broadcast
@@ -28,9 +26,9 @@ from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.rounds import Estimator
 from jaxtrain.tasks.offline import check_packing
 from jaxtrain.tasks.prompts import Plan, PromptData
+from jaxtrain.tasks.reference import REFERENCE, find_reference, mixing
 
 Section = RLTask
-REFERENCE = "reference"
 
 
 def open_data(config: Config, tokenizer: Any) -> PromptData:
@@ -64,7 +62,7 @@ def make(config: Config) -> Task:
         require_trees(parts.architecture, found, fix)
     check_packing(config, parts.architecture)
     roles = {POLICY: Role(parts)}
-    kind = keeps_reference(task, parts.adapter)
+    kind = find_reference(task.reference, parts.adapter) if scores_reference(task) else None
     if kind is not None:
         roles[REFERENCE] = Role(parts, kind, in_loss=False)
     data = open_data(config, parts.tokenizer)
@@ -76,34 +74,8 @@ def make(config: Config) -> Task:
         coef=rl_coef(task),
         data=data,
         prepare=Preparation(task, config, data),
-        after_round=partial(mix_reference, task) if kind == "moving" else keep_weights,
+        after_round=mixing(kind, task.reference_every, task.reference_alpha),
     )
-
-
-def keeps_reference(task: RLTask, adapter: Adapter | None) -> Weights | None:
-    """Which weights the reference policy has; None: none is needed.
-
-    Raises UserError where the adapter of adapter.path trains tables in full: without it the model
-    is not the base.
-    """
-    if not scores_reference(task):
-        return None
-    full = () if adapter is None else adapter.full
-    if task.reference == "adapter_off" and full:
-        raise UserError(
-            f"task.reference adapter_off: the adapter of adapter.path trains {', '.join(full)} in"
-            ' full, which stays when the adapter is off; set task.reference to "frozen"'
-        )
-    if task.reference == "auto":
-        return "start" if adapter is None or full else "bare"
-    kinds: dict[str, Weights] = {"adapter_off": "bare", "frozen": "start", "mixed": "moving"}
-    return kinds[task.reference]
-
-
-def mix_reference(task: RLTask, live: Live, before: int) -> None:
-    """The moving reference follows the policy every so many steps."""
-    if live.step // task.reference_every > before // task.reference_every:
-        live.mix(REFERENCE, task.reference_alpha)
 
 
 def rl_coef(task: RLTask) -> dict[str, float]:

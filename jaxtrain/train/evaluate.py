@@ -13,7 +13,7 @@ from jaxtrain.core.metrics import add_pairs, average
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.step import make_eval
-from jaxtrain.core.task import Task
+from jaxtrain.core.task import Round, Task
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
@@ -60,19 +60,23 @@ class Evaluation:
         found: dict[str, float] = {}
         for index, dataset in enumerate(self.config.data.eval_datasets):
             name = "eval" if index == 0 else f"eval/{index}"
-            means = self.held_out(held, dataset)
+            means = self.held_out(held, dataset, scorer)
             found.update({f"{name}/{key}": value for key, value in means.items()})
         found.update(self.task.evaluate(held, scorer))
         found.update(self.generate(held))
         self.history.append(found)
         return found
 
-    def held_out(self, held: Held, dataset: DatasetConfig) -> dict[str, float]:
+    def held_out(self, held: Held, dataset: DatasetConfig, scorer: Scorer) -> dict[str, float]:
         """Weighted means over all batches, at most eval.max_batches: loss, its components where
-        there are several, the loss's other metrics, perplexity of a likelihood. Data without
-        trained tokens give an empty dict."""
+        there are several, the loss's other metrics, perplexity of a likelihood. Each batch is
+        prepared as one that trains. Data without trained tokens give an empty dict."""
         batches = self.task.data.eval_batches(dataset, self.parts)
-        batches = itertools.islice(batches, self.config.eval.max_batches)
+        batches = (
+            ready
+            for batch in itertools.islice(batches, self.config.eval.max_batches)
+            for ready in self.task.prepare(Round([batch]), scorer).batches
+        )
         means = average_batches(self.run_eval, held.weights, batches, self.parts.mesh)
         coef = self.task.coef
         if not coef.keys() <= means.keys():

@@ -40,12 +40,13 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         held = Held(roles, {**frozen, **copies, **trained}, 0)
     datasets, sets = config.data.eval_datasets, config.eval.sets
     evaluation = Evaluation(config, task, held.roles, say, partial(append_samples, Path()))
+    scorer = Scorer(lambda: held, impl=config.model.logp)
     with jax.set_mesh(task.mesh):
         for dataset in datasets:
-            means = evaluation.held_out(held, dataset)
+            means = evaluation.held_out(held, dataset, scorer)
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             say(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
-        own = task.evaluate(held, Scorer(lambda: held, impl=config.model.logp))
+        own = task.evaluate(held, scorer)
         for name, value in own.items():
             say(f"{name:<32} {value:.6g}")
         if not (datasets or sets or own):

@@ -8,10 +8,9 @@ import pytest
 from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.adapters.spec import Adapter
-from jaxtrain.config import RLTask
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.tasks.rl import keeps_reference
+from jaxtrain.tasks.reference import find_reference
 
 CONFIG = f"""
 [run]
@@ -243,15 +242,10 @@ def test_mistakes_are_named(config, tmp_path, capsys, words, message):
 
 def test_tables_that_an_adapter_folder_trains_in_full_are_part_of_the_reference():
     """With adapter.path the config does not say so: only the folder's adapter does."""
-
-    def kept(reference, adapter):
-        task = RLTask.model_construct(kind="rl", beta=0.1, reference=reference)
-        return keeps_reference(task, adapter)
-
     tables = Adapter({}, ("embed.embedding",))
-    assert kept("auto", None) == "start"
-    assert kept("auto", Adapter({})) == "bare"
-    assert kept("auto", tables) == "start"
-    assert kept("frozen", tables) == "start"
+    assert find_reference("auto", None) == "start"
+    assert find_reference("auto", Adapter({})) == "bare"
+    assert find_reference("auto", tables) == "start"
+    assert find_reference("frozen", tables) == "start"
     with pytest.raises(UserError, match="embed.embedding"):
-        kept("adapter_off", tables)
+        find_reference("adapter_off", tables)
