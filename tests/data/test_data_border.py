@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data import jsonl
 from jaxtrain.data.formats import make_tokeniser
+from jaxtrain.data.judged import COLUMNS as COLUMNS_OF_PAIRS
 from jaxtrain.data.messages import MOST_TEXT, Malformed, read_messages, read_tools
+from jaxtrain.data.preferences import RankedReader
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.sources import open_rows
 from jaxtrain.data.template import load_tokenizer
@@ -32,10 +34,14 @@ TRIES = settings(
 
 
 @pytest.fixture(scope="module")
-def tokenise():
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(scope="module")
+def tokenise(tokenizer):
     """Rows of any format, by their columns, to samples and drops."""
-    dataset = DatasetConfig(path="x.jsonl")
-    return make_tokeniser(dataset, load_tokenizer("builtin"), 64, "drop")
+    return make_tokeniser(DatasetConfig(path="x.jsonl"), tokenizer, 64, "drop")
 
 
 def write(folder, content, name="x.jsonl"):
@@ -225,6 +231,38 @@ def test_any_row(tokenise, row):
         else:
             assert len(found.tokens) == len(found.weights) <= 64
             assert np.isfinite(found.weights).all()
+
+
+PAIRS = [
+    {"prompt": [ASK], "chosen": "A", "rejected": ["B", "C"]},
+    {"chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "B"}]},
+    {"prompt": "Q", "completions": [{"text": "A", "score": 1}, "B"], "ranks": [1, 2]},
+    {"messages": [ASK, SAY], "label": True},
+]
+
+
+@TRIES
+@given(
+    st.sampled_from(PAIRS),
+    st.dictionaries(st.sampled_from(COLUMNS_OF_PAIRS), VALUES | MESSAGES, max_size=3),
+    st.sampled_from(["pairs", "labels"]),
+    st.booleans(),
+)
+def test_any_preference(tokenizer, row, changed, want, group):
+    """A row of preference data with some columns replaced by anything, alone or grouped."""
+    dataset = DatasetConfig(path="x.jsonl", pairing="all", group_prompts=group)
+    reader = RankedReader(dataset, tokenizer, 64, "truncate", want)
+    row = {**row, **changed}
+    reader.key(row)
+    results = reader({"group": [row, row, {}]} if group else row, "x row 1")
+    assert results
+    for found in results:
+        if isinstance(found, Dropped):
+            assert found.reason and len(found.reason) < 300
+        else:
+            assert bool(found.pairs) != bool(found.labels) and len(found.prompt)
+            for answer in found.answers:
+                assert len(found.prompt) + len(answer.tokens) <= 64 and answer.weights.any()
 
 
 @TRIES
