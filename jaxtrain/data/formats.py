@@ -29,6 +29,7 @@ from typing import Any
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.columns import COLUMNS, accepted_columns, detect_format
+from jaxtrain.data.judged import detect_kind
 from jaxtrain.data.rows import to_trees
 from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.sources import open_rows
@@ -158,6 +159,12 @@ def _format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
             return dataset.format
         name = None
     if name is None:
+        if detect_kind(columns) in ("pairs", "labels"):
+            raise UserError(
+                f"{dataset.path}: these are preference data (columns {', '.join(columns)}), which"
+                ' task.kind "preference" trains; to train the good answers alone, name their'
+                ' columns: fields = {completion = "chosen"}'
+            )
         wanted = "no format fits" if dataset.format == "auto" else f"not {dataset.format}"
         raise UserError(
             f"{dataset.path}: {wanted}: the columns found are {', '.join(columns)}\n"

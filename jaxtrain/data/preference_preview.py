@@ -33,6 +33,7 @@ class Reader(Protocol):
     dataset: DatasetConfig
     tokenizer: Any
     want: str
+    sequence_len: int
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]: ...
 
@@ -69,9 +70,7 @@ class PreferenceProbe:
         return f"{line}\n  first look: " + "; ".join(filter(None, (found, self.told)))
 
 
-def probe_rows(
-    dataset: DatasetConfig, part: Part, reader: Reader, row_tokens: int
-) -> PreferenceProbe:
+def probe_rows(part: Part, reader: Reader, row_tokens: int) -> PreferenceProbe:
     """Read up to 16 rows as training would; UserError when they are of another kind than the
     method wants, or hardly any gives a tree, with the reasons."""
     picked = list(pick_rows(part.rows))
@@ -79,7 +78,7 @@ def probe_rows(
         raise UserError(f"{part.name} has no rows")
     members = [one for row, _ in picked for one in (row["group"] if "group" in row else [row])]
     columns = tuple(dict.fromkeys(key for row in members for key in row))
-    kind = _find_kind(dataset, columns, reader.want)
+    kind = _find_kind(reader.dataset, columns, reader.want)
     samples, example, usable = [], {}, 0
     counts: Counts = Counter()
     for row, origin in picked:
@@ -103,7 +102,7 @@ def probe_rows(
             f"{reasons}"
         )
     num_rows = None if is_stream(part.rows) else len(part.rows)
-    told = describe_counts(counts, row_tokens, describe_controls([dataset]))
+    told = describe_counts(counts, reader.sequence_len, describe_controls([reader.dataset]))
     return PreferenceProbe(part.name, kind, columns, num_rows, tuple(samples), counts, told)
 
 

@@ -98,7 +98,7 @@ class Preferences:
 
     def probe(self, dataset: DatasetConfig) -> PreferenceProbe:
         """See pipeline.Recipe."""
-        return probe_rows(dataset, self.open(dataset), self.reader(dataset), self.row_tokens)
+        return probe_rows(self.open(dataset), self.reader(dataset), self.row_tokens)
 
     def show(self, dataset: DatasetConfig, num_samples: int, console: Console) -> None:
         """See pipeline.Recipe."""
@@ -128,10 +128,11 @@ class RankedReader:
         check_dataset(dataset)
         self.outside = find_outside(dataset)
         self.dataset, self.tokenizer, self.want = dataset, tokenizer, want
+        self.sequence_len = sequence_len
         self.answers = Answers(dataset, tokenizer, sequence_len, too_long)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        limits = (self.answers.sequence_len, self.answers.too_long)
+        limits = (self.sequence_len, self.answers.too_long)
         return RankedReader, (self.dataset, self.tokenizer, *limits, self.want)
 
     def __call__(self, row: dict[str, Any], origin: str) -> list[Ranked | Dropped]:

@@ -235,7 +235,10 @@ class Renderer:
     ) -> list[Rendering]:
         """As called, of protected messages and tools with their mark."""
         left = [self._turn(messages, tools, index) for index in wanted]
-        text = render_text(self.tokenizer, messages, tools)
+        if left and left[-1].index == len(messages) - 1:
+            text = left[-1].done
+        else:
+            text = render_text(self.tokenizer, messages, tools)
         names = [tool.get("function", tool).get("name", "") for tool in tools or []]
         if not all(name in text for name in names):
             raise LeftOut("tools")

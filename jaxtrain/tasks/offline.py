@@ -86,8 +86,9 @@ class OfflineData:
 
     def tell(self, counts: Mapping[str, int], what: str) -> None:
         """Say what of the data was dropped and why, and what sharing prefixes saves."""
-        datasets = self.config.data.datasets
-        if line := describe_counts(counts, self.row_tokens, describe_controls(datasets)):
+        data = self.config.data
+        controls = describe_controls(data.datasets)
+        if line := describe_counts(counts, data.sequence_len, controls):
             self.say(f"{what}: {line}")
 
     def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
@@ -126,7 +127,7 @@ class OfflineData:
         for dataset in self._all():
             counts, whole = count_part(self.recipe.open(dataset), self.row_tokens, LOOK_SECONDS)
             rows = f"{'all' if whole else 'the first'} {counts['draws']:,} rows"
-            line = describe_counts(counts, self.row_tokens, controls)
+            line = describe_counts(counts, self.config.data.sequence_len, controls)
             line = line or f"{counts['trees']:,} examples, none dropped"
             console.print(f"{dataset.path}, {rows}: {line}", markup=False, soft_wrap=True)
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
-from jaxtrain.data.judged import detect_kind, parse_talk, read_judged
+from jaxtrain.data.formats import probe
+from jaxtrain.data.judged import parse_talk, read_judged
 from jaxtrain.data.messages import Malformed
 from jaxtrain.data.pack import NLL
 from jaxtrain.data.pipeline import count_steps, open_source
@@ -417,7 +418,9 @@ def test_columns_that_are_none(tokenizer, tmp_path):
         recipe(tokenizer).probe(DatasetConfig(path=path, format="chat"))
     with pytest.raises(UserError, match='did you mean "chosen"'):
         recipe(tokenizer).probe(DatasetConfig(path=path, fields={"choosen": "a"}))
-    assert detect_kind(["prompt", "completions", "labels"]) == "scores"
+    path = write(tmp_path, [SAME_PAIR["messages"]])
+    with pytest.raises(UserError, match='these are preference data .*task.kind "preference"'):
+        probe(DatasetConfig(path=path), tokenizer, DataConfig())
 
 
 def test_hh_text():
