@@ -125,8 +125,8 @@ def measure_memory():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(HELD_GB), default="8b")
-    parser.add_argument("--seconds", type=float, default=150, help="for all cases together")
-    parser.add_argument("--case-seconds", type=float, default=55)
+    parser.add_argument("--seconds", type=float, default=140, help="for all cases together")
+    parser.add_argument("--case-seconds", type=float, default=60)
     parser.add_argument("--out", type=Path, help="one JSON file of all rows")
     parser.add_argument("--role", choices=["lend", "borrow"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

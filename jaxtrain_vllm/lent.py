@@ -31,6 +31,8 @@ class LentMemory:
         self.device, self._cuda = torch.device(device), cuda
         self._state = Segment.attach(described.get("state"))
         self._blocks: list[tuple[int, int]] = []
+        # One for good: torch keeps the memory that was used on each stream for that stream.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         try:
             for block in described["blocks"]:
                 handle, size = bytes.fromhex(block["handle"]), block["bytes"]
@@ -97,10 +99,10 @@ class LentMemory:
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """On a stream of its own: the model goes on drawing tokens meanwhile."""
-        if self.device.type != "cuda":
+        if self._stream is None:
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def _add_up(self, place: int, shape: tuple[int, ...], dtype: str, room: torch.Tensor) -> Any:
