@@ -73,6 +73,7 @@ def numbers(folder: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_evaluate_what_one_does(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     running = start(two, 2, config_text=CONFIG)
@@ -114,18 +115,17 @@ def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_run_goes_on_where_it_was(tmp_path, victim):
-    """With what one process would have trained, and nothing twice."""
+def test_a_killed_run_goes_on_where_it_was(tmp_path):
+    """With what it would have trained, and nothing twice, when the process with the prompts dies."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["run.max_steps=60", "checkpoint.every=4", "eval.at_start=false"]
     assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
     running = start(killed, 2, *words, config_text=CONFIG)
     wait_for_step(killed, 9)
-    running[victim].kill()
+    running[0].kill()
     assert sorted(finish(running, 60)) == [-signal.SIGKILL, 1]
-    told = output(killed, 1 - victim)
-    assert f"process {victim}" in told[-1] and "ended without a word" in told[-1]
+    told = output(killed, 1)
+    assert "process 0" in told[-1] and "ended without a word" in told[-1]
     assert not any("Traceback" in line for line in told)
     assert finish(start(killed, 2, *words, config_text=CONFIG)) == [0, 0], output(killed, 0)
     # The same programs on the same devices: equal to the last bit.
@@ -133,7 +133,6 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, victim):
 
 
 BROKEN = """
-from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Episode
 
 class Broken:
@@ -143,7 +142,7 @@ class Broken:
     async def run(self, row, engine, sampling, index):
         self.left -= 1
         if self.left <= 0:
-            raise ERROR("the world has ended")
+            raise KeyError("the world has ended")
         answer = await engine.generate([5, 6], sampling, (), index)
         drawn = len(answer.tokens)
         rewards = {"first": float(answer.tokens[0] % 2)}
@@ -154,16 +153,15 @@ class Broken:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error, code", [("UserError", 2), ("KeyError", 1)])
-def test_failures_that_persist_on_process_0_end_all_saved_and_are_told_once(tmp_path, error, code):
-    (tmp_path / "broken.py").write_text(BROKEN.replace("ERROR", error))
+def test_failures_that_persist_on_process_0_end_all_saved_and_are_told_once(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
     words = [f"env.path={tmp_path / 'broken.py'}:Broken", "eval.sets=[]", "eval.at_start=false"]
     running = start(tmp_path / "run", 2, *words, "rollout.retries=0", config_text=CONFIG)
     codes = finish(running, 200)
     told = [line for i in range(2) for line in output(tmp_path / "run", i)]
-    assert codes[0] == code and codes[1] in (1, code), told
+    assert codes == [1, 1], told
     assert sum("of the last 64 episodes failed" in line for line in told) == 1
-    assert sum("Traceback" in line for line in told) == (error == "KeyError")
+    assert sum("Traceback" in line for line in told) == 1
     saved = [path.name for path in (tmp_path / "run" / "run" / "checkpoints").iterdir()]
     assert saved == ["2"], "both saved the round that was trained"
 
@@ -194,9 +192,7 @@ def list_tensors() -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sync, mode", [("lora", "sync"), ("full", "streaming"), ("delta", "async")]
-)
+@pytest.mark.parametrize("sync, mode", [("lora", "streaming"), ("delta", "async")])
 def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
     fake = Server(tensors=None if sync == "lora" else list_tensors())
     words = ["run.export=true", "rollout.engine=vllm", *SERVED]
@@ -225,8 +221,7 @@ def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_path, victim):
+def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_path):
     fake = Server()
     fake.script.extend(["ok"] * 16 + ["stall"] * 100)
     words = ["rollout.engine=vllm", *SERVED, "eval.sets=[]", "eval.at_start=false"]
@@ -235,7 +230,7 @@ def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_pa
     try:
         running = start(tmp_path, 2, *words, config_text=CONFIG)
         wait_for_step(tmp_path, 1)
-        running[victim].send_signal(signal.SIGTERM)
+        running[1].send_signal(signal.SIGTERM)
         assert finish(running, 60) == [0, 0]
         assert "SIGTERM: saved step 1" in output(tmp_path, 0)[-1]
         saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]

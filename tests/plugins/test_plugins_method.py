@@ -70,6 +70,7 @@ def test_it_trains_with_its_own_rows_loss_and_preparation(run):
     assert last["eval/apart"] > 0
 
 
+@pytest.mark.slow
 def test_only_the_student_is_saved_and_a_resumed_run_is_the_same(config, run, tmp_path):
     saved = read_manifest(run / "checkpoints" / "3")["arrays"]
     assert not [name for name in saved if "teacher" in name]

@@ -75,6 +75,7 @@ def test_rows_are_filled_again_and_answers_do_not_know(models):
     assert together._rows is None, "an idle sampler holds no memory"
 
 
+@pytest.mark.slow
 def test_kinds_of_requests_share_a_batch(models):
     kinds = [
         Sampling(max_new_tokens=20),
@@ -104,6 +105,7 @@ def test_a_prompt_is_read_once_for_its_whole_group(models, monkeypatch):
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
+@pytest.mark.slow
 def test_new_weights_take_over_between_chunks(models):
     """Tokens name the weights that drew them, and their log-probs are of those weights, given
     what the old weights had made of the earlier tokens."""
@@ -131,6 +133,7 @@ def test_new_weights_take_over_between_chunks(models):
     np.testing.assert_allclose(request.logprobs, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_and_slots_grow_while_others_run(models):
     sampler = open_sampler(models[0])
     first = sampler.request([9, 10], Sampling(max_new_tokens=60))

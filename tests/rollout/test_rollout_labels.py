@@ -152,8 +152,8 @@ def loss_and_gradient(labelled, objective):
     ("average", "make"),
     [
         ("token", make_groups),
-        ("sequence", make_groups),
-        ("constant", make_groups),
+        pytest.param("sequence", make_groups, marks=pytest.mark.slow),
+        pytest.param("constant", make_groups, marks=pytest.mark.slow),
         ("sequence", make_rewritten_groups),
     ],
 )

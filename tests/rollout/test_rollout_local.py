@@ -176,6 +176,7 @@ def test_few_compilations_and_new_weights(model):
     assert [a.tokens for a in before] != [a.tokens for a in after]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_as_on_one_device(model):
     sampling = Sampling(max_new_tokens=12)
     expected = LocalSampler(model, eos_ids=(), max_len=64).generate(PROMPTS, sampling)

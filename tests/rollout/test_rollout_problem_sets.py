@@ -77,6 +77,7 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_loop_asks_the_servers_under_each_version(fake, config, tmp_path):
     assert main(["--config", str(config)]) == 0
     # Before the first step 5 x 2 answers and the round's 2 x 2; after it the sets once more.

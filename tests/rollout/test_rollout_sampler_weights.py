@@ -41,8 +41,13 @@ def run(parts, params, mesh):
         return np.asarray(model.logits(hidden).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "set aside"])
-@pytest.mark.parametrize("cut", [{"fsdp": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("own", "cut"),
+    [
+        pytest.param(False, {"fsdp": 2}, id="shared"),
+        pytest.param(True, {"tensor": 2}, id="set aside"),
+    ],
+)
 def test_copies_compute_what_the_trainer_computes(own, cut):
     devices = jax.devices()
     trainer = make_mesh(devices[:2], **cut)

@@ -142,6 +142,7 @@ def test_export_loads_in_transformers_with_the_same_logits(trained, tmp_path):
     np.testing.assert_allclose(np.asarray(logits)[0], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_fine_tuned_again(config, trained, tmp_path):
     folder = tmp_path / "again"
     overrides = [f"model.path={trained / 'model'}", "model.architecture=null", "run.max_steps=1"]
@@ -167,6 +168,7 @@ def test_generate_answers_prompts_and_files(trained, tmp_path, capsys):
     assert first["id"] == 7 and first["completion"] == second["completion"]
 
 
+@pytest.mark.slow
 def test_generate_converses(trained, monkeypatch, capsys):
     lines = iter(["What is 1 + 1?", "", "2 + 2?"])
 
@@ -203,6 +205,7 @@ def test_generate_plays_an_environment(trained, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_opens_and_goes_on(trained, config, tmp_path, capsys):
     """Its saved config holds a key that nobody reads any more; a new config may not."""
     folder = tmp_path / "old"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxtrain.main import main
 from jaxtrain.models import build
@@ -25,6 +26,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_the_shipped_config_trains_exports_and_reports_the_balance(tmp_path):
     folder = tmp_path / "run"
     assert main(["--config", str(CONFIG), f"run.output_dir={folder}", *SMALL]) == 0

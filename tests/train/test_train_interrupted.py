@@ -70,7 +70,6 @@ def start(folder: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
         **os.environ,
         "PYTHONPATH": f"{REPO}:{REPO / 'kernels'}",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
         [*command, f"run.output_dir={folder}", *overrides],
@@ -168,6 +167,7 @@ def test_sigkill_then_the_same_command_repeats_the_run(whole, tmp_path):
     assert_same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_second_run_goes_on(whole, tmp_path):
     folder = tmp_path / "run"
     child = start(folder)
@@ -215,21 +215,20 @@ def test_many_kills_at_random_moments(whole, tmp_path):
 @pytest.mark.parametrize(
     "sign", ["*.writing", "*.orbax-checkpoint-tmp/*", "8/_CHECKPOINT_METADATA"]
 )
-@pytest.mark.parametrize("delay", [0.0, 0.01])
-def test_killed_during_a_checkpoint_write(whole, tmp_path, sign, delay):
+def test_killed_during_a_checkpoint_write(whole, tmp_path, sign):
     folder = tmp_path / "run"
     child = start(folder)
 
     def writing():
         return last_step(folder) >= 7 and any((folder / "checkpoints").glob(sign))
 
-    assert kill_when(child, writing, delay)
+    assert kill_when(child, writing)
     run(folder)
     assert_same_run(folder, whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
 def test_killed_while_it_starts(whole, tmp_path, seconds):
     folder = tmp_path / "run"
     began = time.monotonic()
