@@ -116,7 +116,7 @@ def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
-    """With what it would have trained, and nothing twice, when the process with the prompts dies."""
+    """With what it would have trained, nothing twice, when the process with the prompts dies."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["run.max_steps=60", "checkpoint.every=4", "eval.at_start=false"]
     assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
