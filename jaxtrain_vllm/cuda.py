@@ -19,6 +19,8 @@ LIBRARIES = ("libcuda.so.1", "libcuda.so")
 HANDLE_BYTES = 64
 OWN_STREAM = 1
 """CU_STREAM_NON_BLOCKING: does not wait for what others do on the default stream."""
+GRANULE = 2**21
+"""The driver lends whole pieces of that size, with whatever else lies in them."""
 ORDINAL = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 PEERS = 1
@@ -84,7 +86,7 @@ class Cuda:
         """`size` bytes of a GPU's memory that can be lent, until `free`."""
         found = _place()
         with self._on(device):
-            self._call("cuMemAlloc_v2", ctypes.byref(found), size)
+            self._call("cuMemAlloc_v2", ctypes.byref(found), -(-size // GRANULE) * GRANULE)
         return found.value
 
     def free(self, device: int, place: int) -> None:

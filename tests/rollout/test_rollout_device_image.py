@@ -383,6 +383,7 @@ def test_the_driver_is_called_in_the_context_of_a_device():
     assert names.count("cuStreamCreate") == names.count("cuDevicePrimaryCtxRetain") == 1
     copies = [call[1:4] for call in driver.calls if call[0] == "cuMemcpyAsync"]
     assert copies == [(1, 2, 50)] * 2
+    assert [call[2] for call in driver.calls if call[0] == "cuMemAlloc_v2"] == [2**21]
 
 
 def test_what_the_driver_refuses_is_told_by_its_name():
