@@ -16,9 +16,10 @@ class RewardConfig(Section):
     """One reward function; a completion's reward is the weighted sum of all of them."""
 
     function: Place
-    """A built-in (math, exact_match, format, regex, length, json_schema, python_tests), an entry
-    point's name, "package.module:function" or "file.py:function". It is called as TRL calls one,
-    with `prompts`, `completions` and the columns of the row, and returns a number or None each."""
+    """A built-in (math, exact_match, format, regex, length, json_schema, python_tests,
+    vllm_reward), an entry point's name, "package.module:function" or "file.py:function". It is
+    called as TRL calls one, with `prompts`, `completions` and the columns of the row, and returns a
+    number or None each."""
     name: str | None = None
     """What metrics call it. Unset: the function's own name."""
     weight: float = 1.0

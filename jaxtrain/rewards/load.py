@@ -27,6 +27,7 @@ BUILTIN = {
     "length": "jaxtrain.rewards.texts:length",
     "json_schema": "jaxtrain.rewards.texts:json_schema",
     "python_tests": "jaxtrain.rewards.python_tests:python_tests",
+    "vllm_reward": "jaxtrain.rewards.vllm_reward:vllm_reward",
 }
 
 

@@ -41,6 +41,10 @@ Numbers = Mapping[str, np.ndarray]
 """{name: [number of places, ...]}."""
 
 
+Compute = Callable[[Any, Batch], Mapping[str, jax.Array]]
+"""(params, batch [1, B, T] on the mesh) -> {name: [1, B, T, ...]}; jitted."""
+
+
 class Item(NamedTuple):
     """One row of data, ready to be computed."""
 
@@ -55,8 +59,7 @@ class Item(NamedTuple):
 class Scoring(Protocol):
     """A way of scoring rows."""
 
-    compute: Callable[[Any, Batch], Mapping[str, jax.Array]]
-    """(params, batch [1, B, T] on the mesh) -> {name: [1, B, T, ...]}; jitted."""
+    compute: Compute
 
     def read(self, row: Mapping[str, Any], origin: str) -> Item | Dropped:
         """A row as a tree, or why it has no score."""
@@ -171,7 +174,7 @@ class StepScores:
         return {"step_scores": (1 / (1 + np.exp(-gap))).tolist()}
 
 
-def _scores_of(model: Model) -> Callable[[Any, Batch], dict[str, jax.Array]]:
+def _scores_of(model: Model) -> Compute:
     score = make_scores(model.held.roles.rebuild(model.held.roles.trained))
     return lambda params, batch: {"scores": score(params, batch)}
 
