@@ -78,7 +78,15 @@ def merge_adapter(
         if name in quantised:
             array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
             array = array.astype(stored)
-        return corrections[name].apply(array) if name in corrections else array
+        if name not in corrections:
+            return array
+        merged = corrections[name].apply(array)
+        if not np.isfinite(merged).all():
+            raise UserError(
+                f"{name} with {str(adapter)!r} merged in holds NaN or infinite values: it or the"
+                f" tensor of {str(base)!r} does, or their sum does not fit into {merged.dtype}"
+            )
+        return merged
 
     copy_folder(base, output, dtype, max_shard_bytes, change)
     return len(corrections)

@@ -23,6 +23,7 @@ from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
@@ -319,6 +320,7 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     assert adapter.source is not None, "an adapter that starts from a folder"
     file = adapter.source / WEIGHTS
     files, params = open_peft(adapter.source).files, {}
+    check = FiniteCheck(files)
     for param, op in adapter_entries(config, adapter):
         like = shapes[param]
         for name, shape in op.shapes(like.shape).items():
@@ -327,9 +329,11 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
                 found = "missing" if stored is None else stored.shape
                 raise UserError(f"{file}: {name} is {found}, this model needs {shape}")
         value = read_entry(files, Entry(param, op), like, like.sharding)
+        check.add(Entry(param, op), value)
         if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
             raise UserError(f"{file}: embedding and head differ, but the model ties them")
         params[param] = value
+    check.close()
     return params
 
 

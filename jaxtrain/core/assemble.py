@@ -22,6 +22,7 @@ from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import read_object
+from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.models import build
 from jaxtrain.models.naming import score_paths
@@ -56,6 +57,8 @@ def assemble(config: Config, reserved: int = 0, score: ScoreHead | None = None) 
     trains in the place of the language model's.
     """
     folder, raw = find_architecture(config.model)
+    if folder is not None and is_main_process() and (problem := find_problem(folder)):
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
     architecture = choose_head(build.config_from_hf(raw, config.model.family), score)
     tokenizer = find_tokenizer(config.model)
     if score is not None:

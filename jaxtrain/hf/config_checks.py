@@ -32,6 +32,11 @@ SIZES = {
 MAX_PARAMETERS = 2**45
 MAX_ENTRIES = 2**14
 """Of a list."""
+DTYPES = (
+    *("float32", "bfloat16", "float16", "float64", "auto", "float", "half", "double"),
+    *("float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
+)
+"""What dtype may be: names of torch's."""
 FRACTIONS = {"rms_norm_eps": (0.0, 1.0), "initializer_range": (0.0, 100.0)}
 
 
@@ -49,6 +54,13 @@ def check_names(raw: Any, place: str = "config.json") -> tuple[list[str], str | 
         )
     if model_type is not None and not isinstance(model_type, str):
         raise UserError(f"{place}: model_type is {describe(model_type)}; it is a name")
+    for key in ("dtype", "torch_dtype"):
+        found = raw.get(key)
+        name = found.removeprefix("torch.") if isinstance(found, str) else found
+        if name is not None and not isinstance(name, dict) and name not in DTYPES:
+            raise UserError(
+                f"{place}: {key} is {describe(found)}; it is one of {', '.join(DTYPES)}"
+            )
     return named or [], model_type
 
 

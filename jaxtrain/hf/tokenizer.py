@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import describe, read_object, read_text, shorten, spell
+from jaxtrain.hf.patterns import check_patterns
 from jaxtrain.shown import printable
 
 MAX_TOKENIZER_BYTES = 2**27
@@ -73,6 +74,7 @@ def open_tokenizer(place: str) -> Any:
     if not size:
         raise UserError(f"the tokenizer {place} (key model.tokenizer) has no tokens")
     check_template(tokenizer.chat_template, place)
+    check_patterns(tokenizer.backend_tokenizer, place)
     return tokenizer
 
 
@@ -185,6 +187,7 @@ def find_differences(tokenizer: Any) -> str | None:
         raise
     except BaseException as error:  # as above
         return f"{file} cannot be read by itself ({_say(error)}), though transformers loads it"
+    check_patterns(own, place)
     own.no_truncation()
     own.no_padding()
     loaded = tokenizer.backend_tokenizer

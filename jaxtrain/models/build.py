@@ -29,6 +29,7 @@ from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models import ARCHITECTURES
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
 from jaxtrain.parallel.rules import shardings
@@ -184,7 +185,8 @@ def read_params(
     """(path, array) of the parameters of a Hugging Face folder, read one after the other.
 
     config: the folder's, where it is known already, or with a head to draw by the seed. Raises
-    UserError as `load` does, before the first is read.
+    UserError as `load` does, before the first is read; behind the last one where a tensor holds
+    NaN or infinite values.
     """
     config = config or read_config(folder)
     files = Folder(folder)
@@ -198,9 +200,13 @@ def read_params(
     _check(files, {e: flat[path].get_value().shape for path, e in stored.items()}, config)
     if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
         yield from draw_params(config, seed, mesh, drawn, **options)
+    check = FiniteCheck(files)
     for path, entry in stored.items():
         place = places[path].get_value() if places else None
-        yield entry.param, read_entry(files, entry, flat[path].get_value(), place)
+        value = read_entry(files, entry, flat[path].get_value(), place)
+        check.add(entry, value)
+        yield entry.param, value
+    check.close()
 
 
 def _is_drawn(entry: Entry, config: DecoderConfig) -> bool:

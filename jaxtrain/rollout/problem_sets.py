@@ -147,6 +147,7 @@ def read_problems(index: int, one: EvalSetConfig) -> list[dict[str, Any]]:
     try:
         rows = open_rows(one.dataset())
     except UserError as error:
-        raise UserError(f"{key}: {str(error).replace('data.datasets[]', key)}") from None
+        text = str(error).replace("data.datasets[]", key)
+        raise UserError(text if key in text else f"{key}: {text}") from None
     check_columns(rows, one.fields, f"{key}.fields", one.path)
     return [rename(rows[i], one.fields) for i in range(len(rows))]

@@ -16,6 +16,7 @@ from jaxtrain.data.template import TemplateFailed, encode, prompt_tokens
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
+from jaxtrain.hf.generation import describe_ignored
 from jaxtrain.rollout.eval_sets import list_turns
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
@@ -46,6 +47,9 @@ class Writer:
             )
         self.sampling: SamplingConfig = config.sampling
         self.sampler = self.model.sampler(raw)
+        folder = self.model.held.roles.parts.folder
+        if folder is not None and (ignored := describe_ignored(folder)):
+            print(f"note: {ignored}", file=sys.stderr)
 
     def answer(self, prompts: list[Any], tools: list[Any]) -> list[str]:
         """Texts for prompts (strings with --raw, else message lists), side by side."""

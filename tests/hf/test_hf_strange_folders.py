@@ -228,6 +228,8 @@ WRONG = {
     ],
     "architectures": ["Qwen3ForCausalLM", 7, [7], {}, ["x" * 10_000]],
     "model_type": [7, ["qwen3"], {}],
+    "dtype": ["nope", 7, ["float32"]],
+    "torch_dtype": ["nope", True],
     "eos_token_id": ["</s>", [1.5], {"id": 1}, 10**30],
     "max_position_embeddings": [0, "40960", 10**20],
     "made_up\x1b[2J": [{"a": "b" * 10**5}],

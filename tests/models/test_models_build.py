@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import build
+from jaxtrain.models import build, finite
 from jaxtrain.parallel.mesh import make_mesh
 
 MESHES = [
@@ -159,6 +159,24 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="lm_head.weight differs from the embedding"):
         build.load(tmp_path)
+
+
+@pytest.mark.parametrize("small", [2**22, 0], ids=["by numpy", "by the devices"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_named(tmp_path, monkeypatch, value, small):
+    monkeypatch.setattr(finite, "SMALL", small)
+    tensors = write_checkpoint(tmp_path, "qwen2")
+    name = "model.layers.1.self_attn.k_proj.bias"
+    tensors[name][3] = value
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{name}.* holds 1 value .* first {value} at \[3\]"):
+        build.load(tmp_path, make_mesh(fsdp=2, tensor=2))
+    tensors[name][3] = 1e30  # finite in bfloat16
+    save_file(tensors, tmp_path / "model.safetensors")
+    build.load(tmp_path)
+    with pytest.raises(UserError, match=f"{name}.*that float16 cannot"):
+        build.load(tmp_path, param_dtype="float16")
 
 
 def test_a_folder_without_config_is_refused(tmp_path):

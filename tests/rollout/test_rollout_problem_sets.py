@@ -7,7 +7,10 @@ import pytest
 from fake_vllm import FakeVllm
 from toy_run import EVEN_TOKENS, MODEL
 
+from jaxtrain.config.evals import EvalSetConfig
+from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.rollout.problem_sets import read_problems
 
 CONFIG = f"""
 [run]
@@ -75,6 +78,13 @@ def count_versions(fake) -> Counter:
 
 def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_mistake_in_a_set_names_its_key_once():
+    for path, words in (("no.jsonl", "eval.sets.2.path"), ("[", "eval.sets.2")):
+        with pytest.raises(UserError, match=words) as error:
+            read_problems(2, EvalSetConfig(path=path))
+        assert str(error.value).count("eval.sets.2") == 1
 
 
 @pytest.mark.slow

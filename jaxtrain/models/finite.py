@@ -1,0 +1,71 @@
+"""Weights that are no numbers: found where they lie as they are loaded, named from the files.
+
+A large array is looked at by the devices that hold it, which costs them one read and the host
+nothing until the last; small ones by numpy, which compiles nothing. Only a failure reads files
+again.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import shorten
+from jaxtrain.hf.ops import Entry, whole
+from jaxtrain.hf.safetensors import Folder
+
+SMALL = 2**22
+"""Bytes up to which numpy looks."""
+
+
+class FiniteCheck:
+    """Looks at each parameter that a folder gave; `close` after the last."""
+
+    def __init__(self, files: Folder):
+        self.files = files
+        self._found: list[tuple[Entry, bool | jax.Array, jax.ShapeDtypeStruct]] = []
+
+    def add(self, entry: Entry, value: jax.Array) -> None:
+        """Look at `value`, what the entry was read as; waits for nothing large."""
+        if value.nbytes <= SMALL and value.is_fully_addressable:
+            found: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
+        else:
+            found = _is_finite(value)
+        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        self._found.append((entry, found, like))
+
+    def close(self) -> None:
+        """Raise UserError with the first tensor that holds NaN or an infinite number."""
+        for entry, found, like in self._found:
+            if not bool(found):
+                raise UserError(describe_bad(self.files, entry, like))
+
+
+@jax.jit
+def _is_finite(value: jax.Array) -> jax.Array:
+    return jnp.isfinite(value).all()
+
+
+def describe_bad(files: Folder, entry: Entry, like: jax.ShapeDtypeStruct) -> str:
+    """Which of an entry's tensors is not finite: its file, name and first bad place."""
+    for name, shape in entry.op.shapes(like.shape).items():
+        stored, array = files.tensors[name], files.fetch(name, whole(shape))
+        where = f"{stored.file}: tensor {shorten(name)} {shape}"
+        bad = ~np.isfinite(array)
+        count = int(bad.sum())
+        if count:
+            first = np.unravel_index(int(bad.argmax()), shape) if shape else ()
+            value = array[first]
+            return (
+                f"{where} holds {count:,} value{'s' * (count > 1)} of NaN or infinity, the first"
+                f" {float(value)} at {[int(i) for i in first]}: the file is damaged, or of training"
+                " that went astray; download it again, or take an earlier checkpoint"
+            )
+        if not np.isfinite(np.asarray(array).astype(like.dtype)).all():
+            return (
+                f"{where} of {stored.dtype} holds values that {np.dtype(like.dtype)} cannot; choose"
+                " another model.param_dtype"
+            )
+    return f"{Path(files.path)}: {entry.param} is not finite"
