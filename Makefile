@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: quickstart rl test test-slow test-kernels lint style types docs clean
+.PHONY: quickstart rl dpo test test-slow test-kernels lint style types docs clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -12,6 +12,11 @@ quickstart: $(VENV)/installed
 rl: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/rl_calculator_warmup.toml run.overwrite=true
 	$(RUN) -m jaxtrain.main --config configs/rl_calculator.toml run.overwrite=true
+
+# Preferences: the same warm-up, then DPO on right answers against wrong ones.
+dpo: $(VENV)/installed
+	$(RUN) -m jaxtrain.main --config configs/rl_calculator_warmup.toml run.overwrite=true
+	$(RUN) -m jaxtrain.main --config configs/dpo_calculator.toml run.overwrite=true
 
 test: $(VENV)/installed-test style
 	$(RUN) -m pytest -n 2

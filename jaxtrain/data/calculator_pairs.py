@@ -1,28 +1,28 @@
-"""Pairs of answers of a calculator agent, generated: a right one and a wrong one to each question.
+"""Pairs of turns of a calculator agent, generated: to each prompt a right one and a wrong one.
 
-The conversations are those of builtin:calculator, up to one of their questions. The right answer is
-thought, call and result as there; the wrong one errs as a half-trained agent does:
+The conversations are those of builtin:calculator, up to one of the agent's turns. The wrong turn
+errs as a small model does that has learned the form and not yet the copying: a number is written
+with its digits swapped, doubled, mixed up or lost.
 
-    operand     a digit of an operand is copied wrongly, in thought and call
-    operator    another operator
-    result      thought and call are right, the number in the answer is not the tool's
+    call      the thought is right, a number in the call is not
+    answer    the call was right, the number in the answer is not the tool's
 """
 
+import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.data.calculator import OPERATORS, TOOLS, CalculatorRows, Problem, exchange
+from jaxtrain.data.calculator import TOOLS, CalculatorRows
 
-MISTAKES = ("operand", "operand", "operator", "result")
-"""Each as often as it stands here: operands are what small models get wrong."""
+MISTAKES = ("call", "answer")
 
 
 @dataclass(frozen=True)
 class CalculatorPairs:
-    """Rows with prompt, chosen, rejected (lists of messages), tools and `mistake`; row i depends on
-    the conversations and i alone."""
+    """Rows with prompt (messages), chosen, rejected (a message each), tools and `mistake`; row i
+    depends on the conversations and i alone."""
 
     talks: CalculatorRows
 
@@ -35,14 +35,22 @@ class CalculatorPairs:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.talks[index]
         chance = random.Random(f"{self.talks.seed} {self.talks.split} {index} wrong")
-        asked = chance.randrange(len(row["problems"]))
-        begin = 1 + 4 * asked  # behind the system message, four messages a question
-        a, op, b = row["problems"][asked].split()
+        question = chance.randrange(len(row["problems"]))
         mistake = chance.choice(MISTAKES)
+        # Behind the system message there are four a question: user, call, result, answer.
+        place = 4 * question + (2 if mistake == "call" else 4)
+        right = row["messages"][place]
+        if mistake == "call":
+            a, op, b = row["problems"][question].split()
+            a, b = (garble(chance, a), b) if chance.random() < 0.5 else (a, garble(chance, b))
+            wrong = {**right, "tool_calls": [_call(right["tool_calls"][0], f"{a} {op} {b}")]}
+        else:
+            number = garble(chance, row["answers"][question])
+            wrong = {**right, "content": f"The answer is {number}."}
         return {
-            "prompt": row["messages"][: begin + 1],
-            "chosen": row["messages"][begin + 1 : begin + 4],
-            "rejected": err(chance, Problem(int(a), op, int(b)), mistake),
+            "prompt": row["messages"][:place],
+            "chosen": [right],
+            "rejected": [wrong],
             "tools": TOOLS,
             "mistake": mistake,
         }
@@ -52,25 +60,28 @@ class CalculatorPairs:
         return f"builtin:calculator_pairs {self.talks.split} row {index}"
 
 
-def err(chance: random.Random, problem: Problem, mistake: str) -> list[dict[str, Any]]:
-    """Call, result and answer with a mistake in them."""
-    if mistake == "result":
-        right = exchange(problem, "")[1:]
-        wrong = miscopy(chance, problem.result)
-        return [*right[:2], {"role": "assistant", "content": f"The answer is {wrong}."}]
-    if mistake == "operator":
-        wrong = replace(problem, op=chance.choice([op for op in OPERATORS if op != problem.op]))
-    elif chance.random() < 0.5:
-        wrong = replace(problem, a=miscopy(chance, problem.a))
-    else:
-        wrong = replace(problem, b=miscopy(chance, problem.b))
-    return exchange(wrong, "")[1:]
+def garble(chance: random.Random, number: str) -> str:
+    """Another number, copied badly: digits swapped, doubled, lost, or one in another's place."""
+    while True:
+        digits = list(number)
+        place = chance.randrange(len(digits))
+        slip = chance.choice(("swap", "double", "lose", "repeat", "other"))
+        if slip == "swap":
+            other = chance.randrange(len(digits))
+            digits[place], digits[other] = digits[other], digits[place]
+        elif slip == "double":
+            digits.insert(place, digits[place])
+        elif slip == "lose":
+            del digits[place]
+        elif slip == "repeat":
+            digits[place] = chance.choice(number)
+        else:
+            digits[place] = str(chance.randrange(10))
+        wrong = "".join(digits)
+        if wrong and wrong != number and str(int(wrong)) == wrong:
+            return wrong
 
 
-def miscopy(chance: random.Random, number: int) -> int:
-    """A number of as many digits of which one is another."""
-    digits = list(str(number))
-    place = chance.randrange(len(digits))
-    lowest = 1 if place == 0 and len(digits) > 1 else 0
-    digits[place] = str(chance.choice([d for d in range(lowest, 10) if str(d) != digits[place]]))
-    return int("".join(digits))
+def _call(call: dict[str, Any], expression: str) -> dict[str, Any]:
+    arguments = json.dumps({"expression": expression})
+    return {**call, "function": {**call["function"], "arguments": arguments}}
