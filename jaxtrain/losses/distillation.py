@@ -238,7 +238,7 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
     numbers, axis = spec
     T, V = hidden_TD.shape[0], head_VD.shape[0]
     compute = accumulator(hidden_TD.dtype)
-    chunk = min(numbers.chunk or max(MAX_LOGITS // V, 1), T)
+    chunk = min(numbers.chunk or max(MAX_LOGITS // V // 128, 1) * 128, T)
     trains_T = (weight_T != 0) | (ce_T != 0)
     weight_T, ce_T = weight_T.astype(compute), ce_T.astype(compute)
     # Trained tokens first; what fills up the last chunk lies beyond the end and is dropped.
