@@ -220,7 +220,8 @@ def run_generate(argv: list[str]) -> None:
 
 
 def run_score(argv: list[str]) -> None:
-    """Score the rows of a dataset: answers of a pair, completions, or the steps of an answer."""
+    """Score the rows of a dataset: answers of a pair, completions, the steps of an answer; with
+    --top-k: what a teacher finds likeliest."""
     parser = Parser("jaxtrain score", description=run_score.__doc__)
     parser.add_argument(
         "model",
@@ -239,6 +240,12 @@ def run_score(argv: list[str]) -> None:
         "--batch-size", type=int, default=8, help="rows per device in a forward pass (default 8)"
     )
     parser.add_argument("--prefix", default="", help="put before the names of the new keys")
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        help="instead of scores the K likeliest tokens of a language model with their log-probs, in"
+        ' the place of each answer token: data for task.kind "distillation"',
+    )
     args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.score import score_command
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.roles import Held
+from jaxtrain.losses.distillation import likeliest_tokens
+from jaxtrain.losses.divergence import TopK
 from jaxtrain.losses.logp import token_logp
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
@@ -42,6 +44,13 @@ class Scorer:
         score = make_scores(held.roles.rebuild(role))
         return np.asarray(to_host(score(held.params(role), self._place(batch, held))))
 
+    def topk(self, batch: Batch, role: str, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32, log-probs float32), [A, B, T, k]: what a role's model finds likeliest in the
+        place of every token."""
+        held = self.held()
+        found = make_topk(held.roles.rebuild(role), k)(held.params(role), self._place(batch, held))
+        return np.asarray(to_host(found.ids)), np.asarray(to_host(found.logp))
+
     @staticmethod
     def _place(batch: Batch, held: Held) -> Batch:
         bare = batch._replace(weights={}, streams={}, denoms={})
@@ -57,6 +66,17 @@ def make_logp(
     def score(params: Params, batch: Batch) -> jax.Array:
         model = rebuild(params)
         return jax.lax.map(lambda micro: token_logp(model, micro, impl, temperature).logp, batch)
+
+    return jax.jit(score)
+
+
+@functools.lru_cache(maxsize=32)
+def make_topk(rebuild: Rebuild, k: int) -> Callable[[Params, Batch], TopK]:
+    """Compiled once `(params, batch [A, B, T]) -> TopK of [A, B, T, k]`."""
+
+    def score(params: Params, batch: Batch) -> TopK:
+        model = rebuild(params)
+        return jax.lax.map(lambda micro: likeliest_tokens(model, micro, k), batch)
 
     return jax.jit(score)
 

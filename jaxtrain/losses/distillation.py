@@ -148,9 +148,7 @@ def sum_divergence(
         )
         return total, Measured(*(field.reshape(target_BT.shape) for field in found))
 
-    states: Any
-    other: Any
-    states, other = known
+    states, other = known[0], known[1]
     per_token = (target_BT, weight_BT, ce_BT)
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:
@@ -184,6 +182,40 @@ def sum_divergence(
         out_specs=(PartitionSpec(), by_token),
         check_vma=False,
     )(hidden_BTD, head_VD, states, other, *per_token)
+
+
+def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
+    """The k likeliest tokens and their log-probs [B, T, k] in the place of every token of rows
+    [B, T], given those before it; chunk by chunk. Where nothing comes before they mean nothing."""
+    hidden_BTD, _ = predictions(model, batch)
+    head_VD = model.head()
+    spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
+
+    def local(hidden_BTD, head_VD) -> TopK:
+        if spec_BTD is not None:
+            head_VD = whole_head(head_VD, hidden_BTD.dtype, stored)
+        low_VD = head_VD.astype(hidden_BTD.dtype)
+        compute = accumulator(hidden_BTD.dtype)
+
+        def of_token(h_D):
+            z_V = jnp.einsum("D,VD->V", h_D, low_VD, preferred_element_type=compute)
+            return TopK(*(x[0] for x in take_topk(z_V[None], k, vocabulary)))
+
+        rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+        chunk = min(max(MAX_LOGITS // head_VD.shape[0] // 128, 1) * 128, rows.shape[0])
+        found = lax.map(of_token, rows, batch_size=chunk)
+        return TopK(*(x.reshape(*hidden_BTD.shape[:2], -1) for x in found))
+
+    if spec_BTD is None:
+        return local(hidden_BTD, head_VD)
+    stored = stored_axes(head_VD)
+    by_token = PartitionSpec(*spec_BTD[:2], None)
+    return jax.shard_map(
+        local,
+        in_specs=(spec_BTD, PartitionSpec(vocabulary, stored or None)),
+        out_specs=TopK(by_token, by_token),
+        check_vma=False,
+    )(hidden_BTD, head_VD)
 
 
 class Spec(NamedTuple):

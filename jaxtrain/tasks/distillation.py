@@ -198,10 +198,6 @@ class TaughtData(OfflineData):
         """See Task.prepare."""
         return round._replace(batches=[ask(self.server, batch) for batch in round.batches])
 
-    def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
-        """See task.Data."""
-        return (ask(self.server, batch) for batch in super().eval_batches(dataset, parts))
-
 
 class DrawnData(PromptData):
     """`core.task.Data` of prompts that the student answers, some of them; held-out data are rows
@@ -220,13 +216,13 @@ class DrawnData(PromptData):
 
     def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
         """See task.Data."""
-        found = self.held_out.eval_batches(dataset, parts)
-        return (ask(self.server, batch) for batch in found)
+        return self.held_out.eval_batches(dataset, parts)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
-        """See Task.prepare: of what describes answers the loss needs who drew them."""
+        """See Task.prepare: of what describes answers the loss needs who drew them; held-out rows
+        were drawn by nobody."""
         batches = [
-            ask(self.server, batch._replace(streams={OWN: batch.streams[DRAWN]}))
+            ask(self.server, batch._replace(streams={OWN: batch.streams.get(DRAWN, nobody(batch))}))
             for batch in round.batches
         ]
         weights = [batch.weights[COMPONENT] for batch in batches]
@@ -234,6 +230,11 @@ class DrawnData(PromptData):
         own = sum(float((b.weights[COMPONENT] * b.streams[OWN]).sum()) for b in batches)
         metrics = {"own_token_share": own / total} if total else {}
         return round._replace(batches=batches, metrics={**round.metrics, **metrics})
+
+
+def nobody(batch: Batch) -> np.ndarray:
+    """The stream OWN of rows of data."""
+    return np.zeros(batch.tokens.shape, np.float32)
 
 
 def open_server(config: Config) -> TeacherServer | None:

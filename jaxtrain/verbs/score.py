@@ -28,9 +28,10 @@ CHUNK = 256
 def score_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     check_output(args.output, args.data, args.overwrite)
-    own = [word.removeprefix("dataset.") for word in args.overrides if word.startswith("dataset.")]
-    table = {"path": args.data, **apply_overrides({}, own)}
-    dataset = validate(DatasetConfig, table, args.data)
+    given = [word for word in args.overrides if word.startswith("dataset.")]
+    own = [f"data.datasets.0.{word.removeprefix('dataset.')}" for word in given]
+    table = apply_overrides({"data": {"datasets": [{"path": args.data}]}}, own)
+    dataset = validate(DatasetConfig, table["data"]["datasets"][0], args.data)
     rows = open_rows(dataset)
     if args.batch_size < 1:
         raise UserError(f"score: --batch-size {args.batch_size} must be at least 1")

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtrain.api import Model
 from jaxtrain.batch import Batch
 from jaxtrain.config import DataConfig, DatasetConfig, RewardModelTask
-from jaxtrain.core.scorer import make_scores
+from jaxtrain.core.scorer import make_scores, make_topk
 from jaxtrain.data.answers import Answers
+from jaxtrain.data.formats import make_tokeniser
 from jaxtrain.data.judged import (
     LABELS,
     MANY,
@@ -29,9 +30,10 @@ from jaxtrain.data.judged import (
 from jaxtrain.data.messages import Malformed
 from jaxtrain.data.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.ranked import Ranked
-from jaxtrain.data.sample import Dropped
+from jaxtrain.data.sample import Dropped, Sample
 from jaxtrain.data.stepwise import StepReader
 from jaxtrain.data.tree import Node, Tree, chain
+from jaxtrain.errors import UserError
 from jaxtrain.models.build import to_host
 from jaxtrain.parallel.feed import feed, row_shards
 
@@ -72,6 +74,11 @@ class Scoring(Protocol):
 
 def make_scoring(model: Model, dataset: DatasetConfig, args: argparse.Namespace) -> Scoring:
     """What the model says of rows of the dataset; UserError where it has nothing to say."""
+    if args.top_k is not None:
+        model.require_language()
+        if not 1 <= args.top_k <= model.vocab_size:
+            raise UserError(f"score: --top-k {args.top_k} must be 1 to {model.vocab_size}")
+        return TeacherScores(model, dataset, args.top_k)
     head = model.require_scores()
     return (AnswerScores if head.per == "sequence" else StepScores)(model, dataset)
 
@@ -172,6 +179,37 @@ class StepScores:
         """See Scoring."""
         gap = (found["scores"][:, 1] - found["scores"][:, 0]).astype(np.float64)
         return {"step_scores": (1 / (1 + np.exp(-gap))).tolist()}
+
+
+class TeacherScores:
+    """What a teacher of distillation would say: the k likeliest tokens in the place of each token
+    from the first trained one on, under the names that data/teacher.py reads."""
+
+    def __init__(self, model: Model, dataset: DatasetConfig, k: int):
+        self.tokenise = make_tokeniser(dataset, model.tokenizer, model.max_len, "drop")
+        find = make_topk(model.held.roles.rebuild(model.held.roles.trained), k)
+        self.compute: Compute = lambda params, batch: find(params, batch)._asdict()
+
+    def read(self, row: Mapping[str, Any], origin: str) -> Item | Dropped:
+        """See Scoring."""
+        samples = self.tokenise(dict(row), origin)
+        if len(samples) > 1:
+            return Dropped("several sequences, log-probs of one", origin)
+        (sample,) = samples
+        if not isinstance(sample, Sample):
+            assert isinstance(sample, Dropped), "the tokeniser makes no trees here"
+            return sample
+        first = int(np.argmax(sample.weights > 0))
+        places = np.arange(first, len(sample.tokens))
+        return Item(row, chain(sample.tokens, {}), places, sample.tokens)
+
+    def describe(self, item: Item, found: Numbers) -> dict[str, Any]:
+        """See Scoring."""
+        return {
+            "input_ids": item.note.tolist(),
+            "target_token_ids": found["ids"].tolist(),
+            "target_logprobs": [[round(x, 5) for x in row] for row in found["logp"].tolist()],
+        }
 
 
 def _scores_of(model: Model) -> Compute:
