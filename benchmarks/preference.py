@@ -119,7 +119,7 @@ def write_config(part: dict, args: argparse.Namespace, folder: Path, name: str) 
             "tokenizer": str(folder / "tokenizer"),
             "architecture": MODELS[part["model"]],
             "param_dtype": "bfloat16" if part["rank"] else "float32",
-            "compute_dtype": "float32" if tiny else "bfloat16",
+            "compute_dtype": "float32" if tiny and not part["rank"] else "bfloat16",
             "remat": "elementwise",
             "scan_layers": bool(part["rank"]) or args.scan,
         },
