@@ -68,6 +68,25 @@ KNOWN_ELSEWHERE = {
 }
 """What users of other systems, or of older versions, may call a key."""
 
+KINDS_ELSEWHERE = {
+    "dpo": 'task.kind = "preference" with task.loss = "sigmoid"',
+    **{
+        name: f'task.kind = "preference" with task.loss = "{name}"'
+        for name in ("ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
+    },
+    "bco": 'task.kind = "preference" with task.loss = "bco_pair"',
+    "rpo": 'task.kind = "preference" with task.loss = "sigmoid" and task.cpo_alpha above 0',
+    **{
+        name: f'task.kind = "rl" with task.objective = "{name}"'
+        for name in ("grpo", "dapo", "gspo", "rloo")
+    },
+    "gkd": 'task.kind = "distillation"',
+    "kd": 'task.kind = "distillation"',
+    "reward": 'task.kind = "reward_model"',
+    "prm": 'task.kind = "reward_model" with task.labels = "steps"',
+}
+"""The methods that users of other systems look for by these kinds."""
+
 REMOVED = ("eval.problems",)
 """Keys in the saved configs of older runs that shape nothing that a run has trained."""
 
@@ -108,6 +127,10 @@ def validate_config(table: dict[str, Any], origin: str) -> Config:
         key = f"{origin}:\n  task.kind"
         if not isinstance(task["kind"], str):
             raise UserError(f"{key}: must be a text, found {show(task['kind'])}")
+        outside = {entry.name for entry in plugins.list_entry_points("tasks")}
+        instead = KINDS_ELSEWHERE.get(task["kind"].lower())
+        if instead and task["kind"] not in outside:
+            raise UserError(f"{key}: {show(task['kind'])} is {instead} here")
         method = plugins.find("tasks", task["kind"], TASKS, key=key, modules=True)
         section = getattr(method, "Section", None)
         if not (isinstance(section, type) and issubclass(section, TaskSection)):

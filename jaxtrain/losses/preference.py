@@ -246,18 +246,18 @@ def as_side(side: Side, objective: Objective) -> Callable[[str], jax.Array]:
 
 
 def f_score(ratio, objective: Objective):
-    """A log-ratio as the derivative of an f-divergence sees it."""
+    """A log-ratio as the derivative of an f-divergence sees it, less that of no difference."""
     match objective.divergence:
         case "reverse_kl":
             return ratio
         case "forward_kl":
-            return -jnp.exp(jnp.minimum(-ratio, EXP_LIMIT))
+            return -jnp.expm1(jnp.minimum(-ratio, EXP_LIMIT))
         case "js":
-            return jax.nn.log_sigmoid(ratio)
+            return math.log(2.0) + jax.nn.log_sigmoid(ratio)
     power = objective.divergence_alpha - 1.0
     if abs(power) < 1e-6:
         return ratio
-    return jnp.exp(jnp.minimum(power * ratio, EXP_LIMIT)) / power
+    return jnp.expm1(jnp.minimum(power * ratio, EXP_LIMIT)) / power
 
 
 def alpha_reward(value, alpha: float):

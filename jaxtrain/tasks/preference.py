@@ -5,6 +5,7 @@ A prompt with its answers is a tree; here is what the method makes of it: the lo
 and what a step's comparisons need of each other before its update.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtrain.data.whole_step import at_same_rank, mismatch, sum_sides
 from jaxtrain.losses.preference import Objective, preference_loss
 from jaxtrain.models.trees import require_trees
 from jaxtrain.tasks.offline import OfflineData
+from jaxtrain.tasks.precomputed import Precomputed
 from jaxtrain.tasks.reference import REFERENCE, find_reference, mixing
 
 Section = PreferenceTask
@@ -71,13 +73,16 @@ def make(config: Config) -> Task:
         weights = find_reference(kind, parts.adapter)
         roles[REFERENCE] = Role(parts, weights, in_loss=False)
     data = open_data(config, parts.tokenizer)
+    reference: Reference = ask_reference
+    if kind == "precomputed":
+        reference = Precomputed(config, parts, data)
     loss = partial(preference_loss, objective=read_objective(task), impl=config.model.logp)
     return Task(
         roles=roles,
         loss=of_policy(loss),
         coef=preference_coef(task),
         data=data,
-        prepare=Preparation(task, config, data),
+        prepare=Preparation(task, config, data, reference),
         after_round=mixing(weights, task.reference_every, task.reference_alpha),
     )
 
@@ -129,12 +134,27 @@ def read_objective(task: PreferenceTask) -> Objective:
     )
 
 
+Reference = Callable[[Batch, Scorer], np.ndarray]
+"""(batch, scorer) -> the reference's log-probs [A, B, T]."""
+
+
+def ask_reference(batch: Batch, scorer: Scorer) -> np.ndarray:
+    """From the reference's weights of now."""
+    return scorer.logp(batch, REFERENCE)
+
+
 class Preparation:
     """What a step's comparisons need before its update: reference log-probs, and constants of the
     whole step. On every process alike, from numbers that all of them get."""
 
-    def __init__(self, task: PreferenceTask, config: Config, data: OfflineData):
-        self.task, self.data = task, data
+    def __init__(
+        self,
+        task: PreferenceTask,
+        config: Config,
+        data: OfflineData,
+        reference: Reference = ask_reference,
+    ):
+        self.task, self.data, self.reference = task, data, reference
         self.kind = reads_reference(task)
         self.buckets = tuple(config.data.length_buckets)
 
@@ -160,10 +180,6 @@ class Preparation:
         if "aot" in names or "aot_unpaired" in names:
             streams |= self.ranks(batch, scorer)
         return batch._replace(streams=streams)
-
-    def reference(self, batch: Batch, scorer: Scorer) -> np.ndarray:
-        """The reference's log-probs [A, B, T]."""
-        return scorer.logp(batch, REFERENCE)
 
     def baseline(self, batch: Batch, scorer: Scorer) -> float:
         """KTO's z0: the mean log-ratio of answers behind prompts that are not theirs, over the

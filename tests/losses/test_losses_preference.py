@@ -132,11 +132,11 @@ def expected_of_pair(name, pair, beta, eps, gamma, alpha, divergence, power):
     def shaped(r):
         match divergence:
             case "forward_kl":
-                return -math.exp(-r)
+                return 1 - math.exp(-r)
             case "js":
-                return log(r)
+                return math.log(2) + log(r)
             case "alpha":
-                return math.exp((power - 1) * r) / (power - 1)
+                return (math.exp((power - 1) * r) - 1) / (power - 1)
         return r
 
     def reward(x):

@@ -1,0 +1,150 @@
+"""A reference that is asked once: the starting weights' log-probs of all data, kept on disk.
+
+    first step   the trained weights are still those that the run starts from: they score every row
+    later        a table in data.cache_dir, found by a key of weights, tokenizer, data and shaping;
+                 no second copy of the weights, no second forward pass
+
+A run that goes on from a checkpoint has its starting weights no more: without its table it stops
+with a message that says what differs from the tables that are there.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config
+from jaxtrain.core.assemble import Parts
+from jaxtrain.core.scorer import Scorer
+from jaxtrain.core.task import POLICY
+from jaxtrain.data.cache import clear_folder, default_folder, find_key
+from jaxtrain.data.logp_table import (
+    Arrays,
+    LogpTable,
+    Unknown,
+    list_tables,
+    read_table,
+    write_table,
+)
+from jaxtrain.data.readers import is_stream
+from jaxtrain.errors import UserError
+from jaxtrain.parallel.agree import broadcast_or_raise
+from jaxtrain.run.manifest import hash_file
+from jaxtrain.tasks.offline import OfflineData
+
+
+class Precomputed:
+    """Reference log-probs out of the table; made or read when the first batch asks."""
+
+    def __init__(self, config: Config, parts: Parts, data: OfflineData):
+        self.config, self.parts, self.data = config, parts, data
+        cache = config.data.cache_dir
+        self.folder = (Path(cache) if cache else default_folder()) / "reference"
+        self.table: LogpTable | None = None
+
+    def __call__(self, batch: Batch, scorer: Scorer) -> np.ndarray:
+        """The log-probs [A, B, T] of a batch's answers; on all processes."""
+        if self.table is None:
+            self.table = self.open(scorer)
+        try:
+            return self.table.fill(batch)
+        except Unknown:
+            raise UserError(
+                "an answer of the data is not among the reference log-probs in"
+                f" {self.folder} (task.reference precomputed); its rows changed since they were"
+                " computed. Restore the data, or delete that folder and start a new run"
+            ) from None
+
+    def open(self, scorer: Scorer) -> LogpTable:
+        """The table: process 0 reads it and tells all; or all compute it, and process 0 keeps it."""
+        about = broadcast_or_raise("the reference's key", self.describe)
+        folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        found: Arrays | None = broadcast_or_raise("reference log-probs", lambda: read_table(folder))
+        if found is not None:
+            self.data.say(f"reference log-probs of {len(found.keys):,} answers, read from {folder}")
+            return LogpTable(found)
+        if scorer.held().step > 0:
+            raise UserError(
+                f"the reference log-probs that this run began with are not in {self.folder}"
+                f" (task.reference precomputed): {self.differences(about)}. Restore it, or start"
+                ' anew with run.resume = "never"'
+            )
+        table = self.compute(scorer)
+        self.data.say(f"reference log-probs of {len(table):,} answers are kept in {folder}")
+        broadcast_or_raise("keeping reference log-probs", lambda: self.keep(table, folder, about))
+        return table
+
+    def compute(self, scorer: Scorer) -> LogpTable:
+        """Every answer of all datasets under the weights of now, which are the starting ones."""
+        table = LogpTable()
+        for dataset in self._datasets():
+            self.data.say(f"{dataset.path}: the reference's log-probs are computed, once")
+            for batch in self.data.eval_batches(dataset, self.parts):
+                table.add(batch, scorer.logp(batch, POLICY))
+        return table
+
+    def keep(self, table: LogpTable, folder: Path, about: dict[str, Any]) -> None:
+        """Write the table; a disk that refuses costs the next run a pass, not this one its work."""
+        try:
+            clear_folder(folder.parent)
+            write_table(table, folder, about)
+        except OSError as error:
+            self.data.say(f"reference log-probs are not kept: {error.strerror or error}")
+
+    def describe(self) -> dict[str, Any]:
+        """All that the numbers depend on, as digests by name."""
+        config = self.config
+        found: dict[str, Any] = {"weights": self._weights()}
+        found["model"] = _digest(
+            [self.parts.architecture.to_hf(), config.model.param_dtype, config.model.compute_dtype]
+        )
+        adapter = config.adapter
+        if adapter.kind != "none":
+            found["adapter"] = _digest(
+                [adapter.model_dump(mode="json"), _hash_folder(adapter.path)]
+            )
+        for number, dataset in enumerate(self._datasets()):
+            part = self.data.recipe.open(dataset)
+            settings = self.data.recipe.settings(dataset) or dataset.model_dump_json()
+            try:
+                key = find_key(part, settings, self.parts.tokenizer, self.data.say)
+            except (TypeError, ValueError):  # rows that are no JSON
+                key = _digest(settings)
+            found[f"dataset {number} ({dataset.path}), its tokenizer or its keys"] = key
+        return found
+
+    def differences(self, about: dict[str, Any]) -> str:
+        """What the newest table was made of otherwise."""
+        for other in list_tables(self.folder):
+            names = [name for name in about if other.get(name) != about[name]]
+            if len(names) < len(about):
+                return f"the newest one there differs in {', '.join(names)}"
+        return "there is none of this model or data"
+
+    def _weights(self) -> str:
+        if self.parts.folder is None:
+            return _digest(["random", self.config.run.seed])
+        return _hash_folder(self.parts.folder)
+
+    def _datasets(self) -> Iterator[Any]:
+        data = self.config.data
+        for dataset in [*data.datasets, *data.eval_datasets]:
+            if not is_stream(self.data.recipe.open(dataset).rows):
+                yield dataset
+
+
+def _hash_folder(folder: str | Path | None) -> str:
+    if folder is None:
+        return ""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    with ThreadPoolExecutor(4) as pool:
+        return _digest(list(pool.map(hash_file, files)))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
