@@ -61,7 +61,7 @@ class Precomputed:
             ) from None
 
     def open(self, scorer: Scorer) -> LogpTable:
-        """The table: process 0 reads it and tells all; or all compute it, and process 0 keeps it."""
+        """The table: process 0 reads it and tells all, or all compute and process 0 keeps it."""
         about = broadcast_or_raise("the reference's key", self.describe)
         folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
         found: Arrays | None = broadcast_or_raise("reference log-probs", lambda: read_table(folder))
