@@ -7,6 +7,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import SECONDS
+from jaxtrain.config.model import ModelConfig
 
 SILENT = ("single_turn", "tools")
 """Environments that give no rewards themselves."""
@@ -15,11 +16,15 @@ SILENT = ("single_turn", "tools")
 class RewardConfig(Section):
     """One reward function; a completion's reward is the weighted sum of all of them."""
 
-    function: Place
+    function: Place | None = None
     """A built-in (math, exact_match, format, regex, length, json_schema, python_tests,
     vllm_reward), an entry point's name, "package.module:function" or "file.py:function". It is
     called as TRL calls one, with `prompts`, `completions` and the columns of the row, and returns a
     number or None each."""
+    model: ModelConfig | None = None
+    """Instead of a function: a reward model beside the policy on the devices that train, named by
+    the keys of section model (path, compute_dtype, ...). It judges each answer at its last token; a
+    process reward model each turn, which then counts as that turn's reward."""
     name: str | None = None
     """What metrics call it. Unset: the function's own name."""
     weight: float = 1.0
@@ -33,7 +38,8 @@ class RewardConfig(Section):
     @property
     def label(self) -> str:
         """Name in metrics."""
-        return self.name or self.function.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+        function = self.function or "model"
+        return self.name or function.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
 
 
 def find_reward_conflicts(config: Any) -> Iterator[str]:
@@ -43,6 +49,7 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
         if label in labels[:index]:
             yield f"rewards.{index}: two rewards are called {label!r}; set rewards.{index}.name"
     draws = "rewards" in config.task.reads
+    yield from find_model_conflicts(config, draws)
     judged = [(f"eval.sets.{index}", one) for index, one in enumerate(config.eval.sets)]
     for index, dataset in enumerate(config.data.datasets):
         key = f"data.datasets.{index}"
@@ -51,11 +58,13 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
         yield from find_unread(key, dataset, "" if draws else ' while task.kind is not "rl"')
     for index, dataset in enumerate(config.data.eval_datasets):
         yield from find_unread(f"data.eval_datasets.{index}", dataset, "; use [[eval.sets]]")
+    functions = [reward.label for reward in config.rewards if reward.model is None]
     for key, one in judged:
-        given = labels if one.rewards is None else one.rewards
+        named = functions if key.startswith("eval") else labels
+        given = named if one.rewards is None else one.rewards
         for name in given:
-            if name not in labels:
-                known = ", ".join(labels) or "none"
+            if name not in named:
+                known = ", ".join(named) or "none"
                 yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {known}"
         if (one.env or config.env).kind in SILENT and not given:
             yield (
@@ -66,6 +75,37 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
     for index, label in enumerate(labels if judged else []):
         if all(one.rewards is not None and label not in one.rewards for _, one in judged):
             yield f"rewards.{index} ({label}) judges nothing; no dataset and no set names it"
+
+
+def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
+    """One sentence for each reward that is neither a function nor a model, or that cannot be."""
+    for index, reward in enumerate(config.rewards):
+        key = f"rewards.{index}"
+        if (reward.function is None) == (reward.model is None):
+            found = "neither is" if reward.model is None else "both are"
+            yield f"{key}: set either function or model; {found} set"
+        if reward.model is None:
+            continue
+        if reward.options:
+            yield f"{key}.options are for a function; set keys of {key}.model"
+        if not reward.model.path or reward.model.init == "random":
+            yield f"{key}.model needs a path with the weights of a reward model"
+        if not draws:
+            yield (
+                f"{key}.model judges rounds of task.kind"
+                ' "rl" alone; for [[eval.sets]] use a function, such as vllm_reward'
+            )
+        if config.rollout.replay_size:
+            yield (
+                f"rollout.replay_size keeps answers by rewards that are known when they are drawn;"
+                f" set it to 0 with {key}.model"
+            )
+        for place, dataset in enumerate(config.data.datasets):
+            if dataset.rewards is not None:
+                yield (
+                    f"data.datasets.{place}.rewards chooses functions, but {key}.model judges all"
+                    " answers; remove one of the two"
+                )
 
 
 def find_unread(key: str, dataset: Any, why: str) -> Iterator[str]:

@@ -82,6 +82,8 @@ def assemble_beside(
     folder must have such a head."""
     folder, raw = find_architecture(model)
     architecture = choose_head(build.config_from_hf(raw, model.family), score, key)
+    if score is not None and architecture.score.drawn:
+        raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
     if architecture.vocab_size < len(parts.tokenizer):
         raise UserError(
             f"{key}: the model has {architecture.vocab_size} tokens, the tokenizer"

@@ -48,7 +48,7 @@ class Rewards:
     def check(self) -> None:
         """Look up every function in a worker; UserError where one cannot be imported."""
         for function in self.functions:
-            reply = self.pool.call(function.function, None, function.timeout)
+            reply = self.pool.call(function.function or "", None, function.timeout)
             if reply.kind != "ok":
                 raise UserError(f"rewards, function {function.function!r}: {reply.value}")
 
@@ -89,7 +89,7 @@ class Rewards:
     def _ask(self, one: RewardConfig, arguments: dict[str, Any]) -> Reply:
         """One call, which may block; what cannot be sent to another process is an error."""
         try:
-            return self.pool.call(one.function, arguments, one.timeout)
+            return self.pool.call(one.function or "", arguments, one.timeout)
         except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
             return Reply("error", f"{type(error).__name__}: {error}"[:500])
 
@@ -136,6 +136,7 @@ def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: i
     functions = [
         one.model_copy(update={"options": reveal(one.options, f"rewards.{place}.options")})
         for place, one in enumerate(functions)
+        if one.model is None
     ]
     rewards = Rewards(functions, workers, retries)
     try:

@@ -50,7 +50,7 @@ class Plan:
     """Parts that a streamed round comes in; 1: as a whole."""
     fields: Fields
     judged: bool = True
-    """Whether the method learns from rewards, so that something must give them."""
+    """Whether the method learns from rewards that are known when answers are drawn."""
     given: Given | None = None
     """The data's own answers to some prompts, instead of drawn ones."""
 
@@ -124,7 +124,7 @@ class PromptData:
             rewards.weights,
             estimator.combine,
             estimator.clip,
-            drop_flat=compares and rollout.zero_advantage != "keep",
+            drop_flat=plan.judged and compares and rollout.zero_advantage != "keep",
             max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
             retries=rollout.retries,
             datasets=label_datasets(data.datasets),

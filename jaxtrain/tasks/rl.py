@@ -4,6 +4,7 @@ Where answers come from is prompts.py; here is what the method makes of them: th
 what is computed before a round's first update.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtrain.rollout.labels import EPISODE, STREAMS, TURN, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.rounds import Estimator
+from jaxtrain.tasks.judges import Judge, ask_judges, judge_table, open_judges
 from jaxtrain.tasks.offline import check_packing
 from jaxtrain.tasks.prompts import Plan, PromptData
 from jaxtrain.tasks.reference import REFERENCE, find_reference, mixing
@@ -47,6 +49,8 @@ def open_data(config: Config, tokenizer: Any) -> PromptData:
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,
         fields=Fields(tuple(rl_coef(task)), STREAMS),
+        # What a model will say of the answers is not known when they are drawn.
+        judged=not any(reward.model and reward.weight for reward in config.rewards),
     )
     return PromptData(config, tokenizer, plan)
 
@@ -61,7 +65,8 @@ def make(config: Config) -> Task:
         fix = "set task.share_prompts and data.packing to false"
         require_trees(parts.architecture, found, fix)
     check_packing(config, parts.architecture)
-    roles = {POLICY: Role(parts)}
+    roles, judges = {POLICY: Role(parts)}, open_judges(config, parts)
+    roles |= {judge.role: role for judge, role in judges.items()}
     kind = find_reference(task.reference, parts.adapter) if scores_reference(task) else None
     if kind is not None:
         roles[REFERENCE] = Role(parts, kind, in_loss=False)
@@ -73,7 +78,7 @@ def make(config: Config) -> Task:
         ),
         coef=rl_coef(task),
         data=data,
-        prepare=Preparation(task, config, data),
+        prepare=Preparation(task, config, data, tuple(judges)),
         after_round=mixing(kind, task.reference_every, task.reference_alpha),
     )
 
@@ -165,9 +170,11 @@ class Preparation:
     process 0 and told to the others.
     """
 
-    def __init__(self, task: RLTask, config: Config, data: PromptData):
-        """data: opened when the first round comes."""
-        self.task, self.data = task, data
+    def __init__(
+        self, task: RLTask, config: Config, data: PromptData, judges: Sequence[Judge] = ()
+    ):
+        """data: opened when the first round comes. judges: models that reward, among the roles."""
+        self.task, self.data, self.judges = task, data, judges
         temperature = config.sampling.temperature
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.say(text))
@@ -207,7 +214,7 @@ class Preparation:
             found["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
         if scores_reference(self.task):
             found["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
-        return found
+        return {**found, **ask_judges(self.judges, batch, scorer)}
 
     def finish(
         self, batches: list[Batch], scored: list[dict[str, np.ndarray]], compares: bool, tells: bool
@@ -225,8 +232,10 @@ class Preparation:
         if compares:
             compared = self.compare(filled)
             metrics |= compared if tells else {}
-        if task.beta > 0 and task.knob("kl_in") == "reward":
-            filled, metrics["kl"] = self.penalise(filled)
+        in_reward = task.beta > 0 and task.knob("kl_in") == "reward"
+        if self.judges or in_reward:
+            filled, found = self.reward(filled, in_reward)
+            metrics |= found
         if task.objective == "m2po_mask":
             filled, metrics["m2/masked_share"] = self.mask(filled)
         wanted = ["advantage", "sampler_logp"]
@@ -248,19 +257,23 @@ class Preparation:
         assert source is not None, "process 0 compares"
         return self.comparison(sampler, trainer, source.metrics.get("lag/max") == 0)
 
-    def penalise(self, batches: list[Batch]) -> tuple[list[Batch], float]:
-        """Advantages anew, beta sum_t (old - reference) off each episode's clipped reward; and the
-        mean of these sums."""
+    def reward(self, batches: list[Batch], in_reward: bool) -> tuple[list[Batch], dict[str, float]]:
+        """Advantages anew, with what the judges say, and, if `in_reward`, with beta
+        sum_t (old - reference) off each episode's clipped reward; and metrics."""
         source = self.data.source
-        assert source is not None, "process 0 penalises"
-        table = source.table
+        assert source is not None, "process 0 rewards"
+        table, metrics, penalty_N = source.table, {}, None
         assert table is not None, "a round was handed out"
-        kl_N = np.zeros(len(table.rewards_TNK[0]))
-        for batch in batches:
-            mask = batch.weights["pg"] != 0
-            gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
-            np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
-        advantages_NT = source.advantages(table, self.task.beta * kl_N)
+        if self.judges:
+            table, metrics = judge_table(table, self.judges, batches)
+        if in_reward:
+            kl_N = np.zeros(len(table.rewards_TNK[0]))
+            for batch in batches:
+                mask = batch.weights["pg"] != 0
+                gap = batch.streams["old_logp"] - batch.streams["ref_logp"]
+                np.add.at(kl_N, batch.streams[EPISODE][mask].astype(int), gap[mask])
+            penalty_N, metrics["kl"] = self.task.beta * kl_N, float(kl_N.mean())
+        advantages_NT = source.advantages(table, penalty_N)
         last = advantages_NT.shape[1] - 1
         changed = []
         for batch in batches:
@@ -269,7 +282,7 @@ class Preparation:
             found = np.where(batch.weights["pg"] != 0, advantages_NT[place, turn], 0.0)
             streams = {**batch.streams, "advantage": found.astype(np.float32)}
             changed.append(batch._replace(streams=streams))
-        return changed, float(kl_N.mean())
+        return changed, metrics
 
     def mask(self, batches: list[Batch]) -> tuple[list[Batch], float]:
         """M2PO's hard mask over the tokens of the whole round; the share that it leaves out."""

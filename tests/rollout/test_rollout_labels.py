@@ -364,7 +364,8 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
         "test",
     )
     preparation = Preparation(config.task, config, SimpleNamespace(source=source))
-    ((changed,), mean) = preparation.penalise([batch])
+    (changed,), metrics = preparation.reward([batch], in_reward=True)
+    mean = metrics["kl"]
     gap = np.where(mask, streams["old_logp"] - streams["ref_logp"], 0.0)
     kl_N = np.bincount(streams[EPISODE][mask], gap[mask])
     assert mean == pytest.approx(kl_N.mean())
