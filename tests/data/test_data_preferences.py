@@ -411,6 +411,26 @@ def test_probe_preview_and_packing(tokenizer, tmp_path):
     assert count_steps(data, made, **shape) == 1
 
 
+def test_a_format_from_outside_and_a_stream(tokenizer, tmp_path):
+    code = "def votes(row, tokenizer, dataset):\n"
+    code += "    if not row['votes']:\n        raise ValueError('nobody voted')\n"
+    code += "    best = max(row['votes'], key=row['votes'].get)\n"
+    code += "    others = [text for text in row['votes'] if text != best]\n"
+    code += "    return {'prompt': row['q'], 'chosen': best, 'rejected': others}\n"
+    (tmp_path / "own.py").write_text(code)
+    rows = [{"q": "a", "votes": {"b": 1, "c": 2, "d": 0}}, {"q": "a", "votes": {}}]
+    dataset = DatasetConfig(
+        path=write(tmp_path, rows), format=f"{tmp_path / 'own.py'}:votes", streaming=True
+    )
+    made = recipe(tokenizer)
+    found = made.probe(dataset)
+    assert "a stream of format" in str(found) and found.samples[0].pairs == (Pair(0, 1), Pair(0, 2))
+    assert found.dropped == {"malformed row: nobody voted": 1} and made.settings(dataset) is None
+    made.show(dataset, 1, Console(quiet=True))
+    with pytest.raises(UserError, match="group_prompts needs all rows"):
+        made.open(dataset.model_copy(update={"group_prompts": True}))
+
+
 def test_columns_that_are_none(tokenizer, tmp_path):
     path = write(tmp_path, [{"prompt": "a", "completion": "b"}])
     with pytest.raises(UserError, match="columns found are prompt, completion\nAccepted columns"):
