@@ -6,7 +6,8 @@ for the model, which gives log-probs out of a table by token. Ours get the same 
 
 - its sigmoid, sigmoid_norm, hinge and ipo ignore label_smoothing without a word; here sigmoid and
   sigmoid_norm take it (cDPO) and the others refuse it
-- ORPO and SimPO make `inf - inf` of answers with probability 1; here odds stay finite
+- ORPO's odds of an answer with probability 1, and AlphaPO's reward of a sum of log-probs below -104
+  (in float32), are not numbers; here they stay finite
 - KTO's baseline and AOT's sort see one forward pass of one device in TRL, so they change with
   accumulation; here they see the whole step (docs/preferences.md)
 """
@@ -184,7 +185,7 @@ def test_orpo(trl):
 
 
 def test_where_trl_is_not_followed(trl):
-    """Label smoothing of sigmoid does nothing in TRL; odds of a certain answer are not numbers."""
+    """What the module's docstring lists, by its effects."""
     import torch
 
     tables = make_tables(trl, 6)
@@ -196,4 +197,10 @@ def test_where_trl_is_not_followed(trl):
     assert not math.isfinite(trl.odds_of_trl(*certain, 0.4)[4])
     tables = (np.zeros_like(tables[0]), *tables[1:])
     value, grad = of_us(trl, {"loss": "orpo"}, tables)
+    assert math.isfinite(value) and np.isfinite(grad).all()
+    tables = (np.full_like(tables[0], -400.0), *tables[1:])
+    options = {"beta": 0.1, "cpo_alpha": 0.0, "label_smoothing": 0.0}
+    shaped = trl.of_trl_without_reference(tables, "sigmoid", means=False, alpha=0.25, **options)
+    assert not math.isfinite(shaped[0])
+    value, grad = of_us(trl, {"loss": "cpo", "alphapo_alpha": 0.25, **options}, tables)
     assert math.isfinite(value) and np.isfinite(grad).all()
