@@ -47,7 +47,7 @@ class Receiver(BaseHTTPRequestHandler):
     """The routes of a server; its worker is one shelf."""
 
     shelf, held, device, loaded, label = None, {}, None, {}, "default"
-    paused = wanted = None
+    paused = wanted = listener = None
 
     def log_message(self, *arguments):
         pass
@@ -85,7 +85,8 @@ def connect(body):
     from jaxtrain_vllm import shelf
 
     link = shelf.connect(body["init_info"], 0, Receiver.held)
-    threading.Thread(target=Receiver.shelf.listen, args=(link,), daemon=True).start()
+    Receiver.listener = threading.Thread(target=Receiver.shelf.listen, args=(link,), daemon=True)
+    Receiver.listener.start()
 
 
 def check(body):
@@ -198,6 +199,8 @@ def serve(options):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
+    if Receiver.listener is not None:
+        Receiver.listener.join(5)
 
 
 def start_servers(count, options):

@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_opaque), _number],
     "cuCtxPushCurrent_v2": [_opaque],
     "cuCtxPopCurrent_v2": [ctypes.POINTER(_opaque)],
+    "cuCtxSynchronize": [],
     "cuPointerGetAttribute": [_opaque, _number, _place],
     "cuMemAlloc_v2": [ctypes.POINTER(_place), _size],
     "cuMemFree_v2": [_place],
@@ -129,6 +130,11 @@ class Cuda:
         """Until the copies that were begun on the own stream are done."""
         with self._on(device):
             self._call("cuStreamSynchronize", self._stream(device))
+
+    def finish(self, device: int) -> None:
+        """Until everything that this process asked of a GPU is done, on whatever stream."""
+        with self._on(device):
+            self._call("cuCtxSynchronize")
 
     def copy_to_host(self, device: int, target: int, source: int, size: int) -> None:
         """Copy into host memory; done when it returns."""

@@ -36,6 +36,7 @@ from jaxtrain_vllm.pinned import Pinned, to_torch
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 logger = init_logger("vllm.jaxtrain")
+CLOSE_SECONDS = 10.0
 
 
 @dataclasses.dataclass
@@ -68,6 +69,7 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
         super().__init__(config, vllm_config, device, model)
         self.shelf, self.pinned = WeightShelf(open_lent(device)), Pinned()
         self.connection: socket.socket | None = None
+        self.listener: threading.Thread | None = None
         self.wanted: CommitInfo | None = None
 
     def init_transfer_engine(self, info: LinkInfo) -> None:
@@ -76,7 +78,8 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
         self.shelf.forget()
         held = describe_model(self.model, self.model_config)
         self.connection = connect(dataclasses.asdict(info), self.parallel_config.rank, held)
-        threading.Thread(target=self._listen, args=(self.connection,), daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, args=(self.connection,), daemon=True)
+        self.listener.start()
 
     def start_weight_update(self) -> None:
         self.wanted = None
@@ -106,6 +109,9 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
                 pass  # it was dead already
             self.connection.close()
             self.connection = None
+        if self.listener is not None:  # it closes what the trainer lent
+            self.listener.join(CLOSE_SECONDS)
+            self.listener = None
 
     def _listen(self, link: socket.socket) -> None:
         logger.info("the trainer's link ended: %s", self.shelf.listen(link))

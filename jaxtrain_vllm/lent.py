@@ -29,6 +29,9 @@ class LentMemory:
         if not isinstance(described, dict) or not isinstance(described.get("blocks"), list):
             raise ValueError(f"lent memory is described by a table, not {described!r:.80}")
         self.device, self._cuda = torch.device(device), cuda
+        self._index = self.device.index or 0
+        if self.device.type == "cuda" and self.device.index is None:
+            self._index = torch.cuda.current_device()
         self._state = Segment.attach(described.get("state"))
         self._blocks: list[tuple[int, int]] = []
         # One for good: torch keeps the memory that was used on each stream for that stream.
@@ -81,20 +84,17 @@ class LentMemory:
         self._cuda.copy(self._index, target.data_ptr(), place, target.nbytes, stream)
 
     def close(self) -> None:
-        """Let go of it, once nothing is copied any more."""
-        if self._blocks and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for place, _ in self._blocks:
-            with contextlib.suppress(CudaError):  # its owner is gone
-                self._cuda.close(self._index, place)
-        self._blocks = []
+        """Let go of it, once nothing is copied any more.
 
-    @property
-    def _index(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        index = self.device.index
-        return torch.cuda.current_device() if index is None else index
+        Without torch: a link's thread may do this while the process ends, and a thread that ends
+        inside of torch takes the process down ("terminate called without an active exception").
+        """
+        blocks, self._blocks = self._blocks, []
+        with contextlib.suppress(CudaError):  # the device is of no use any more
+            if blocks:
+                self._cuda.finish(self._index)
+            for place, _ in blocks:
+                self._cuda.close(self._index, place)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -57,6 +57,9 @@ class HostCuda:
         self._try("copy_to_host")
         ctypes.memmove(target, source, size)
 
+    def finish(self, device):
+        self._try("finish")
+
     def wait(self, device):
         self._try("wait")
 

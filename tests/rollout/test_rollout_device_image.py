@@ -376,10 +376,11 @@ def test_the_driver_is_called_in_the_context_of_a_device():
     cuda.copy(3, 1, 2, 50)
     cuda.copy(3, 1, 2, 50, stream=0)
     cuda.wait(3)
+    cuda.finish(3)
     cuda.close(3, 4096)
     cuda.free(3, 4096)
     names = [call[0] for call in driver.calls]
-    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 8
+    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 9
     assert names.count("cuStreamCreate") == names.count("cuDevicePrimaryCtxRetain") == 1
     copies = [call[1:4] for call in driver.calls if call[0] == "cuMemcpyAsync"]
     assert copies == [(1, 2, 50)] * 2
