@@ -172,7 +172,8 @@ class Task:
     """Factor of each component in the total loss, after division by its denominator."""
     data: Data
     prepare: Callable[[Round, Scorer], Round] = keep_round
-    """What needs current weights before the round's first update; on every process."""
+    """What needs current weights before the round's first update, or before a held-out batch is
+    judged; on every process."""
     after_round: Callable[[Live, int], None] = keep_weights
     """(live, steps done before the round): once its last step was made."""
     evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers

@@ -4,6 +4,7 @@ Prints a JSON line for each case: the loss, and the largest difference of loss a
 one device, relative to the largest gradient of the same parameter.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -17,9 +18,12 @@ from jaxtrain.adapters.attach import split_trained
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.assemble import Parts, abstract_params, open_params
 from jaxtrain.core.step import init_state, make_step
-from jaxtrain.data.pack import build_batch, lay_out, stack_batches
+from jaxtrain.data.pack import Fields, build_batch, lay_out, stack_batches
+from jaxtrain.data.pairs import PairTrees
+from jaxtrain.data.ranked import Answer, Pair, Ranked
 from jaxtrain.data.tree import build_tree
 from jaxtrain.losses.nll import nll_loss
+from jaxtrain.losses.preference import Objective, preference_loss
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
@@ -53,6 +57,8 @@ def make_batch(kind: str, microsteps: int):
     """[A, B, T] of packed documents, or of random trees and documents."""
     rng = np.random.default_rng(7)
     rows = []
+    if kind == "pairs":
+        return make_pairs(rng, microsteps)
     for _ in range(ROWS):
         row, left = [], TOKENS
         while left >= 6:
@@ -62,6 +68,33 @@ def make_batch(kind: str, microsteps: int):
         rows.append(row)
     size = ROWS // microsteps
     return stack_batches([build_batch(rows[i * size :][:size], TOKENS) for i in range(microsteps)])
+
+
+def make_pairs(rng: np.random.Generator, microsteps: int):
+    """[A, B, T] of a prompt with two answers in each row, half of them as flat rows."""
+    rows = []
+    for number in range(ROWS):
+        answers = [
+            Answer(rng.integers(1, 97, n).astype(np.int32), np.ones(n))
+            for n in rng.integers(2, 9, 2)
+        ]
+        prompt = rng.integers(1, 97, int(rng.integers(2, 12))).astype(np.int32)
+        tree = PairTrees(number % 2 > 0)(Ranked(prompt, tuple(answers), (Pair(1, 0),)))
+        rows.append([lay_out(tree, "branch")])
+    streams = {"chosen": np.int32, "rejected": np.int32}
+    size, fields = ROWS // microsteps, Fields(("preference", "score"), streams)
+    return stack_batches(
+        [build_batch(rows[i * size :][:size], TOKENS, fields) for i in range(microsteps)]
+    )
+
+
+LOSSES = {
+    "preference": functools.partial(
+        preference_loss,
+        objective=Objective((("sigmoid", 1.0), ("ipo", 0.01)), reference=False, weighted=True),
+    ),
+    "nll": nll_loss,
+}
 
 
 def make_tree(rng: np.random.Generator, size: int, branches: bool):
@@ -98,7 +131,8 @@ def run(model: str, batch, mesh, adapter_kind: str):
                 params[path] = jax.device_put(noise.astype(np.float32), value.sharding)
         trained, frozen = split_trained(params, adapter)
         optimizer = keep_gradients()
-        step = make_step(abstract_params(parts)[1], nll_loss, {"nll": 1.0}, optimizer, None)
+        name = "preference" if "preference" in batch.weights else "nll"
+        step = make_step(abstract_params(parts)[1], LOSSES[name], {name: 1.0}, optimizer, None)
         state, output = step(init_state(trained, optimizer), feed(batch, mesh), frozen)
         loss, _ = output.metrics["loss"]
         return float(loss), jax.tree.map(np.asarray, state.opt_state)
@@ -130,6 +164,7 @@ def main(selection: str) -> None:
     compare("documents", "qwen3", "documents", "", 2, list(MESHES))
     compare("trees", "qwen3_yarn", "trees", "", 2, list(MESHES))
     compare("trees, LoRA", "qwen3", "trees", "lora", 2, ["hsdp", "fsdp+tensor", "context+tensor"])
+    compare("pairs", "qwen3_even", "pairs", "", 2, ["data", "fsdp", "tensor", "context", "all"])
     compare("documents, DoRA", "llama_bias", "documents", "dora", 2, ["all"])
     for model in ("llama", "qwen2", "qwen2_window", "mistral"):
         compare(f"{model}, trees", model, "trees", "", 1, ["all"])

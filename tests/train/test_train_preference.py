@@ -305,7 +305,7 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 @pytest.mark.parametrize(
     "words",
     [
-        ["task.loss=kto", "adapter.kind=lora", "adapter.rank=2", "adapter.quantize=nf4"],
+        ["task.loss=kto", "adapter.kind=lora", "adapter.rank=2", "adapter.quantize=int8"],
         ["task.reference=mixed", "task.reference_every=1", "task.ld_alpha=0.5"],
         ["task.loss=aot", "task.share_prompts=false", "parallel.fsdp=2", "parallel.context=2"],
     ],
