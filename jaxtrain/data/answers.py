@@ -20,7 +20,6 @@ from jaxtrain.data.judged import NOTHING_SHARED, SAME, Judged, Messages
 from jaxtrain.data.messages import Malformed
 from jaxtrain.data.ranked import Answer, Pair, Ranked
 from jaxtrain.data.sample import Dropped
-from jaxtrain.data.tokeniser import MOST_RENDERED
 from jaxtrain.errors import UserError
 
 
@@ -143,9 +142,6 @@ class Answers:
             turns = [i for i in range(len(before), len(messages)) if messages[i].get("train")]
         if not turns:
             raise Malformed("no trained turn in an answer")
-        size = sum(len(message["content"]) for message in messages)
-        if size * len(turns) > MOST_RENDERED:
-            raise Malformed(f"turns times characters are more than {MOST_RENDERED:,}")
         plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
         renderings = self.renderer(plain, tools, turns)
         if len(renderings) > 1:

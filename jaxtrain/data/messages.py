@@ -7,10 +7,12 @@ from jaxtrain.foreign import DEPTH, Unfit, Unreadable, has_surrogates, parse_jso
 from jaxtrain.shown import name_type, show
 
 MOST_TEXT = 1 << 21
-"""Characters of a row that are tokenised: a few seconds."""
+"""Characters of one text."""
 TOO_MUCH = f"more than {MOST_TEXT:,} characters"
-MOST_MESSAGES = 1000
-"""Each turn is rendered with all that precedes it: the time grows with the square."""
+MOST_OF_ROW = 1 << 23
+"""Characters of a row's texts together."""
+MOST_MESSAGES = 4000
+"""What a chat template gets through within its time."""
 MOST_TOOLS = 1024
 
 KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
@@ -94,13 +96,15 @@ def check_readable(row: Any) -> None:
 
 def check_values(value: Any) -> None:
     """Raise Malformed for what no template and no tokenizer gets through: values that are nested
-    without end, half a surrogate pair, texts beyond MOST_TEXT."""
+    without end, half a surrogate pair, texts beyond MOST_TEXT or, together, MOST_OF_ROW."""
     if too_deep(value):
         raise Malformed(f"nested deeper than {DEPTH} levels")
     size, left = 0, [value]
     while left:
         one = left.pop()
         if isinstance(one, str):
+            if len(one) > MOST_TEXT:
+                raise Malformed(TOO_MUCH)
             size += len(one)
             if not one.isascii() and has_surrogates(one):
                 raise Malformed("a text with half a surrogate pair")
@@ -108,8 +112,8 @@ def check_values(value: Any) -> None:
             left += [*one, *one.values()]
         elif isinstance(one, list | tuple):
             left += one
-    if size > MOST_TEXT:
-        raise Malformed(TOO_MUCH)
+    if size > MOST_OF_ROW:
+        raise Malformed(f"more than {MOST_OF_ROW:,} characters in all")
 
 
 def _message(item: Any, fields: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.chat_template import TemplateFailed as TemplateFailed
 from jaxtrain.hf.chat_template import render
 from jaxtrain.hf.files import read_text
+from jaxtrain.hf.plain_template import render_prefixes
 from jaxtrain.hf.tokenizer import open_tokenizer
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "tokenizer"
@@ -198,13 +199,24 @@ def special_ids(tokenizer: Any) -> set[int]:
     return set(find_control(tokenizer).values())
 
 
+MOST_RENDERED = 2**27
+"""Characters of a conversation times its trained turns, where each turn has to be rendered behind
+all that precedes it."""
+MOST_RENDERED_MESSAGES = 1000
+"""Of such a conversation."""
+FEW = 3
+"""Turns up to which they are rendered one by one, which then is as quick."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """Where a trainable message lies, in characters of the rendering that shows it."""
 
     index: int
-    prompt: str
+    start: int
+    end: int
     done: str
+    """What ends with it; "" where the whole conversation is known to begin so."""
 
 
 class Renderer:
@@ -234,14 +246,24 @@ class Renderer:
         self, messages: Sequence[Message], tools: Any, wanted: Sequence[int], mark: str
     ) -> list[Rendering]:
         """As called, of protected messages and tools with their mark."""
+        if len(wanted) > FEW and (found := self.find_turns(messages, tools, wanted)):
+            text, turns = found
+            self._check_tools(tools, text)
+            return [self._mark(Encoded(self.encoder, text, mark, {}), turns, messages)]
+        size = sum(len(message.get("content") or "") for message in messages)
+        if size * len(wanted) > MOST_RENDERED:
+            raise TemplateFailed(f"turns times characters are more than {MOST_RENDERED:,}")
+        if len(wanted) > FEW and len(messages) > MOST_RENDERED_MESSAGES:
+            raise TemplateFailed(
+                f"more than {MOST_RENDERED_MESSAGES:,} messages for a chat template that does not"
+                " write message by message"
+            )
         left = [self._turn(messages, tools, index) for index in wanted]
         if left and left[-1].index == len(messages) - 1:
             text = left[-1].done
         else:
             text = render_text(self.tokenizer, messages, tools)
-        names = [tool.get("function", tool).get("name", "") for tool in tools or []]
-        if not all(name in text for name in names):
-            raise LeftOut("tools")
+        self._check_tools(tools, text)
         renderings, known = [], {}
         while True:
             shown = [turn for turn in left if text.startswith(turn.done)]
@@ -252,6 +274,39 @@ class Renderer:
             if not left:
                 return renderings
             text = left[-1].done
+
+    def find_turns(
+        self, messages: Sequence[Message], tools: Any, wanted: Sequence[int]
+    ) -> tuple[str, list[Turn]] | None:
+        """(the whole conversation, where the wanted turns lie in it) from two renderings; None
+        where the template is none that writes message by message, or shows one of them otherwise
+        later on. Raises LeftOut as `_turn` does."""
+        found = render_prefixes(self.tokenizer, messages, tools)
+        if found is None or found.text != render_text(self.tokenizer, messages, tools):
+            return None
+        text, starts, turns = found.text, found.starts, []
+        for index in wanted:
+            is_assistant = messages[index]["role"] == "assistant"
+            done, at = found.lasts[index], starts[index]
+            if not text.startswith(done, at) or (index == 0 and is_assistant):
+                return None
+            start, end = 0, at + len(done)
+            if index > 0:
+                prompt = (found.prompts if is_assistant else found.lasts)[index - 1]
+                start = starts[index - 1] + len(prompt)
+                # `text` begins with all of `done`, so whatever lies within that may be compared.
+                if start > end or not text.startswith(prompt, starts[index - 1]):
+                    return None
+            turns.append(Turn(index, start, end, ""))
+        for turn in turns:
+            self._check_complete(messages[turn.index], text[turn.start : turn.end])
+        return text, turns
+
+    @staticmethod
+    def _check_tools(tools: Any, text: str) -> None:
+        names = [tool.get("function", tool).get("name", "") for tool in tools or []]
+        if not all(name in text for name in names):
+            raise LeftOut("tools")
 
     def _turn(self, messages: Sequence[Message], tools: Any, index: int) -> Turn:
         """Render up to a message, without and with it."""
@@ -266,7 +321,7 @@ class Renderer:
             if len(prompt) < len(os.path.commonprefix([before, done])) or prompt == done:
                 raise TemplateFailed("chat template: a turn rewrites what precedes it")
         self._check_complete(messages[index], done[len(prompt) :])
-        return Turn(index, prompt, done)
+        return Turn(index, len(prompt), len(done), done)
 
     @staticmethod
     def _check_complete(message: Message, text: str) -> None:
@@ -281,7 +336,7 @@ class Renderer:
         """Tokens of a text with the turns marked that it shows."""
         author = np.full(len(text.tokens), -1, np.int32)
         for turn in turns:
-            start, end = text.find(len(turn.prompt)), text.find(len(turn.done))
+            start, end = text.find(turn.start), text.find(turn.end)
             if messages[turn.index]["role"] == "assistant":
                 end = self._end_of_turn(text.tokens, start, end)
             author[start:end] = turn.index

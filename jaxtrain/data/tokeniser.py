@@ -31,9 +31,6 @@ from jaxtrain.shown import name_type, show
 
 TEXTS = ("text", "prompt", "completion", "instruction", "output", "input", "system", "segments")
 """Columns of texts; those of messages and tools are checked as they are read."""
-MOST_RENDERED = 2**27
-"""Characters of a conversation times its trained turns, each of which is rendered behind all that
-precedes it."""
 NAMES = [
     *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
     *(f"messages.{key}" for key in KEYS),
@@ -187,9 +184,6 @@ class Tokeniser:
             turns = [i for i in range(len(messages)) if messages[i].get("train") is True]
         if mode != "all" and not turns:
             return [Dropped("no trained token", origin)]
-        size = sum(len(message["content"]) for message in messages)
-        if size * len(turns) > MOST_RENDERED:
-            raise Malformed(f"turns times characters are more than {MOST_RENDERED:,}")
         plain = [{k: v for k, v in message.items() if k != "train"} for message in messages]
         parts = self.renderer(plain, tools, turns if mode != "all" else [])
         weighted = []

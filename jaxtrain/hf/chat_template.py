@@ -45,20 +45,33 @@ def render(
     """
     place = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     try:
-        text = tokenizer.get_chat_template(tools=tools or None)
-        guarded = guard(text)
+        guarded = guard(tokenizer.get_chat_template(tools=tools or None))
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
         raise UserError(f"{place} cannot be read: {_say(error)}") from None
     except ValueError as error:
         raise UserError(f"{place}: {_say(error)}") from None
+    return run(tokenizer, messages, tools, generation, guarded)
+
+
+def run(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    generation: bool,
+    program: nodes.Template,
+    **names: Any,
+) -> str:
+    """What a guarded template writes; raises as `render`. names: further ones that it may read."""
+    place = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     try:
         with template_budget.limited():
             text = tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or None,
-                chat_template=guarded,
+                chat_template=program,
                 add_generation_prompt=generation,
                 tokenize=False,
+                **names,
             )
             template_budget.check_output(text, (list(messages), tools))
             return text
@@ -76,6 +89,11 @@ def render(
 @functools.lru_cache(maxsize=64)
 def guard(text: str) -> nodes.Template:
     """The template's syntax tree, with its budget written in."""
+    return Guard().visit(parse(text))
+
+
+def parse(text: str) -> nodes.Template:
+    """The template's syntax tree; ValueError for what is no text or too long a one."""
     if not isinstance(text, str) or len(text) > MAX_LENGTH:
         found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
         raise ValueError(f"it must be a text of at most {MAX_LENGTH} characters, found {found}")
@@ -83,7 +101,7 @@ def guard(text: str) -> nodes.Template:
 
     # The one place where transformers keeps its filters, functions and tags for templates.
     environment = chat_template_utils._compile_jinja_template("").environment
-    return Guard().visit(environment.parse(text))
+    return environment.parse(text)
 
 
 class Guard(NodeTransformer):

@@ -85,7 +85,11 @@ def refuse(dataset):
         ({"messages": [ASK, SAY], "tools": [{"function": "f"}]}, "tools must be a list"),
         ({"messages": [ASK, SAY], "tools": [{"function": {"name": 5}}]}, "name of a tool"),
         ({"messages": [ASK, SAY], "tools": [{"name": f"f{i}"} for i in range(5000)]}, "tools"),
-        ({"messages": [ASK, SAY] * 5000}, "more than 1,000 messages"),
+        ({"messages": [ASK, SAY] * 5000}, "more than 4,000 messages"),
+        (
+            {"messages": [ASK, {**SAY, "content": "a" * 2**20}] * 9},
+            "more than 8,388,608 characters",
+        ),
         ({"messages": [ASK, {**SAY, "x": json.loads(DEEP)}]}, "nested deeper"),
         ({"text": "a" * (MOST_TEXT + 1)}, "more than 2,097,152 characters"),
         ({"segments": [{"text": 5, "train": True}]}, "string text"),
