@@ -53,9 +53,15 @@ LONGEST = 2048
 """Tokens of a prompt with an answer; longer prompts are cut."""
 
 PARTS = {
-    "dpo": {"model": "qwen3-0.6b", "kind": "dpo", "rank": 0, "limit": (75, 85), "steps": 24},
-    "dpo-lora-8b": {"model": "qwen3-8b", "kind": "dpo", "rank": 16, "limit": (110, 80), "steps": 8},
-    "reward": {"model": "qwen3-0.6b", "kind": "reward", "rank": 0, "limit": (60, 60), "steps": 20},
+    "dpo": {"model": "qwen3-0.6b", "kind": "dpo", "rank": 0, "limit": (75, 180), "steps": 24},
+    "dpo-lora-8b": {
+        "model": "qwen3-8b",
+        "kind": "dpo",
+        "rank": 16,
+        "limit": (110, 120),
+        "steps": 8,
+    },
+    "reward": {"model": "qwen3-0.6b", "kind": "reward", "rank": 0, "limit": (60, 150), "steps": 20},
 }
 """limit: seconds for us and for TRL. steps: our timed ones."""
 ORDER = (
@@ -289,7 +295,7 @@ def main() -> None:
     parser.add_argument("--by", nargs="+", default=["jaxtrain", "TRL"])
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=9.0, help="TRL's timed steps, a setting")
-    parser.add_argument("--budget", type=float, default=235.0, help="seconds for all parts")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--scan", action="store_true", help="one compiled layer: starts sooner")
     parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
     parser.add_argument("words", nargs="*", help="further keys for our runs, section.key=value")

@@ -20,7 +20,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 GPU = torch.cuda.is_available()
-WARM_UP, STEP_PAIRS = 2, 32
+WARM_UP, STEP_PAIRS = 4, 32
 EOS = 1
 
 
@@ -45,7 +45,6 @@ class Setting:
 
 FULL = (
     Setting(4),
-    Setting(4, liger=False),
     Setting(8),
     Setting(4, weights="bfloat16"),
     Setting(8, checkpointing=True),
@@ -191,8 +190,10 @@ def main() -> None:
     longest = 0.0
     for setting in LORA if job["rank"] else FULL:
         begin = time.time()
-        if begin + 1.1 * longest > job["deadline"]:
+        if begin + min(longest, job["seconds"] + 15) > job["deadline"]:
             break
+        if job["kind"] == "reward":  # Liger's kernels come with a head, which fails on scores
+            setting = dataclasses.replace(setting, liger=False)
         row = {"how": setting.label()}
         try:
             row |= measure(job, order_pairs(pairs, setting.batch), setting)
