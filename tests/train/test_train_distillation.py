@@ -8,13 +8,15 @@ import pytest
 from toy_run import MODEL
 
 from jaxtrain.config import load_config
-from jaxtrain.core.roles import Roles
+from jaxtrain.core.roles import Held, Roles
+from jaxtrain.core.step import make_eval
 from jaxtrain.data.pack import Fields, build_batch, lay_out
 from jaxtrain.data.tree import Node, Tree, chain
 from jaxtrain.errors import UserError
 from jaxtrain.losses.distillation import COMPONENT, OWN
 from jaxtrain.main import main
 from jaxtrain.tasks import make_task
+from jaxtrain.train.evaluate import average_batches
 
 MODEL = MODEL.replace("max_position_embeddings = 64", "max_position_embeddings = 512")
 TEACHER = """
@@ -191,25 +193,30 @@ def test_scored_rows_teach_as_their_model_does(tmp_path):
     source = f'[data]\nsequence_len = 64\n[[data.datasets]]\npath = "{data}"\n'
     end = "[run]\nmax_steps = 1\n[optim]\nlearning_rate = 1e-2\n"
     teacher.write_text("\n".join([MODEL, source, end]))
-    main(["--config", str(teacher), f"run.output_dir={tmp_path}/teacher"])
-    model, taught = tmp_path / "teacher/model", tmp_path / "taught.jsonl"
+    made = make_task(config := load_config(teacher))
+    roles = Roles(made.roles)
+    model, taught = tmp_path / "model", tmp_path / "taught.jsonl"
+    model.mkdir()
+    with jax.set_mesh(made.mesh):
+        made.export(Held(roles, roles.open(0)[0], 0), config, model)
     main(["score", str(model), str(data), "--top-k", "512", "--output", str(taught)])
     first = read(taught)[0]
     assert len(first["target_logprobs"]) == len(first["target_token_ids"]) < len(first["input_ids"])
     losses = []
-    for name, task, path in (
-        (
-            "model",
-            f'[task.teacher]\npath = "{model}"\nparam_dtype = "float32"\ncompute_dtype = "float32"',
-            data,
-        ),
-        ("data", 'top_k = 512\nrest = "renormalise"\n[task.teacher]\nkind = "data"', taught),
+    for kind, task, path in (
+        ("model", f'path = "{model}"\nparam_dtype = "float32"\ncompute_dtype = "float32"', data),
+        ("data", 'kind = "data"', taught),
     ):
-        config = tmp_path / f"{name}.toml"
+        top = 'top_k = 512\nrest = "renormalise"' if kind == "data" else ""
         held = f'[[data.eval_datasets]]\npath = "{path}"\n'
-        rows = source.replace(str(data), str(path))
-        config.write_text("\n".join([MODEL, rows, held, end, TASK, task]))
-        main(["--config", str(config), f"run.output_dir={tmp_path}/{name}", "run.seed=1"])
-        lines = read(tmp_path / name / "metrics.jsonl")
-        losses.append([line["eval/kl"] for line in lines if "eval/kl" in line][-1])
+        made = tmp_path / f"{kind}.toml"
+        made.write_text("\n".join([MODEL, source, held, end, TASK, top, "[task.teacher]", task]))
+        found = make_task(config := load_config(made))
+        roles = Roles(found.roles)
+        with jax.set_mesh(found.mesh):
+            trained, frozen, _ = roles.open(1)
+            batches = found.data.eval_batches(config.data.eval_datasets[0], roles.parts)
+            run = make_eval(roles.build, found.loss)
+            losses.append(average_batches(run, {**frozen, **trained}, batches, found.mesh)["kl"])
+    assert losses[0] > 0.01
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
