@@ -111,7 +111,13 @@ def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
         stored, own = files.tensors.get(name), peft.files.tensors[PREFIX + name]
         if stored is None and name == TABLES[1] and _same_tables(peft):
             continue  # tied: the base stores the table once, as the embedding
-        if stored is None:
+        if stored is None and name.startswith("score."):
+            problems.append(
+                f"the adapter holds {name}, the head of a reward model, and the base is a language"
+                " model; load both with PEFT as a classifier and use its merge_and_unload, or score"
+                " with the adapter as it is (jaxtrain score)"
+            )
+        elif stored is None:
             problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
         elif stored.shape != own.shape:
             problems.append(f"{name} is {stored.shape}, the adapter's is {own.shape}")

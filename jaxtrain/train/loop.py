@@ -338,7 +338,7 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
         "try next",
         f"  {program} generate {folder}{agent}" if writes else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
-        f"  {program} merge {folder}" if session.parts.adapter else "",
+        f"  {program} merge {folder}" if session.parts.adapter and writes else "",
         f"  {program} plot {folder} OTHER_RUN --output both.png",
         f"  {program} --help",
     ]
