@@ -48,7 +48,6 @@ def inputs(dtype=np.float64):
 FORMS = [
     (0.1, 2.0, None, "bucket"),
     (0.5, 1.0, K, "bucket"),
-    (0.0, 1.0, K, "teacher"),
     *(
         pytest.param(form, marks=pytest.mark.slow)
         for form in (
@@ -58,6 +57,7 @@ FORMS = [
             (1.0, 1.0, K, "bucket"),
             (0.0, 2.0, K, "renormalise"),
             (1.0, 1.0, K, "renormalise"),
+            (0.0, 1.0, K, "teacher"),
         )
     ),
 ]
@@ -122,10 +122,7 @@ def test_tokens_with_fewer_likeliest_ones():
 
         @jax.jit
         def run(known):
-            def total(hidden):
-                return sum_divergence(hidden, head, known, target, weight, ce, Distillation())[0]
-
-            return jax.value_and_grad(total)(hidden)
+            return sum_divergence(hidden, head, known, target, weight, ce, Distillation())
 
         for a, e in zip(jax.tree.leaves(run(filled)), jax.tree.leaves(run(short)), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-12)
@@ -160,37 +157,29 @@ def test_meshes_equal_one_device(sizes, k):
 
 
 def test_never_all_logits_at_once():
-    """Temporaries of the compiled gradient stay below those of one [T, V] in float32, though a
-    plain one needs several; and a frozen head's gradient is not even made."""
+    """Temporaries of the compiled gradients stay below those of one [T, V] in float32, though a
+    plain program needs several; a frozen head's gradient is not even made."""
     tokens, vocabulary, width = 4096, 4096, 16
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
     numbers = Distillation(0.5, ce_weight=0.5, chunk=256)
     rows = (1, tokens)
 
-    def memory(argnums, chunked=True):
-        def total(hidden, head, states, other, target, weight):
-            if not chunked:
-                kept = plain_divergence(hidden @ head.T, states @ other.T, 0.5)
-                return jnp.sum(weight * kept)
-            known = (states, other)
-            return sum_divergence(hidden, head, known, target, weight, weight, numbers)[0]
+    def total(hidden, head, states, other, target, weight):
+        known = (states, other)
+        return sum_divergence(hidden, head, known, target, weight, weight, numbers)[0]
 
-        arguments = [
-            shape(*rows, width),
-            shape(vocabulary, width),
-            shape(*rows, width),
-            shape(vocabulary, width),
-            jax.ShapeDtypeStruct(rows, jnp.int32),
-            shape(*rows),
-        ]
-        compiled = jax.jit(jax.grad(total, argnums)).lower(*arguments).compile()
-        return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
-
-    one = tokens * vocabulary * 4
-    assert memory((0, 1), chunked=False)[0] >= 2 * one
-    found, text = memory((0, 1))
-    assert found < 0.75 * one
-    assert f"f32[{tokens},{vocabulary}]" not in text
-    assert "f32[4096,16]" in text  # d head, and here d hidden
-    only, _ = memory(0)
-    assert only < found
+    arguments = [
+        shape(*rows, width),
+        shape(vocabulary, width),
+        shape(*rows, width),
+        shape(vocabulary, width),
+        jax.ShapeDtypeStruct(rows, jnp.int32),
+        shape(*rows),
+    ]
+    lowered = jax.jit(jax.grad(total, (0, 1))).lower(*arguments)
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.75 * tokens * vocabulary * 4
+    assert f"f32[{tokens},{vocabulary}]" not in compiled.as_text()
+    products = "stablehlo.dot_general"
+    frozen = jax.jit(jax.grad(total, 0)).lower(*arguments)
+    assert frozen.as_text().count(products) == lowered.as_text().count(products) - 1
