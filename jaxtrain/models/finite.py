@@ -52,7 +52,7 @@ def describe_bad(files: Folder, entry: Entry, like: jax.ShapeDtypeStruct) -> str
     """Which of an entry's tensors is not finite: its file, name and first bad place."""
     for name, shape in entry.op.shapes(like.shape).items():
         stored, array = files.tensors[name], files.fetch(name, whole(shape))
-        where = f"{stored.file}: tensor {shorten(name)} {shape}"
+        where = f"{stored.file}: tensor {shorten(name, 200)} {shape}"
         bad = ~np.isfinite(array)
         count = int(bad.sum())
         if count:

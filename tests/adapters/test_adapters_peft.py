@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.merge import merge_adapter
@@ -216,6 +217,21 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     adapter = read_adapter(tmp_path / "adapter", other, "float32")
     with pytest.raises(UserError, match="this model needs"):
         load_trained(make_params(other, adapter)[0], other, adapter)
+
+
+def test_an_adapter_that_holds_no_numbers_is_named(tmp_path):
+    config, *_ = write_case(tmp_path, "lora")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = dict(load_file(file))
+    name = next(name for name in tensors if "layers.1" in name and "lora_B" in name)
+    tensors[name][0, 0] = np.nan
+    save_file(tensors, file)
+    adapter = read_adapter(tmp_path / "adapter", config, "float32")
+    with pytest.raises(UserError, match=f"{name}.* holds 1 value of NaN"):
+        load_trained(make_params(config, adapter)[0], config, adapter)
+    with pytest.raises(UserError, match="merged in holds NaN or infinite"):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_the_names_are_those_of_vllm(tmp_path):
