@@ -67,20 +67,20 @@ def read(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rm", "prm"])
-def test_a_judge_alone_gives_what_is_learnt_from(folder, tmp_path, kind):
-    if kind == "prm":
-        save_model(folder / "prm", ScoreHead("token", ("wrong", "right")))
-    words = [f"rewards.0.model.path={folder / kind}", f"rewards.0.name={kind}"]
-    words += ["rewards.0.model.compute_dtype=float32", f"run.output_dir={tmp_path}"]
+def test_judges_alone_give_what_is_learnt_from(folder, tmp_path):
+    save_model(folder / "prm", ScoreHead("token", ("wrong", "right")))
+    words = [f"run.output_dir={tmp_path}", "log.plot=false"]
+    for index, kind in enumerate(("rm", "prm")):
+        words += [f"rewards.{index}.model.path={folder / kind}", f"rewards.{index}.name={kind}"]
+        words += [f"rewards.{index}.model.compute_dtype=float32"]
     assert main(["--config", str(folder / "config.toml"), *words]) == 0
     lines = [line for line in read(tmp_path) if "loss" in line]
     assert len(lines) == 2
     for line in lines:
-        assert line[f"rewards/{kind}/std"] > 0 and line["grad_norm"] > 0
-        assert line["reward"] == pytest.approx(line[f"rewards/{kind}/mean"])
-    if kind == "prm":
-        assert 0 < lines[0]["reward"] < 1
+        assert line["rewards/rm/std"] > 0 and line["grad_norm"] > 0
+        total = line["rewards/rm/mean"] + line["rewards/prm/mean"]
+        assert line["reward"] == pytest.approx(total)
+        assert 0 < line["rewards/prm/mean"] < 1
 
 
 @pytest.mark.parametrize(

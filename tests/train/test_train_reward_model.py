@@ -19,6 +19,8 @@ from jaxtrain.tasks import make_task
 COMMON = f"""{MODEL}
 [run]
 max_steps = 40
+[log]
+plot = false
 [optim]
 learning_rate = 1e-2
 [eval]
