@@ -132,11 +132,16 @@ def read_table(folder: Path) -> Arrays | None:
         return None
 
 
+def read_about(folder: Path) -> dict[str, Any]:
+    """What write_table was told that a table depends on; empty where nothing is there."""
+    try:
+        found = json.loads((folder / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def list_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the tables in `folder` depend on, the newest first."""
+    """The same of all tables in `folder`, the newest first."""
     entries = sorted(folder.glob(f"*/{DONE}"), key=lambda path: -path.stat().st_mtime)
-    for entry in entries:
-        try:
-            yield json.loads((entry.parent / ABOUT).read_text())
-        except (OSError, ValueError):
-            continue
+    return (read_about(entry.parent) for entry in entries)

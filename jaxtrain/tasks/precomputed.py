@@ -1,16 +1,18 @@
 """A reference that is asked once: the starting weights' log-probs of all data, kept on disk.
 
     first step   the trained weights are still those that the run starts from: they score every row
-    later        a table in data.cache_dir, found by a key of weights, tokenizer, data and shaping;
-                 no second copy of the weights, no second forward pass
+    later        a table in data.cache_dir, found by a key of the weights and all that shapes their
+                 numbers; no second copy of the weights, no second forward pass
 
-A run that goes on from a checkpoint has its starting weights no more: without its table it stops
-with a message that says what differs from the tables that are there.
+An answer is found by its own tokens and those of its prompt, so other data, another tokenizer or
+template never get numbers that are not theirs. A run that goes on from a checkpoint has its
+starting weights no more: without its table, or for answers that are not in it, it stops with a
+message that says what differs.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from jaxtrain.data.logp_table import (
     LogpTable,
     Unknown,
     list_tables,
+    read_about,
     read_table,
     write_table,
 )
@@ -36,6 +39,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.run.manifest import hash_file
 from jaxtrain.tasks.offline import OfflineData
+
+COVERED = "datasets"
+"""Key of a table's description: digests of the datasets that it holds all answers of."""
 
 
 class Precomputed:
@@ -65,28 +71,38 @@ class Precomputed:
         about = broadcast_or_raise("the reference's key", self.describe)
         folder = self.folder / hashlib.sha256(json.dumps(about).encode()).hexdigest()
         found: Arrays | None = broadcast_or_raise("reference log-probs", lambda: read_table(folder))
+        table = LogpTable(found)
         if found is not None:
-            self.data.say(f"reference log-probs of {len(found.keys):,} answers, read from {folder}")
-            return LogpTable(found)
+            self.data.say(f"reference log-probs of {len(table):,} answers, read from {folder}")
         if scorer.held().step > 0:
-            raise UserError(
-                f"the reference log-probs that this run began with are not in {self.folder}"
-                f" (task.reference precomputed): {self.differences(about)}. Restore it, or start"
-                ' anew with run.resume = "never"'
-            )
-        table = self.compute(scorer)
-        self.data.say(f"reference log-probs of {len(table):,} answers are kept in {folder}")
-        broadcast_or_raise("keeping reference log-probs", lambda: self.keep(table, folder, about))
+            if found is None:
+                raise UserError(
+                    f"the reference log-probs that this run began with are not in {self.folder}"
+                    f" (task.reference precomputed): {self.differences(about)}. Restore it, or"
+                    ' start anew with run.resume = "never"'
+                )
+            return table
+        covered, wanted = broadcast_or_raise(
+            "what the reference knows", lambda: (read_covered(folder), self.keys())
+        )
+        if missing := [number for number, key in wanted.items() if key not in covered]:
+            self.compute(table, scorer, missing)
+            self.data.say(f"reference log-probs of {len(table):,} answers are kept in {folder}")
+            covered = sorted({*covered, *wanted.values()})
+            about = {**about, COVERED: covered}
+            broadcast_or_raise("keeping log-probs", lambda: self.keep(table, folder, about))
         return table
 
-    def compute(self, scorer: Scorer) -> LogpTable:
-        """Every answer of all datasets under the weights of now, which are the starting ones."""
-        table = LogpTable()
-        for dataset in self._datasets():
+    def compute(self, table: LogpTable, scorer: Scorer, datasets: list[int]) -> None:
+        """Add the answers of datasets under the weights of now, which are the starting ones."""
+        for number in datasets:
+            dataset = self._datasets()[number]
             self.data.say(f"{dataset.path}: the reference's log-probs are computed, once")
             for batch in self.data.eval_batches(dataset, self.parts):
-                table.add(batch, scorer.logp(batch, POLICY))
-        return table
+                try:
+                    table.fill(batch)
+                except Unknown:
+                    table.add(batch, scorer.logp(batch, POLICY))
 
     def keep(self, table: LogpTable, folder: Path, about: dict[str, Any]) -> None:
         """Write the table; a disk that refuses costs the next run a pass, not this one its work."""
@@ -97,7 +113,7 @@ class Precomputed:
             self.data.say(f"reference log-probs are not kept: {error.strerror or error}")
 
     def describe(self) -> dict[str, Any]:
-        """All that the numbers depend on, as digests by name."""
+        """All that an answer's numbers depend on besides its tokens, as digests by name."""
         config = self.config
         found: dict[str, Any] = {"weights": self._weights()}
         found["model"] = _digest(
@@ -108,34 +124,42 @@ class Precomputed:
             found["adapter"] = _digest(
                 [adapter.model_dump(mode="json"), _hash_folder(adapter.path)]
             )
+        return found
+
+    def keys(self) -> dict[int, str]:
+        """Digest of the rows of each dataset and of all that shapes what becomes of them."""
+        found = {}
         for number, dataset in enumerate(self._datasets()):
             part = self.data.recipe.open(dataset)
             settings = self.data.recipe.settings(dataset) or dataset.model_dump_json()
+            if is_stream(part.rows):
+                continue  # eval_datasets; config refuses streams that train
             try:
-                key = find_key(part, settings, self.parts.tokenizer, self.data.say)
-            except (TypeError, ValueError):  # rows that are no JSON
-                key = _digest(settings)
-            found[f"dataset {number} ({dataset.path}), its tokenizer or its keys"] = key
+                found[number] = find_key(part, settings, self.parts.tokenizer, self.data.say)
+            except (TypeError, ValueError):  # rows that are no JSON: looked at in every new run
+                found[number] = _digest([settings, secrets.token_hex()])
         return found
 
     def differences(self, about: dict[str, Any]) -> str:
         """What the newest table was made of otherwise."""
         for other in list_tables(self.folder):
             names = [name for name in about if other.get(name) != about[name]]
-            if len(names) < len(about):
+            if names:
                 return f"the newest one there differs in {', '.join(names)}"
-        return "there is none of this model or data"
+        return "there is none of this model"
 
     def _weights(self) -> str:
         if self.parts.folder is None:
             return _digest(["random", self.config.run.seed])
         return _hash_folder(self.parts.folder)
 
-    def _datasets(self) -> Iterator[Any]:
-        data = self.config.data
-        for dataset in [*data.datasets, *data.eval_datasets]:
-            if not is_stream(self.data.recipe.open(dataset).rows):
-                yield dataset
+    def _datasets(self) -> list[Any]:
+        return [*self.config.data.datasets, *self.config.data.eval_datasets]
+
+
+def read_covered(folder: Path) -> list[str]:
+    """Digests of the datasets that a table holds all answers of."""
+    return read_about(folder).get(COVERED, [])
 
 
 def _hash_folder(folder: str | Path | None) -> str:
