@@ -137,7 +137,7 @@ def sum_divergence(
         flat = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
         known = TopK(flat(states), flat(other)) if is_topk else (flat(states), other)
         spec = Spec(numbers, axis)
-        total, found = divergence_sum(
+        given: Any = divergence_sum(
             spec,
             flat(hidden_BTD),
             head_VD,
@@ -146,6 +146,7 @@ def sum_divergence(
             weight_BT.reshape(-1),
             ce_BT.reshape(-1),
         )
+        total, found = given
         return total, Measured(*(field.reshape(target_BT.shape) for field in found))
 
     states, other = known[0], known[1]
