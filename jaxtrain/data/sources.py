@@ -42,6 +42,8 @@ OPENERS: dict[str, Callable[[str], Any]] = {
 }
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
+MOST_ENTRIES = 100_000
+"""Of a folder of data, all below it counted."""
 HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")
 
 
@@ -258,7 +260,13 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     """Data files of a folder: those that carry the split's name, or all for "train"."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return [folder]
-    files = sorted(file for file in folder.rglob("*") if file.suffix in OPENERS and file.is_file())
+    found = list(itertools.islice(folder.rglob("*"), MOST_ENTRIES + 1))
+    if len(found) > MOST_ENTRIES:
+        raise UserError(
+            f"{folder} holds more than {MOST_ENTRIES:,} files and folders; name the folder of the"
+            f" data, or a pattern, such as {folder / '*.jsonl'}"
+        )
+    files = sorted(file for file in found if file.suffix in OPENERS and file.is_file())
     if not files:
         raise UserError(f"no data in {folder}: expected files ending in {', '.join(OPENERS)}")
     named = re.compile(rf"(^|[._/-]){re.escape(split)}([._/-]|$)")

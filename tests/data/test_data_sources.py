@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data import jsonl
+from jaxtrain.data import jsonl, sources
 from jaxtrain.data.sources import Split, open_rows, parse_split
 from jaxtrain.errors import UserError
 
@@ -328,3 +328,11 @@ def test_builtin(tmp_path):
 def test_builtin_as_a_stream():
     stream = opened("builtin:calculator", options={"num_rows": 3}, streaming=True)
     assert len(list(stream)) == 3
+
+
+def test_a_folder_without_end_is_not_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_ENTRIES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="more than 3 files and folders"):
+        sources._find(str(tmp_path), "train")
