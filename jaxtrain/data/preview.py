@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.data.tree import Node, Tree, TreeGroup, split_branches
+from jaxtrain.data.tree import Forest, Node, Tree, TreeGroup, split_branches
 from jaxtrain.data.workload import describe_tree
 from jaxtrain.shown import printable
 
@@ -28,7 +28,7 @@ class Counts:
         self.trained: list[int] = []
         self.packed = self.controls = 0
 
-    def add(self, results: Iterable[Sample | Tree | TreeGroup | Dropped]) -> None:
+    def add(self, results: Iterable[Sample | Tree | Forest | TreeGroup | Dropped]) -> None:
         """Count the samples of one or more rows, and what was dropped."""
         for result in results:
             if isinstance(result, Dropped):

@@ -169,8 +169,8 @@ def meshed_batch():
     ("sizes", "dora"),
     [
         pytest.param({"data": 4}, False, marks=pytest.mark.slow),
-        ({"fsdp": 4}, False),
-        ({"fsdp": 2, "tensor": 2}, True),
+        pytest.param({"fsdp": 4}, False, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ({"fsdp": 2, "context": 2}, False),
     ],
     ids=str,

@@ -111,6 +111,7 @@ def test_only_the_adapter_is_trained_and_saved(base, trained):
     assert "of 0.0" in (trained / "log.txt").read_text(), "trained of all parameters"
 
 
+@pytest.mark.slow
 def test_resuming_repeats_the_uninterrupted_run(config, trained, tmp_path):
     folder = f"run.output_dir={tmp_path / 'two'}"
     constant = "optim.lr_scheduler=constant"
@@ -201,6 +202,7 @@ def test_merge_refuses_what_is_no_adapter(base, tmp_path, capsys):
     assert "neither a run with an adapter nor a PEFT folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_beside_nf4_weights(config, base, tmp_path, capsys):
     wide = tmp_path / "wide"
     raw = {**ARCHITECTURE, "hidden_size": 64, "num_attention_heads": 4}

@@ -1,7 +1,27 @@
 """Kernels are compiled for their tests as they are for users: how they round is what is tested."""
 
+from pathlib import Path
+
 import jax
 import pytest
+
+NEWEST = "0.11"
+LONG = {
+    "test_kernels_decode_attention",
+    "test_kernels_grouped_matmul",
+    "test_kernels_strict",
+    "test_kernels_tree_attention_cudnn",
+    "test_kernels_tree_attention_tpu",
+}
+"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax."""
+
+
+def pytest_collection_modifyitems(items):
+    if jax.__version__ >= NEWEST:
+        return
+    for item in items:
+        if Path(item.path).stem in LONG:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -347,6 +347,7 @@ def test_metrics_are_those_of_trl():
     assert float(total / weight) == pytest.approx(np.mean([math.log(sigma(g)) for g in gaps]))
 
 
+@pytest.mark.slow
 def test_numbers_stay_finite_far_out():
     """float32, log-ratios of hundreds and answers of probability 1: losses and gradients."""
     batch, logp = make_batch(8)

@@ -14,7 +14,7 @@ from jaxtrain.train.step_metrics import count_matmul_params
 
 MESHES = [
     {"expert": 2, "tensor": 2},
-    {"fsdp": 2, "expert": 2},
+    pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
     pytest.param({"expert": 4}, marks=pytest.mark.slow),
     pytest.param({"context": 2, "expert": 2}, marks=pytest.mark.slow),
 ]

@@ -47,6 +47,7 @@ def test_packed_trees_and_documents_equal_their_branches_alone():
     check_forests()
 
 
+@pytest.mark.slow
 def test_shared_prompts_equal_flat_rows(monkeypatch):
     """Loss and gradients of a policy-gradient batch in float64."""
     raw = {**labels.ARCHITECTURE, **TOY}

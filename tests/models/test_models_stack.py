@@ -35,6 +35,7 @@ def value_and_grads(config, batch, seed=0, **options):
     return value, jax.tree.leaves(grads)
 
 
+@pytest.mark.slow
 def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
     # Three layers in two runs: one without a window, then two with one.
     config = build.config_from_hf({**RAW["qwen2_window"], "num_hidden_layers": 3})

@@ -155,12 +155,7 @@ def compare(name: str, model: str, kind: str, adapter: str, microsteps: int, mes
         print(json.dumps({**line, "error": errors[worst]}), flush=True)
 
 
-def main(selection: str) -> None:
-    if selection == "some":
-        meshes = ["fsdp", "tensor", "context", "all"]
-        compare("trees", "qwen3_even", "trees", "", 2, meshes)
-        compare("trees, LoRA", "qwen3", "trees", "lora", 2, ["all"])
-        return
+def main() -> None:
     compare("documents", "qwen3", "documents", "", 2, list(MESHES))
     compare("trees", "qwen3_yarn", "trees", "", 2, list(MESHES))
     compare("trees, LoRA", "qwen3", "trees", "lora", 2, ["hsdp", "fsdp+tensor", "context+tensor"])
@@ -173,4 +168,4 @@ def main(selection: str) -> None:
 if __name__ == "__main__":
     # Tables that the tensor axis divides, beside the odd ones.
     RAW["qwen3_even"] = {**RAW["qwen3"], "vocab_size": 104, "tie_word_embeddings": False}
-    main(sys.argv[1])
+    main()

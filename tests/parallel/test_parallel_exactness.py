@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run_worker(selection: str) -> list[dict]:
+def run_worker() -> list[dict]:
     root = HERE.parents[1]
     environ = {
         **os.environ,
@@ -25,15 +25,15 @@ def run_worker(selection: str) -> list[dict]:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8"
         " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }
-    command = [sys.executable, str(HERE / "mesh_worker.py"), selection]
+    command = [sys.executable, str(HERE / "mesh_worker.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("selection", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_any_mesh_gives_the_update_of_one_device(selection):
-    found = run_worker(selection)
+@pytest.mark.slow
+def test_any_mesh_gives_the_update_of_one_device():
+    found = run_worker()
     assert len(found) >= 5
     for line in found:
         assert line["loss"] == pytest.approx(line["one"], rel=1e-6), line

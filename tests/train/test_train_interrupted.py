@@ -151,6 +151,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_uninterrupted_run_is_what_the_others_rely_on(whole):
     losses = [line["loss"] for line in read_metrics(whole) if "loss" in line]
     assert len(losses) == STEPS and len(set(losses)) == STEPS
@@ -159,6 +160,7 @@ def test_the_uninterrupted_run_is_what_the_others_rely_on(whole):
     assert "eval/loss" in read_metrics(whole)[10]
 
 
+@pytest.mark.slow
 def test_sigkill_then_the_same_command_repeats_the_run(whole, tmp_path):
     folder = tmp_path / "run"
     assert kill_when(start(folder), lambda: last_step(folder) >= 10)
@@ -185,6 +187,7 @@ def test_sigterm_saves_and_the_second_run_goes_on(whole, tmp_path):
     assert_same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_corrupted_last_checkpoint_is_named_and_the_one_before_used(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
