@@ -9,8 +9,11 @@ NEWEST = "0.11"
 LONG = {
     "test_kernels_decode_attention",
     "test_kernels_grouped_matmul",
+    "test_kernels_logp_of_logits",
+    "test_kernels_moe_gpu",
     "test_kernels_strict",
     "test_kernels_tree_attention_cudnn",
+    "test_kernels_tree_attention_gpu",
     "test_kernels_tree_attention_tpu",
 }
 """Files whose tests are slow where `make test-kernels` runs all of them with the newest jax."""

@@ -297,6 +297,7 @@ def list_bytes(folder):
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_export_overwrites_nothing_but_the_runs_own_model(trained, tmp_path, monkeypatch, capsys):
     model = tmp_path / "theirs"
     shutil.copytree(trained / "model", model)

@@ -126,6 +126,7 @@ def test_the_verb_repeats_the_loops_answers(trained, place, capsys):
     assert reseeded != [a for a in read_answers(folder) if a["step"] == 0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_evaluates_as_the_run_that_was_never_stopped(trained, place):
     config, folder = trained
     parts = place / f"parts_{folder.name}"

@@ -92,6 +92,7 @@ def arguments(folder, name, *more):
     ]
 
 
+@pytest.mark.slow
 def test_held_out_accuracy_rises_and_what_is_dropped_is_counted(pairs):
     _, run = pairs
     lines = read(run / "metrics.jsonl")

@@ -67,7 +67,7 @@ def tell(folder, fault):
     Path(f"{folder}.json").write_text(json.dumps({"from": 8, "fault": fault}))
 
 
-@pytest.mark.parametrize("fault", ["raise", "zero"])
+@pytest.mark.parametrize("fault", ["raise", pytest.param("zero", marks=pytest.mark.slow)])
 def test_what_persists_ends_the_run_saved_and_named(config, whole, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)

@@ -77,6 +77,7 @@ def copy_weights(model, raw: dict, params: dict) -> None:
                 linear.weight.copy_(tensor(*arrays))
 
 
+@pytest.mark.slow
 def test_the_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on one tree, from the same weights."""
     torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny"]

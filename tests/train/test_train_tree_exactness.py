@@ -287,6 +287,7 @@ def test_forests_that_random_ones_may_miss(forest):
     check_forest("qwen3", "xla", forest)
 
 
+@pytest.mark.slow
 def test_every_family_that_says_it_follows_trees_trains_them_exactly():
     kinds = {build.find_family(name).Config.model_type for name in ARCHITECTURES}
     assert kinds == {raw["model_type"] for raw in MODELS.values()}, "add the new family to MODELS"
