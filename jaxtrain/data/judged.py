@@ -13,7 +13,6 @@ The prompt is `prompt`, `messages`, `conversations`, `question`, `instruction` (
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from jaxtrain.data.messages import (
 )
 from jaxtrain.data.ranked import Pair
 from jaxtrain.data.ranking import rank_pairs
+from jaxtrain.data.selection import read_number
 from jaxtrain.shown import name_type
 
 Messages = list[dict[str, Any]]
@@ -399,14 +399,9 @@ def _own_score(entry: Mapping[str, Any]) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one written as a text; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) and abs(number) < 1e9 else None
+    """A number of a usable size, also one written as a text; None for anything else."""
+    number = read_number(value)
+    return number if number is not None and abs(number) < 1e9 else None
 
 
 def _boolean(value: Any) -> bool:
