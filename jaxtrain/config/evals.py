@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,19 @@ from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ROWS, TOKENS
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
+
+Benchmark = Literal[
+    "gsm8k",
+    "math500",
+    "aime24",
+    "aime25",
+    "humaneval",
+    "mbpp",
+    "livecodebench",
+    "swe-bench",
+    "mt-bench",
+    "alpaca",
+]
 
 
 class EvalSetConfig(Section):
@@ -20,7 +33,11 @@ class EvalSetConfig(Section):
     name: str | None = None
     """What metrics call it. Unset: the file's name."""
     split: str = "test"
-    """Split, with optional slice."""
+    """Split, with optional slice; of a benchmark always its own."""
+    benchmark: Benchmark | None = None
+    """Rows are those of this benchmark, in its own columns: `prompt` becomes the text that it is
+    usually asked with (of a conversation its first turn), and of a larger set a sample of the usual
+    size is asked, or of max_rows. Unset: rows say themselves what is asked."""
     fields: dict[str, str] = {}
     """Renamed columns, wanted = found."""
     options: dict[str, Any] = {}
@@ -55,6 +72,13 @@ class EvalSetConfig(Section):
 def find_eval_set_conflicts(config: Any) -> Iterator[str]:
     """One sentence for each impossible combination around the sections."""
     sets, sampling = config.eval.sets, config.sampling
+    for index, one in enumerate(sets):
+        unread = ("split", "options") if one.benchmark else ()
+        for key in (key for key in unread if key in one.model_fields_set):
+            yield (
+                f"eval.sets.{index}.{key} has no effect while eval.sets.{index}.benchmark is"
+                f" {one.benchmark!r}; leave one of them out"
+            )
     labels = [one.label for one in sets]
     for index, one in enumerate(sets):
         if one.label in labels[:index]:

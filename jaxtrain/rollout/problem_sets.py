@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.core.assemble import Parts
+from jaxtrain.data.prompt_sets import read_prompt_set
 from jaxtrain.data.sources import open_rows
 from jaxtrain.envs.guard import open_guarded
 from jaxtrain.errors import UserError
@@ -144,6 +145,13 @@ def open_problem_sets(
 def read_problems(index: int, one: EvalSetConfig) -> list[dict[str, Any]]:
     """All rows of eval.sets.`index`, columns renamed as its `fields` say; UserError."""
     key = f"eval.sets.{index}"
+    if one.benchmark:
+        found = read_prompt_set(one.benchmark, one.path, f"{key}.path", one.max_rows)
+        check_columns(found.rows, one.fields, f"{key}.fields", one.path)
+        return [
+            {**rename(row, one.fields), "prompt": turns[0]}
+            for row, turns in zip(found.rows, found.turns, strict=True)
+        ]
     try:
         rows = open_rows(one.dataset())
     except UserError as error:
