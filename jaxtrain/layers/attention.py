@@ -11,9 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.layers.kv_cache import KV, is_ring, ring_context, whole_context, write
+from jaxtrain.layers.kv_cache import (
+    KV,
+    TriedRing,
+    commit,
+    is_ring,
+    ring_context,
+    whole_context,
+    write,
+)
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
-from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
@@ -28,6 +36,7 @@ class Attention(Mixer):
 
     follows_trees = True
     state_axes = ("rows", None, "kv_heads", None)
+    trials = "own"
     preset = "attention"
 
     def __init__(
@@ -73,9 +82,13 @@ class Attention(Mixer):
         pairs = spans if spec.window is None else np.minimum(spans, spec.window)
         return 4.0 * self.num_heads * self.head_dim * int(pairs.sum())
 
+    def commit_state(self, spec: LayerSpec, tried: KV | TriedRing, decoding: Decoding) -> KV:
+        """See Mixer."""
+        return commit(tried, decoding)
+
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None
-    ) -> tuple[jax.Array, KV | None]:
+    ) -> tuple[jax.Array, KV | TriedRing | None]:
         x_BTD = constrain(x_BTD, "rows", "length", "features")
         q_BTNH, k_BTKH, v_BTKH = (
             self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
@@ -100,9 +113,13 @@ class Attention(Mixer):
         """The new tokens against the cache and each other: (output, the cache with them)."""
         window, decoding, S = inputs.spec.window, inputs.decoding, state.k.shape[1]
         ring = is_ring(state, window)
-        written = write(state, k_BTKH, v_BTKH, decoding, ring)
+        if ring and inputs.trial:
+            # Every new token takes the slot of an old one, which may be needed again.
+            written = TriedRing(state, KV(k_BTKH, v_BTKH))
+        else:
+            written = write(state, k_BTKH, v_BTKH, decoding, ring)
         see = {"softcap": self.softcap}
-        if q_BTNH.shape[1] == 1:
+        if q_BTNH.shape[1] == 1 and not isinstance(written, TriedRing):
             # All that a ring holds is within the window, and softmax does not ask for an order.
             until_B = jnp.where(decoding.end > decoding.start, jnp.minimum(decoding.end, S), 0)
             since_B = jnp.maximum(until_B - (window or S), 0)

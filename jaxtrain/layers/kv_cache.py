@@ -21,6 +21,14 @@ class KV(NamedTuple):
     v: jax.Array
 
 
+class TriedRing(NamedTuple):
+    """A ring, and new keys and values of which it is not known yet how many will stay."""
+
+    old: KV
+    new: KV
+    """[B, T, K, H]."""
+
+
 def is_ring(state: KV, window: int | None) -> bool:
     """Whether slots are used again."""
     return window is not None and state.k.shape[1] == window
@@ -44,6 +52,14 @@ def write(state: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, decoding: Decoding, r
         return all_BSKH.at[rows_B1, slot_BT].set(new_BTKH, mode="drop", unique_indices=True)
 
     return KV(put(state.k, k_BTKH), put(state.v, v_BTKH))
+
+
+def commit(tried: KV | TriedRing, decoding: Decoding) -> KV:
+    """The state with the tokens of a trial that count. Where slots are not used again, those behind
+    `decoding.end` are dead already."""
+    if isinstance(tried, KV):
+        return tried
+    return write(tried.old, *tried.new, decoding, ring=True)
 
 
 def whole_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Context:

@@ -7,7 +7,7 @@ decoder and sampler carry states along and ask here for all else.
 
 import dataclasses
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -55,6 +55,9 @@ class LayerInputs(NamedTuple):
     decoding: Decoding | None = None
     extra: Any = None
     """This layer's slice of the stack's per-layer inputs."""
+    trial: bool = False
+    """Whether some of the new tokens may be taken back: a layer with `trials` "own" then returns a
+    state that its `commit_state` understands."""
 
 
 class Mixer(nnx.Module):
@@ -68,6 +71,10 @@ class Mixer(nnx.Module):
     so that packed documents and branches are what they would be alone."""
     state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
     """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
+    trials: ClassVar[Literal["rerun", "own", "none"]] = "rerun"
+    """How tokens that were only tried leave the state again. rerun: the block reads those that stay
+    once more, from the state before, which is right for every layer that keeps to `Decoding`; own:
+    by `commit_state`, for less work; none: they cannot."""
 
     @abstractmethod
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
@@ -98,6 +105,11 @@ class Mixer(nnx.Module):
             return old.at[(rows_R, *part)].set(new[source_R].astype(old.dtype), mode="drop")
 
         return jax.tree.map(put, state, filled)
+
+    def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
+        """The state after the tokens up to `decoding.end`, from that of a trial which began at
+        `decoding.start`; of layers whose `trials` is "own"."""
+        raise NotImplementedError(f"{type(self).__name__} takes nothing back")
 
     def place_state(self, state: State) -> State:
         """`state` on the mesh that is set."""

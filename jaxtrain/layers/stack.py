@@ -49,6 +49,15 @@ class Hidden(NamedTuple):
     """{name: [layers, ...]} of what blocks noted, in the order of the layers that did."""
 
 
+class Replay(NamedTuple):
+    """What a layer without a trial state of its own needs to read again the tokens that stay."""
+
+    state: State
+    """Before the trial."""
+    x: jax.Array
+    """[B, T, D] what the block was given."""
+
+
 class Segment(NamedTuple):
     """Layers that run as one scan, or a single one."""
 
@@ -100,11 +109,12 @@ class Stack(nnx.Module):
         capture: Sequence[int] = (),
         states: Sequence[State] | None = None,
         decoding: Decoding | None = None,
+        trial: bool = False,
     ) -> tuple[Hidden, tuple[State, ...]]:
         """(outputs, the states after the tokens; none without `states`, as in training).
 
         angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
-        each block gets its layer's slice.
+        each block gets its layer's slice. trial: the states are for `commit`.
         """
         num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
@@ -118,8 +128,12 @@ class Stack(nnx.Module):
         def run(x_BTD, params, extra, state, graphdef, spec):
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
-            inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, extra)
+            own = trial and block.mixer.trials == "own"
+            inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, extra, own)
+            before = Replay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
+            if trial and not own:
+                return x_BTD, before, noted
             return x_BTD, block.mixer.place_state(state), noted
 
         @functools.cache  # traced, differentiated and lowered once; kernels are compiled once
@@ -157,6 +171,36 @@ class Stack(nnx.Module):
                 notes.setdefault(name, []).append(value)
         notes = {name: jnp.concatenate(parts) for name, parts in notes.items()}
         return Hidden(x_BTD, captured, notes), () if states is None else tuple(new_states)
+
+    def commit(
+        self,
+        tried: Sequence[State],
+        context: Context,
+        angles: Mapping[str, Angles],
+        decoding: Decoding,
+        extra: Any = None,
+    ) -> tuple[State, ...]:
+        """The states after the tokens of a trial up to `decoding.end`; context, angles and extra
+        are of all its tokens."""
+        singles = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
+        found = []
+        for spec, own, part, state in zip(
+            self.specs,
+            self._split_blocks(singles),
+            _split(extra, [1] * len(singles)),
+            tried,
+            strict=True,
+        ):
+            graphdef, params = own[spec.kind]
+            params, part = jax.tree.map(lambda leaf: leaf[0], (params, part))
+            block = nnx.merge(graphdef, params)
+            if isinstance(state, Replay):
+                inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, part)
+                _, state, _ = block(state.x, inputs, state.state)
+            else:
+                state = block.mixer.commit_state(spec, state, decoding)
+            found.append(block.mixer.place_state(state))
+        return tuple(found)
 
     def unstack(self) -> None:
         """Store every layer by itself from now on, and run them one by one.

@@ -143,6 +143,27 @@ class Cache(NamedTuple):
     """int32 [B]: tokens seen so far, and so the position of the next one."""
 
 
+class Trial(NamedTuple):
+    """Tokens that were read of which some may be taken back, for `Decoder.commit`."""
+
+    states: tuple[State, ...]
+    """As the layers left them; see `Mixer.trials`."""
+    tokens: jax.Array
+    """int32 [B, T]."""
+    start: jax.Array
+    """int32 [B]: tokens seen before."""
+
+
+class Decoded(NamedTuple):
+    """What comes of tokens read behind a cache."""
+
+    hidden: jax.Array
+    """[B, T, D], final-normed."""
+    cache: Cache | Trial
+    captured: jax.Array | None = None
+    """[B, T, C D]: the outputs of the layers that were asked for, side by side in that order."""
+
+
 def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) -> Score:
     """The layer of a head that scores."""
     return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
@@ -256,33 +277,64 @@ class Decoder(nnx.Module):
         return Cache(states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop"))
 
     def decode(
-        self, tokens_BT: jax.Array, cache: Cache, counts_B: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
-        """Final-normed hidden states [B, T, D] of the next T tokens of every row, and the cache.
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache,
+        counts_B: jax.Array | None = None,
+        *,
+        capture: Sequence[int] = (),
+        trial: bool = False,
+    ) -> Decoded:
+        """The next T tokens of every row, and the cache behind them.
 
         Serves prompts and single steps alike. Of a row the first `counts_B` tokens count, by
         default all; what stands behind them is seen by no later token, and its states mean
-        nothing. The caller keeps within the slots of the cache.
+        nothing. The caller keeps within the slots of the cache. capture: layers, counted from 0.
+        trial: it is not known yet how many tokens stay; in the place of the cache comes a Trial.
         """
-        token_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        start_B, T = cache.length, len(token_T)
-        end_B = start_B + (T if counts_B is None else counts_B)
-        positions_BT = start_B[:, None] + token_T
-        until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
-        decoded, states = self._run(
+        T = tokens_BT.shape[1]
+        end_B = cache.length + (T if counts_B is None else counts_B)
+        context, decoding = place_new(cache.length, end_B, T)
+        found, states = self._run(
             tokens_BT,
-            Context(until_BT, None, positions_BT, positions_BT),
+            context,
+            capture=capture,
             states=cache.states,
-            decoding=Decoding(start_B, end_B),
+            decoding=decoding,
+            trial=trial,
         )
-        return decoded.hidden, Cache(states, end_B)
+        captured = [found.captured[layer] for layer in capture]
+        return Decoded(
+            found.hidden,
+            Trial(states, tokens_BT, cache.length) if trial else Cache(states, end_B),
+            jnp.concatenate(captured, axis=-1) if captured else None,
+        )
 
-    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
-        x_BTD = self.embed(tokens_BT)
-        turns = {
-            name: angles(context.positions, frequency, factor, x_BTD.dtype)
+    def commit(self, trial: Trial, counts_B: jax.Array) -> Cache:
+        """The cache after the first `counts_B` of a trial's T tokens, as if no more had been read;
+        int32 [B], 0 to T."""
+        end_B = trial.start + counts_B
+        context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
+        turns = self._turn(context.positions)
+        extra = self.layer_inputs(trial.tokens)
+        return Cache(self.stack.commit(trial.states, context, turns, decoding, extra), end_B)
+
+    def _turn(self, positions_BT: jax.Array) -> dict[str, Any]:
+        """The angles of each position encoding."""
+        return {
+            name: angles(positions_BT, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
+
+    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
         extra = self.layer_inputs(tokens_BT)
-        found, states = self.stack(x_BTD, context, turns, extra=extra, **options)
+        turns = self._turn(context.positions)
+        found, states = self.stack(self.embed(tokens_BT), context, turns, extra=extra, **options)
         return found._replace(hidden=self.norm(found.hidden)), states
+
+
+def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:
+    """Where T new tokens of each row stand, of which those up to `end` count."""
+    positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+    until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
+    return Context(until_BT, None, positions_BT, positions_BT), Decoding(start_B, end_B)

@@ -109,7 +109,7 @@ def score(model, prompt, answer, temperature=1.0):
     """float [len(answer)] log-probs by our model, in one causal pass."""
     tokens = np.array([[*prompt, *answer]], np.int32)
     cache = model.init_cache(1, tokens.shape[1])
-    hidden, _ = model.decode(jnp.asarray(tokens), cache)
+    hidden, *_ = model.decode(jnp.asarray(tokens), cache)
     logp = jax.nn.log_softmax(model.logits(hidden[0]).astype(jnp.float32) / temperature)
     start = len(prompt) - 1
     return np.array([logp[start + i, token] for i, token in enumerate(answer)])

@@ -119,7 +119,7 @@ def grow(model: Any, rows: Rows, *, B: int, S: int, E: int) -> Rows:
 def fill(model: Any, tokens_UP: jax.Array, lengths_U: jax.Array) -> Filled:
     """Read prompts, left-aligned in [U, P]."""
     U, P = tokens_UP.shape
-    hidden_UPD, cache = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
+    hidden_UPD, cache, _ = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
     last_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
     return Filled(cache, model.logits(last_UD).astype(jnp.float32))
 
@@ -172,7 +172,7 @@ def decode_chunk(
         return i + 1, rows, tokens_BC, logprobs_BC, handed_B
 
     def advance(rows: Rows) -> Rows:
-        hidden_B1D, cache = model.decode(
+        hidden_B1D, cache, _ = model.decode(
             rows.token[:, None], rows.cache, (~rows.done).astype(jnp.int32)
         )
         token, logprob = sample(

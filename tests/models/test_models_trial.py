@@ -1,0 +1,90 @@
+"""Tokens that are tried and taken back leave no trace in any kind of layer's state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_recurrent
+from tiny_models import RAW, SIZES, documents, pack
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.attention import Attention
+from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models.trials import require_trials
+
+TOY = {"architectures": ["ToyForCausalLM"], "num_hidden_layers": 3, "sliding_window": 6}
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "ToyForCausalLM", "toy_recurrent")
+
+
+@pytest.mark.parametrize(
+    ("raw", "apart"),
+    [
+        (RAW["qwen3"], True),
+        (RAW["mistral"], False),  # rings of 5 slots, of which a trial of 4 takes most
+        ({**SIZES, **TOY}, True),  # recurrent layers between rings
+    ],
+    ids=["attention", "rings", "recurrent"],
+)
+def test_a_trial_leaves_what_was_kept(raw, apart):
+    """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;
+    every kept token has the full forward's states, those of captured layers included."""
+    model = build.init(build.config_from_hf(raw), 0)
+    texts, layers = documents(0, 40, 33, 36), (1, 0)
+    full = jax.jit(lambda model, batch: model.hidden(batch, capture=layers))(
+        model, pack([[text] for text in texts], 40)
+    )
+    captured_BTF = jnp.concatenate([full.captured[layer] for layer in layers], axis=-1)
+    if apart:
+        model = jax.jit(lambda model: model.unstack())(model)
+    rng, width = np.random.default_rng(1), 4
+
+    @jax.jit
+    def plain(tokens, cache, counts):
+        return model.decode(tokens, cache, counts, capture=layers)
+
+    @jax.jit
+    def try_tokens(tokens, cache, counts):
+        tried = model.decode(tokens, cache, capture=layers, trial=True)
+        return tried._replace(cache=model.commit(tried.cache, counts))
+
+    cache, seen = model.init_cache(3, 44), np.zeros(3, int)
+    for turn in range(14):
+        left = np.array([len(text) for text in texts]) - seen
+        trial = turn % 4 > 0
+        counts = np.minimum(left, rng.integers(0, width + 1, 3) if trial else [3, 1, 2])
+        tokens = rng.integers(1, 97, (3, width)).astype(np.int32)
+        for row, count in enumerate(counts):
+            tokens[row, :count] = texts[row][seen[row] : seen[row] + count]
+        read = try_tokens if trial else plain
+        hidden, cache, captured = read(tokens, cache, jnp.asarray(counts, jnp.int32))
+        for row, count in enumerate(counts):
+            place = slice(seen[row], seen[row] + count)
+            # float32 through another kernel: a few units in the last place of numbers around 1.
+            np.testing.assert_allclose(hidden[row, :count], full.hidden[row, place], atol=2e-5)
+            wanted = captured_BTF[row, place]
+            np.testing.assert_allclose(captured[row, :count], wanted, atol=2e-5)
+        seen += counts
+        assert cache.length.tolist() == seen.tolist()
+    assert seen.min() > 20, "the rings went round"
+
+
+def test_plain_decoding_gives_nothing_more():
+    model = build.init(build.config_from_hf(RAW["qwen3"]), 0)
+    shapes = jax.eval_shape(
+        lambda: model.decode(jnp.zeros((2, 1), jnp.int32), model.init_cache(2, 8))
+    )
+    assert shapes.captured is None
+    assert jax.tree.structure(shapes.cache) == jax.tree.structure(model.init_cache(2, 8))
+
+
+@pytest.mark.parametrize("layer", [toy_recurrent.Recurrent, Attention])
+def test_a_layer_that_takes_nothing_back_is_refused(layer, monkeypatch):
+    model = build.abstract(build.config_from_hf({**SIZES, **TOY}))
+    require_trials(model, "--draft")
+    monkeypatch.setattr(layer, "trials", "none")
+    with pytest.raises(UserError, match=f"--draft: .*{layer.__name__}"):
+        require_trials(model, "--draft")
