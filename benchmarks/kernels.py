@@ -32,8 +32,8 @@ from timing import jax_ms, torch_ms
 
 def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
-    positions = arrays["positions"]
-    context = Context(arrays["until"], None, positions, positions)
+    names = ("until", "since", "positions", "key_positions")
+    context = Context(*map(arrays.get, names))
     if impl == "cudnn":  # which would rather know how many documents there are
         options |= {"documents": len(case.forest()) * case.rows, "scale": case.head_dim**-0.5}
         return lambda q, k, v: cudnn.attention(q, k, v, context, **options)

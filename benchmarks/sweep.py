@@ -60,8 +60,8 @@ class Inputs:
         self.q, self.k, self.v, self.d_out = (
             arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out")
         )
-        self.case, self.T, self.H = case, case.tokens, case.head_dim
-        own = blocks.normalise(Context(arrays["until"]))
+        self.case, self.T, self.H = case, self.q.shape[1], case.head_dim
+        own = blocks.normalise(Context(arrays["until"], arrays.get("since")))
         arranged, arrangement = jax.jit(lambda c: blocks.arrange(c, self.T, None))(own)
         self.contexts = {False: own, True: arranged}
         self.arrangement = arrangement

@@ -31,11 +31,12 @@ def flex(case, inputs):
         for n in ("q", "k", "v", "d_out")
     )
     until = on_gpu(inputs["until"])
+    since = on_gpu(inputs.get("since", np.tile(np.arange(case.tokens), (case.rows, 1))))
 
     def mask(b, h, q_index, k_index):
-        return (k_index <= q_index) & (q_index < until[b, k_index])
+        return (since[b, k_index] <= q_index) & (q_index < until[b, k_index])
 
-    blocks = create_block_mask(mask, case.rows, None, case.tokens, case.tokens, _compile=True)
+    blocks = create_block_mask(mask, case.rows, None, q.shape[2], k.shape[2], _compile=True)
     attend = torch.compile(
         functools.partial(
             flex_attention, block_mask=blocks, enable_gqa=case.heads != case.kv_heads
@@ -58,7 +59,7 @@ def flex(case, inputs):
 def sdpa(case, inputs, backend="cudnn"):
     """(forward, backward) of scaled_dot_product_attention; None unless documents of one size."""
     sizes = {size for size, _ in case.forest()}
-    if len(sizes) != 1 or any(parent >= 0 for _, parent in case.forest()):
+    if case.layout or len(sizes) != 1 or any(parent >= 0 for _, parent in case.forest()):
         return None
     (size,) = sizes
     q, k, v, d_out = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxtrain_kernels import Context, attention, testing
 from jaxtrain_kernels.tree_attention import xla
-from jaxtrain_kernels.tree_attention.cases import CASES
+from jaxtrain_kernels.tree_attention.cases import CASES, Blocks, Unrolled
 
 CI_CASES = [case for case in CASES if "ci" in case.tags]
 
@@ -64,13 +64,21 @@ def compare(inputs, mask, dtype, function, plain, softcap=None, jit=True):
 def arguments(case, inputs):
     """The context and the options of a case."""
     positions = None if case.window is None else jnp.asarray(inputs["positions"])
-    context = Context(jnp.asarray(inputs["until"]), None, positions, positions)
+    since = None if "since" not in inputs else jnp.asarray(inputs["since"])
+    context = Context(jnp.asarray(inputs["until"]), since, positions, positions)
     return context, {"window": case.window, "softcap": case.softcap}
 
 
 def case_mask(case, inputs):
     row = testing.pack(case.forest(), case.tokens)
     mask = ancestor_mask(row["prev"], sum(size for size, _ in case.forest()))
+    if isinstance(case.layout, Unrolled):
+        mask = np.concatenate([mask] + [np.eye(len(mask), dtype=bool)] * case.layout.steps, 1)
+    if isinstance(case.layout, Blocks):
+        anchors, size = case.layout.anchors(row), case.layout.size
+        before = (mask & ~np.eye(len(mask), dtype=bool))[anchors].repeat(size, 0)
+        blocks = np.kron(np.eye(len(anchors), dtype=bool), np.ones((size, size), bool))
+        mask = np.concatenate([before, blocks], 1)
     if case.window is not None:
         depth = row["positions"]
         mask &= depth[:, None] - depth[None] < case.window

@@ -16,8 +16,9 @@ from jaxtrain_kernels.tree_attention import (
     gpu_tiles,
     mosaic_gpu,
 )
+from jaxtrain_kernels.tree_attention.cases import CASES
 from mosaic_interpreter import interpreted, require
-from test_kernels_tree_attention import ancestor_mask, compare
+from test_kernels_tree_attention import ancestor_mask, arguments, case_mask, compare
 
 
 def options(head_dim, window=None, softcap=None, programs=2, fused=False):
@@ -102,7 +103,7 @@ def test_documents_keep_their_order():
     assert not moved and after == before
 
 
-CASES = {
+SETTINGS = {
     "d64_grouped": {"H": 64, "N": 2, "K": 1},
     "d128": {"H": 128, "N": 1, "K": 1},
     "d256": {"H": 256, "N": 1, "K": 1},
@@ -114,12 +115,12 @@ CASES = {
     "d128_fused": {"H": 128, "N": 2, "K": 1, "fused": True},
     "d128_fused_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0, "fused": True},
 }
-SLOW = CASES.keys() - {"d64_grouped", "d256", "d128_fused"}
+SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_fused"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS],
 )
 def test_interpreted_kernels(name, monkeypatch):
     """Output and gradients by the 2x rule on a padded random forest, and no data race.
@@ -128,7 +129,7 @@ def test_interpreted_kernels(name, monkeypatch):
     """
     monkeypatch.setattr(blocks, "WORTH", 2.0)  # keys are always put into another order
     defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None, "fused": False}
-    case = defaults | CASES[name]
+    case = defaults | SETTINGS[name]
     B, T, N, K, H = (case[n] for n in "BTNKH")
     rng = np.random.default_rng(7)
     rows = [testing.pack(testing.random_forest(rng, case["used"], 25), T) for _ in range(B)]
@@ -191,6 +192,20 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries():
         dq, dk, dv = pull(d_out)
     for array, empty in ((out, empty_rows), (dq, empty_rows), (dk, empty_keys), (dv, empty_keys)):
         assert not np.asarray(array, np.float32)[0, empty].any()
+
+
+@pytest.mark.parametrize("name", ["blocks_h2_1_d64", "unrolled_h2_1_d64"])
+def test_interpreted_drafts(name, monkeypatch):
+    """Blocks and unrolled steps over a tree, whose keys are moved; no data race."""
+    monkeypatch.setattr(blocks, "WORTH", 2.0)
+    (case,) = (case for case in CASES if case.name == name)
+    inputs = case.inputs()
+    context, _ = arguments(case, inputs)
+    kernels = functools.partial(mosaic_gpu.run, options(case.head_dim), context=context)
+    plain = functools.partial(attention, context=context, impl="reference")
+    mask = case_mask(case, inputs)
+    with interpreted(detect_races=True):
+        compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, jit=False)
 
 
 def loss(q, k, v, until, positions, impl="mosaic_gpu", **settings):

@@ -25,23 +25,79 @@ class Case:
     rows: int = 1
     window: int | None = None
     softcap: float | None = None
+    layout: "Blocks | Unrolled | None" = None
+    """Keys and queries beside the row's own tokens."""
+
+    def intervals(self) -> dict[str, np.ndarray]:
+        """`until`, `positions`, `key_positions` and, where keys are not causal, `since` of a row."""
+        row = testing.pack(self.forest(), self.tokens)
+        if self.layout is not None:
+            return self.layout.intervals(row)
+        return {"key_positions": row["positions"]} | {n: row[n] for n in ("until", "positions")}
 
     def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
         """Arguments of `attention` and `d_out`, float32 and int32 numpy."""
         rng = np.random.default_rng(seed)
-        q_shape = (self.rows, self.tokens, self.heads, self.head_dim)
-        k_shape = (self.rows, self.tokens, self.kv_heads, self.head_dim)
+        row = self.intervals()
+        q_shape = (self.rows, len(row["positions"]), self.heads, self.head_dim)
+        k_shape = (self.rows, len(row["until"]), self.kv_heads, self.head_dim)
         shapes = {"q": q_shape, "k": k_shape, "v": k_shape, "d_out": q_shape}
-        row = testing.pack(self.forest(), self.tokens)
         arrays = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
-        for name in ("until", "positions"):
-            arrays[name] = np.tile(row[name], (self.rows, 1))
-        return arrays
+        return arrays | {n: np.tile(x, (self.rows, 1)) for n, x in row.items()}
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of the batch (without the window)."""
-        until = testing.pack(self.forest(), self.tokens)["until"].astype(np.int64)
-        return self.rows * int((until - np.arange(self.tokens)).sum())
+        row = self.intervals()
+        since = row.get("since", np.arange(len(row["until"])))
+        return self.rows * int(np.maximum(row["until"].astype(np.int64) - since, 0).sum())
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A block-diffusion draft: queries are blocks, keys the row's tokens and then the blocks.
+
+    A block sees the tokens before its anchor on the anchor's branch, and all of itself.
+    """
+
+    count: int
+    size: int
+
+    def anchors(self, row: dict[str, np.ndarray]) -> np.ndarray:
+        """Where blocks begin, ascending: tokens drawn without replacement."""
+        real = np.flatnonzero(row["prev"] >= 0)
+        return np.sort(np.random.default_rng(1).choice(real, self.count, replace=False))
+
+    def intervals(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        anchors, tokens = self.anchors(row), np.arange(len(row["until"]))
+        first = np.arange(self.count * self.size) // self.size * self.size
+        places = (row["positions"][anchors][:, None] + np.arange(self.size)).ravel()
+        since = self.size * np.searchsorted(anchors, tokens, "right")
+        until = self.size * np.searchsorted(anchors, row["until"], "left")
+        found = {
+            "since": np.concatenate([since, first]),
+            "until": np.concatenate([until, first + self.size]),
+            "positions": places,
+            "key_positions": np.concatenate([row["positions"], places]),
+        }
+        return {name: array.astype(np.int32) for name, array in found.items()}
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A draft's step `steps` of an unroll: keys are the row's tokens once for each step so far; those
+    of the first are seen as in any forest, later ones by the query of their own place alone."""
+
+    steps: int
+
+    def intervals(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        own, steps = np.arange(len(row["until"]), dtype=np.int32), self.steps
+        places = [row["positions"] + step for step in range(steps + 1)]
+        return {
+            "since": np.tile(own, steps + 1),
+            "until": np.concatenate([row["until"], *[own + 1] * steps]),
+            "positions": places[-1],
+            "key_positions": np.concatenate(places),
+        }
 
 
 def small_tree():
@@ -68,6 +124,14 @@ def documents_8k():
     return testing.documents([700, 410, 880, 520, 300, 640, 760, 590, 450, 830, 370, 680, 560, 480])
 
 
+def one_2k():
+    return testing.documents([2048])
+
+
+def one_8k():
+    return testing.documents([8192])
+
+
 def one_32k():
     return testing.documents([32768])
 
@@ -81,6 +145,8 @@ CASES = [
     Case("tree_h4_1_d64_softcap", small_tree, 256, 4, 1, 64, CI, softcap=2.0),
     Case("tree_h2_1_d64_window", small_tree, 256, 2, 1, 64, CI, window=17),
     Case("documents_rows2_h2_1_d64", documents, 192, 2, 1, 64, CI, rows=2),
+    Case("blocks_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=Blocks(12, 4)),
+    Case("unrolled_h2_1_d64", small_tree, 256, 2, 1, 64, CI, layout=Unrolled(2)),
     Case("tree8k_h16_8_d128", tree_8k, 8192, 16, 8, 128, TUNE),
     Case("tree32k_h16_8_d128", tree_32k, 32768, 16, 8, 128, TUNE),
     Case("tree32k_h32_8_d128", tree_32k, 32768, 32, 8, 128, BENCH),
@@ -89,4 +155,10 @@ CASES = [
     Case("documents32k_h16_8_d128", documents_32k, 32768, 16, 8, 128, BENCH),
     Case("documents8k_h16_8_d128", documents_8k, 8192, 16, 8, 128, BENCH),
     Case("causal32k_h16_8_d128", one_32k, 32768, 16, 8, 128, BENCH),
+    Case("blocks2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
+    Case("blocks8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
+    Case("blocks_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=Blocks(512, 16)),
+    Case("unrolled2k_h32_8_d128", one_2k, 2048, 32, 8, 128, BENCH, layout=Unrolled(6)),
+    Case("unrolled8k_h32_8_d128", one_8k, 8192, 32, 8, 128, BENCH, layout=Unrolled(6)),
+    Case("unrolled_tree8k_h32_8_d128", tree_8k, 8192, 32, 8, 128, BENCH, layout=Unrolled(6)),
 ]
