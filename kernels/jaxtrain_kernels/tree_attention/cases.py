@@ -29,7 +29,7 @@ class Case:
     """Keys and queries beside the row's own tokens."""
 
     def intervals(self) -> dict[str, np.ndarray]:
-        """`until`, `positions`, `key_positions` and, where keys are not causal, `since` of a row."""
+        """`until`, `positions`, `key_positions` of a row and, where not causal, `since`."""
         row = testing.pack(self.forest(), self.tokens)
         if self.layout is not None:
             return self.layout.intervals(row)
@@ -84,8 +84,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A draft's step `steps` of an unroll: keys are the row's tokens once for each step so far; those
-    of the first are seen as in any forest, later ones by the query of their own place alone."""
+    """A draft's step `steps` of an unroll: keys are the row's tokens once for each step so far.
+
+    Those of the first are seen as in any forest, later ones by the query of their own place alone.
+    """
 
     steps: int
 
