@@ -2,7 +2,9 @@
 
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
+from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.distillation import DistillationTask, TeacherConfig
+from jaxtrain.config.draft import DraftConfig, DraftTask, TargetConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
@@ -21,9 +23,12 @@ __all__ = [
     "AdapterConfig",
     "CheckpointConfig",
     "Config",
+    "DFlashTask",
     "DataConfig",
     "DatasetConfig",
     "DistillationTask",
+    "DraftConfig",
+    "DraftTask",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
@@ -39,6 +44,7 @@ __all__ = [
     "RunConfig",
     "SFTTask",
     "SamplingConfig",
+    "TargetConfig",
     "TeacherConfig",
     "TreeTask",
     "VllmConfig",

@@ -8,6 +8,7 @@ from jaxtrain.config.adapter import AdapterConfig, find_adapter_conflicts
 from jaxtrain.config.base import Problems, Section
 from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
+from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
@@ -40,6 +41,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "rl": RLTask,
     "distillation": DistillationTask,
     "preference": PreferenceTask,
+    "dflash": DFlashTask,
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -58,6 +60,7 @@ Task = Annotated[
     | Annotated[RLTask, Tag("rl")]
     | Annotated[DistillationTask, Tag("distillation")]
     | Annotated[PreferenceTask, Tag("preference")]
+    | Annotated[DFlashTask, Tag("dflash")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

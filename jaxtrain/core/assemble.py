@@ -25,6 +25,7 @@ from jaxtrain.hf.files import read_object
 from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.models import build
+from jaxtrain.models.draft import DraftConfig
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.models.scores import ScoreHead
@@ -239,7 +240,13 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
 
 def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") -> Any:
     """The architecture with the head that a method wants, None for the language model's; UserError
-    where it has another one."""
+    where it has another one, or for a draft."""
+    if isinstance(found, DraftConfig):
+        raise UserError(
+            f"{key} holds {found.architecture}, a draft model, which guesses for a target and writes"
+            " nothing alone; name its target here, and the draft as task.draft.path (to train it),"
+            " or with --draft"
+        )
     if score is None:
         if found.score is None:
             return found
@@ -269,13 +276,13 @@ def name_padding(architecture: Any, tokenizer: Any) -> Any:
     return dataclasses.replace(architecture, kept=tuple(kept.items()))
 
 
-def find_folder(name: str, weights: bool) -> Path:
-    """A local folder as it is, or a Hub repository's snapshot."""
+def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
+    """A local folder as it is, or a Hub repository's snapshot. key: what names it."""
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
-            f"model.path {name!r} is not a folder here; give a folder with config.json and"
+            f"{key} {name!r} is not a folder here; give a folder with config.json and"
             " safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
         )
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
@@ -284,7 +291,7 @@ def find_folder(name: str, weights: bool) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model.path {name!r} is not a folder here and could not be read from the Hugging"
+            f"{key} {name!r} is not a folder here and could not be read from the Hugging"
             f" Face Hub: {reason}"
         ) from None
 

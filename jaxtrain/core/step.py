@@ -231,7 +231,10 @@ def make_eval(build: Callable[[Params], Any], loss: Callable) -> Callable:
 
     def evaluate(params: Params, batch: Batch):
         sums, metrics = loss(build(params), batch)
-        pairs = {name: (value, total_weight(batch, name)) for name, value in sums.items()}
+        pairs = {
+            name: (value, batch.denoms[name] if name in batch.denoms else total_weight(batch, name))
+            for name, value in sums.items()
+        }
         return {**pairs, **metrics}
 
     return jax.jit(evaluate)

@@ -48,6 +48,8 @@ class Round(NamedTuple):
     """Rounds that were trained before this one, in all of the run's life."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
+    held_out: bool = False
+    """Whether it is judged and not trained: whatever is drawn for it is always the same."""
 
 
 class Live(Protocol):

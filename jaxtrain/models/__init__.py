@@ -14,3 +14,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
 }
 """The built-in ones, imported when a config.json names them."""
+
+DRAFTS: dict[str, str] = {}
+"""Families of draft models (models/draft.py), which stand beside a target and write nothing alone.
+"""

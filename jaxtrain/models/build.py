@@ -27,7 +27,7 @@ from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import read_object, spell
 from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, write_folder
-from jaxtrain.models import ARCHITECTURES
+from jaxtrain.models import ARCHITECTURES, DRAFTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
@@ -43,9 +43,8 @@ def family(config: DecoderConfig) -> ModuleType:
 def find_family(architecture: str) -> ModuleType:
     """The module of an architecture, built in or an entry point's; UserError names all of them."""
     key, advice = "config.json: architectures", "set model.family to the module that holds it"
-    return plugins.find(
-        "models", architecture, ARCHITECTURES, key=key, modules=True, instead=advice
-    )
+    known = {**ARCHITECTURES, **DRAFTS}
+    return plugins.find("models", architecture, known, key=key, modules=True, instead=advice)
 
 
 def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderConfig:
@@ -261,6 +260,8 @@ def save(
         raw = config.to_hf()
         common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
         raw["torch_dtype"] = common
+        if "dtype" in raw:
+            raw["dtype"] = common
         unfinished = Path(folder) / ".config.json.unfinished"
         unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         os.replace(unfinished, Path(folder) / "config.json")

@@ -169,7 +169,77 @@ def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) ->
     return Score(num_features, len(head.labels), use_bias=head.per == "token", **common)
 
 
-class Decoder(nnx.Module):
+class Ends(nnx.Module):
+    """What stands around the layers of a language model, and so what a draft model borrows of its
+    target: `embed`, the final `norm`, the head (`lm_head`; None: the embedding, or `score`)."""
+
+    embed: Embed
+    norm: RMSNorm
+    lm_head: Embed | None
+    score: Score | None
+
+    def head(self) -> jax.Array:
+        """Output projection [V, D] in the param dtype; the embedding itself when tied."""
+        table = self.head_table
+        assert table is not None, "a model that scores predicts no tokens"
+        return table.embedding[...]
+
+    @property
+    def head_table(self) -> Embed | None:
+        """Where the output projection is stored; None where a head scores in its place."""
+        if self.score is not None:
+            return None
+        return self.embed if self.lm_head is None else self.lm_head
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the
+        log-prob kernel, which never holds this array."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        head_VD = self.head().astype(hidden.dtype)
+        return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
+
+
+class Layered(nnx.Module):
+    """A stack of layers that keeps a cache of what it read; activations are in `compute_dtype`."""
+
+    stack: Stack
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> Any: ...
+
+    def unstack(self) -> Self:
+        """This model with every layer stored by itself, for decoding: see `Stack.unstack`."""
+        self.stack.unstack()
+        return self
+
+    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
+        """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
+        dtype = self.compute_dtype if dtype is None else jnp.dtype(dtype)
+        states = self.stack.map_states(
+            lambda mixer, spec: mixer.init_state(spec, rows, slots, dtype)
+        )
+        return Cache(states, jnp.zeros(rows, jnp.int32))
+
+    def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
+        """`cache` with room for more rows or tokens."""
+        states = self.stack.map_states(
+            lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
+        )
+        return Cache(states, jnp.pad(cache.length, (0, rows - len(cache.length))))
+
+    def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
+        """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
+        rows out of range go nowhere."""
+        states = self.stack.map_states(
+            lambda mixer, _, state, new: mixer.insert_state(state, rows_R, new, source_R),
+            cache.states,
+            filled.states,
+        )
+        return Cache(states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop"))
+
+
+class Decoder(Ends, Layered):
     """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
     `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
@@ -210,6 +280,11 @@ class Decoder(nnx.Module):
         return None
 
     @property
+    def compute_dtype(self) -> Any:
+        """Of activations and matmuls."""
+        return self.embed.dtype
+
+    @property
     def follows_trees(self) -> bool:
         """Whether packed documents and branches are what they would be alone, in every layer."""
         return all(mixer.follows_trees for _, mixer in self.stack.mixers())
@@ -221,60 +296,10 @@ class Decoder(nnx.Module):
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         return self._run(batch.tokens, context, capture=capture)[0]
 
-    def head(self) -> jax.Array:
-        """Output projection [V, D] in the param dtype; the embedding itself when tied."""
-        table = self.head_table
-        assert table is not None, "a model that scores predicts no tokens"
-        return table.embedding[...]
-
-    @property
-    def head_table(self) -> Embed | None:
-        """Where the output projection is stored; None where a head scores in its place."""
-        if self.score is not None:
-            return None
-        return self.embed if self.lm_head is None else self.lm_head
-
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., n] of a model that scores, in at least float32."""
         assert self.score is not None, "a language model has no scores"
         return self.score(hidden)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V] in at least float32. For sampling and tests: training uses the
-        log-prob kernel, which never holds this array."""
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        head_VD = self.head().astype(hidden.dtype)
-        return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
-
-    def unstack(self) -> "Decoder":
-        """This model with every layer stored by itself, for decoding: see `Stack.unstack`."""
-        self.stack.unstack()
-        return self
-
-    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> Cache:
-        """Empty cache of rows with room for `slots` tokens, by default in the compute dtype."""
-        dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
-        states = self.stack.map_states(
-            lambda mixer, spec: mixer.init_state(spec, rows, slots, dtype)
-        )
-        return Cache(states, jnp.zeros(rows, jnp.int32))
-
-    def grow_cache(self, cache: Cache, rows: int, slots: int) -> Cache:
-        """`cache` with room for more rows or tokens."""
-        states = self.stack.map_states(
-            lambda mixer, spec, state: mixer.grow_state(spec, state, rows, slots), cache.states
-        )
-        return Cache(states, jnp.pad(cache.length, (0, rows - len(cache.length))))
-
-    def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
-        """`cache` with rows of a `filled` one, of no more slots, in the place of some of its own;
-        rows out of range go nowhere."""
-        states = self.stack.map_states(
-            lambda mixer, _, state, new: mixer.insert_state(state, rows_R, new, source_R),
-            cache.states,
-            filled.states,
-        )
-        return Cache(states, cache.length.at[rows_R].set(filled.length[source_R], mode="drop"))
 
     def decode(
         self,

@@ -191,7 +191,7 @@ class OfflineRounds:
             if counts["draws"] > self._told:
                 self._tell(counts, "data read so far")
             self._told = counts["draws"]
-        return live.prepare(Round(batches))
+        return live.prepare(Round(batches, version=live.step))
 
     def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
         """Nothing waits for weights."""

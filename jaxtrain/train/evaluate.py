@@ -75,7 +75,7 @@ class Evaluation:
         batches = (
             ready
             for batch in itertools.islice(batches, self.config.eval.max_batches)
-            for ready in self.task.prepare(Round([batch]), scorer).batches
+            for ready in self.task.prepare(Round([batch], held_out=True), scorer).batches
         )
         means = average_batches(self.run_eval, held.weights, batches, self.parts.mesh)
         coef = self.task.coef

@@ -1,0 +1,41 @@
+"""What a target's layers say of the tokens of a batch: from the batch, or by running the target.
+
+Shapes: B rows, T packed tokens, D the target's features, C captured layers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.batch import Batch
+
+STATES = "target_states"
+"""Stream [B, T, C * D]: outputs of the captured layers, one behind the other."""
+LAST = "target_last"
+"""Stream [B, T, D]: what comes out of the last layer, final-normed."""
+
+
+class TargetStates(NamedTuple):
+    """What drafts read of the target, without gradients."""
+
+    captured: jax.Array
+    """[B, T, C * D], in the order of the layers that were asked for."""
+    last: jax.Array | None
+    """[B, T, D]; None where nobody asked for it."""
+
+
+def read_target(
+    target: Any, batch: Batch, layers: Sequence[int], *, last: bool = False
+) -> TargetStates:
+    """States of the tokens of rows [B, T]: the batch's streams where it has them, else those of
+    `target`, a Decoder. last: whether what comes out of the last layer is wanted, too."""
+    if STATES in batch.streams:
+        assert not last or LAST in batch.streams, f"the batch has no stream {LAST}"
+        captured = batch.streams[STATES]
+        return TargetStates(captured, batch.streams[LAST] if last else None)
+    found = target.hidden(batch, tuple(layers))
+    captured = jnp.concatenate([found.captured[layer] for layer in layers], axis=-1)
+    states = TargetStates(captured, found.hidden if last else None)
+    return jax.lax.stop_gradient(states)

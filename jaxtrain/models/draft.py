@@ -1,0 +1,142 @@
+"""Draft models: small networks that guess a target's next tokens from what its layers put out.
+
+    target layers ── captured states [.., C * D] ──> draft ── K guesses ──> the target verifies them
+
+A draft borrows the target's embedding (and, unless it has its own, its head) and is trained and
+stored without them. Families of drafts stand beside those of decoders, with Config, Model and
+names() alike, so that build.py makes, loads and saves them.
+
+Shapes: B rows, T tokens, D the target's features, C captured layers, K guesses, R rows to fill.
+"""
+
+import dataclasses
+from abc import abstractmethod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.models.decoder import DecoderConfig, Ends, Layered, Options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftConfig(DecoderConfig):
+    """What all drafts have beside the sizes of their own layers."""
+
+    capture: tuple[int, ...]
+    """Layers of the target whose output the draft reads, in this order; they count from 0."""
+    target_hidden_size: int
+    """D."""
+    num_target_layers: int | None = None
+    """Layers of the target; None where the export of the family does not say."""
+    mask_token_id: int | None = None
+    """Token in the place of what is guessed, in families that read one."""
+
+    @property
+    def num_captured(self) -> int:
+        """C * D: features of what the draft reads of a token."""
+        return len(self.capture) * self.target_hidden_size
+
+
+OWN = ("capture", "target_hidden_size", "num_target_layers", "mask_token_id")
+"""Fields of DraftConfig that are no attributes of a decoder's config.json."""
+
+
+class TargetEnds(Ends):
+    """What drafts borrow of a target whose layers are elsewhere; parameters have the paths that
+    they have in the whole model."""
+
+    def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
+        common = options.layer_options(config, rngs)
+        self.embed = Embed(config.vocab_size, config.hidden_size, **common)
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
+        )
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, **common)
+        self.score = None
+        self.stored: tuple[tuple[str, str], ...] = ()
+
+
+class Draft(Layered):
+    """A draft model; `target` is a Decoder or its TargetEnds throughout.
+
+    Its cache is opaque to others: that of a `Layered`, or what a family makes of it.
+
+    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
+    """
+
+    stored: tuple[tuple[str, str], ...]
+    capture: tuple[int, ...]
+    """As in DraftConfig."""
+    num_drafted: int
+    """K, the tokens that `propose` guesses."""
+    head_table: Embed | None = None
+    """Where an output projection of its own is stored; None: it uses the target's."""
+
+    @abstractmethod
+    def read(
+        self,
+        cache: Any,
+        target: Ends,
+        tokens_BT: jax.Array,
+        states_BTF: jax.Array,
+        counts_B: jax.Array,
+    ) -> Any:
+        """The cache after the target has read tokens_BT, of each row the first counts_B; the others
+        leave no trace. states_BTF [B, T, C * D]: the captured states of the same tokens."""
+
+    @abstractmethod
+    def propose(self, cache: Any, target: Ends, token_B: jax.Array) -> jax.Array:
+        """int32 [B, K]: the likeliest tokens behind token_B, which was drawn and which the target
+        has not read. Rows that have read nothing give any ids of the vocabulary."""
+
+
+def check_target(draft: DraftConfig, target: DecoderConfig, key: str = "task.draft") -> None:
+    """UserError where a draft cannot stand beside this target. key: the section or option that
+    names the draft."""
+    found, wanted = draft.target_hidden_size, target.hidden_size
+    if found != wanted:
+        raise UserError(
+            f"{key} reads states of {found} features, the target (model) has hidden_size {wanted};"
+            " choose the draft of this target"
+        )
+    if draft.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{key} has a vocabulary of {draft.vocab_size} tokens, the target (model) of"
+            f" {target.vocab_size}; choose the draft of this target"
+        )
+    check_capture(draft.capture, target.num_hidden_layers, key)
+    if draft.num_target_layers not in (None, target.num_hidden_layers):
+        raise UserError(
+            f"{key} was made for a target of {draft.num_target_layers} layers, the target (model)"
+            f" has {target.num_hidden_layers}; choose the draft of this target"
+        )
+    mask = draft.mask_token_id
+    if mask is not None and not 0 <= mask < target.vocab_size:
+        raise UserError(
+            f"{key}.mask_token_id {mask} is outside of the target's embedding, which has"
+            f" {target.vocab_size} rows"
+        )
+
+
+def check_capture(capture: tuple[int, ...], num_layers: int, key: str = "task.draft") -> None:
+    """UserError unless the layers that a draft reads are layers of the target, each once."""
+    place = f"{key}.target_layers {list(capture)}"
+    if not capture:
+        raise UserError(f"{place} is empty; name at least one layer of the target, from 0")
+    if outside := [layer for layer in capture if not 0 <= layer < num_layers]:
+        raise UserError(
+            f"{place}: the target has {num_layers} layers, which count from 0, so that there is no"
+            f" layer {outside[0]}"
+        )
+    if len(set(capture)) < len(capture):
+        twice = next(layer for layer in capture if capture.count(layer) > 1)
+        raise UserError(
+            f"{place} names layer {twice} twice (a target of {num_layers} layers); set"
+            f" {key}.target_layers to different layers from 0 to {num_layers - 1}"
+        )
