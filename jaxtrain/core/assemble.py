@@ -243,9 +243,9 @@ def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") ->
     where it has another one, or for a draft."""
     if isinstance(found, DraftConfig):
         raise UserError(
-            f"{key} holds {found.architecture}, a draft model, which guesses for a target and writes"
-            " nothing alone; name its target here, and the draft as task.draft.path (to train it),"
-            " or with --draft"
+            f"{key} holds {found.architecture}, a draft model, which guesses for a target and"
+            " writes nothing alone; name its target here, and the draft as task.draft.path (to"
+            " train it) or with --draft"
         )
     if score is None:
         if found.score is None:
