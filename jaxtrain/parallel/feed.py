@@ -18,21 +18,32 @@ def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
     """Host Batch [A, B, T] to device arrays of the same dtypes (64 bits become 32 unless jax has
     them enabled); `denoms`, numbers or [A], are copied to every device.
 
+    Arrays that lie in their place already, such as streams made on other devices, stay as they are.
     Every process passes the whole batch and places the part that its devices hold: which rows
     train together depends on the data alone, never on the number of processes. Without a mesh the
     arrays go to the default device. Raises UserError where rows or tokens do not divide.
     """
     if mesh is None or mesh.size == 1:
         return jax.tree.map(jax.device_put, batch)
-    return jax.tree.map(lambda x: _place(np.asarray(x), mesh), batch)
+    return jax.tree.map(lambda x: _put(x, mesh), batch)
 
 
-def _place(x: np.ndarray, mesh: Mesh) -> jax.Array:
-    spec = PartitionSpec()
-    if x.ndim >= 3:  # the others are denominators
-        check_divides(x.shape[1], x.shape[2], mesh)
-        spec = PartitionSpec(None, RULES["rows"], RULES["length"], *(None,) * (x.ndim - 3))
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda at: x[at])
+def _put(x: np.ndarray | jax.Array, mesh: Mesh) -> jax.Array:
+    place = place_of(x.shape, mesh)
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
+        return x
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
+
+
+def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Where an array of a batch, [A, B, T, ...] or a denominator, lies on a mesh; UserError where
+    rows or tokens do not divide."""
+    if len(shape) < 3:
+        return NamedSharding(mesh, PartitionSpec())
+    check_divides(shape[1], shape[2], mesh)
+    spec = PartitionSpec(None, RULES["rows"], RULES["length"], *(None,) * (len(shape) - 3))
+    return NamedSharding(mesh, spec)
 
 
 def check_divides(rows: int, length: int, mesh: Mesh) -> None:

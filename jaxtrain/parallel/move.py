@@ -1,0 +1,60 @@
+"""Arrays from one mesh to another of the same process, device to device.
+
+`jax.device_put` goes through the host where both sides are cut differently. Here each device of the
+destination gets the pieces that it needs from whichever devices hold them, joined where it is.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+Span = tuple[int, int]
+
+
+def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """`x` of any mesh of this process in a place on another one; nothing waits for it. shape: what
+    of it is wanted, from the first element on; None: all."""
+    shape = x.shape if shape is None else shape
+    held = [(_spans(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
+    pieces: dict[tuple[Span, ...], Any] = dict(held)
+    found = []
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        found.append(_gather(_spans(index, shape), pieces, device))
+    return jax.make_array_from_single_device_arrays(shape, place, found)
+
+
+def _gather(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], device: Any) -> Any:
+    """The part `wanted` of an array, of which `pieces` are all parts, on a device."""
+    cuts = [_cuts(axis, wanted, pieces) for axis in range(len(wanted))]
+
+    def join(axis: int, spans: tuple[Span, ...]) -> Any:
+        if axis == len(wanted):
+            return jax.device_put(_cut(spans, pieces), device)
+        parts = [join(axis + 1, (*spans, span)) for span in itertools.pairwise(cuts[axis])]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+    return join(0, ())
+
+
+def _cuts(axis: int, wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> list[int]:
+    """Where the part has to be cut along an axis, its ends included."""
+    start, stop = wanted[axis]
+    ends = {end for spans in pieces for end in spans[axis] if start < end < stop}
+    return sorted({start, stop, *ends})
+
+
+def _cut(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
+    """A part that lies in one of the pieces, there."""
+    for spans, piece in pieces.items():
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(spans, wanted, strict=True)):
+            inside = [slice(c - a, d - a) for (a, _), (c, d) in zip(spans, wanted, strict=True)]
+            return piece if spans == wanted else piece[tuple(inside)]
+    raise AssertionError("the pieces do not cover the array")
+
+
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Span, ...]:
+    ends = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in ends)
