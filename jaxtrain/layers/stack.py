@@ -110,11 +110,13 @@ class Stack(nnx.Module):
         states: Sequence[State] | None = None,
         decoding: Decoding | None = None,
         trial: bool = False,
+        depth: int | None = None,
     ) -> tuple[Hidden, tuple[State, ...]]:
         """(outputs, the states after the tokens; none without `states`, as in training).
 
         angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
-        each block gets its layer's slice. trial: the states are for `commit`.
+        each block gets its layer's slice. trial: the states are for `commit`. depth: no layer from
+        this one on need be run; what would come out behind them is not told then.
         """
         num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
@@ -148,6 +150,8 @@ class Stack(nnx.Module):
         captured, notes, new_states = {}, {}, []
         for segment, own, part in zip(segments, blocks, extras, strict=True):
             start, period, repeats = segment
+            if depth is not None and start >= depth:
+                break
             wanted = [layer for layer in segment.layers if layer in capture]
             if repeats == 1:
                 graphdef, params = own[self.specs[start].kind]
@@ -163,8 +167,9 @@ class Stack(nnx.Module):
                 graphdefs = {kind: graphdef for kind, (graphdef, _) in own.items()}
                 params = {kind: state for kind, (_, state) in own.items()}
                 runners = [runner(graphdefs[s.kind], s, scanned=True) for s in period_specs]
+                rounds = repeats if depth is None else min(repeats, -(-(depth - start) // period))
                 x_BTD, taken, found = _scan(
-                    segment, period_specs, runners, x_BTD, params, part, wanted
+                    segment, period_specs, runners, x_BTD, params, part, wanted, rounds
                 )
                 captured |= taken
             for name, value in found.items():
@@ -291,8 +296,9 @@ def _scan(
     params: dict[str, nnx.State],
     extra: Any,
     wanted: Sequence[int],
+    rounds: int,
 ) -> tuple[jax.Array, dict[int, jax.Array], dict[str, jax.Array]]:
-    """(output, {layer: output} of those wanted, {name: [layers, ...]}) of a segment.
+    """(output, {layer: output} of those wanted, {name: [layers, ...]}) of a segment's first rounds.
 
     Every layer writes its output at its slot of one buffer, at a spare one where nobody asked;
     outside of what is rematerialised, so nothing is kept of it for each layer.
@@ -306,7 +312,10 @@ def _scan(
 
     def body(carry, step):
         x_BTD, buffer = carry
-        params, extra, slots_P = step
+        if rounds == repeats:
+            params, extra, slots_P = step
+        else:
+            params, extra, slots_P = jax.tree.map(lambda leaf: leaf[step], steps)
         pieces = {kind: iter(_unfold(state, kinds.count(kind))) for kind, state in params.items()}
         extras, notes = _unfold(extra, period), {}
         for place, (kind, run) in enumerate(zip(kinds, runners, strict=True)):
@@ -318,7 +327,9 @@ def _scan(
         return (x_BTD, buffer), notes
 
     steps = (folded, _fold(extra, period), slots_RP)
-    (x_BTD, buffer), notes = jax.lax.scan(body, (x_BTD, buffer), steps, length=repeats)
+    # A part of the stack is read where it lies: as what is scanned over it would be copied.
+    over = steps if rounds == repeats else jnp.arange(rounds)
+    (x_BTD, buffer), notes = jax.lax.scan(body, (x_BTD, buffer), over, length=rounds)
     found = {}
     for name, values in notes.items():
         joined = jnp.stack(values, 1) if len(values) > 1 else values[0]

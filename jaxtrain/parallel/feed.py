@@ -24,7 +24,8 @@ def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
     arrays go to the default device. Raises UserError where rows or tokens do not divide.
     """
     if mesh is None or mesh.size == 1:
-        return jax.tree.map(jax.device_put, batch)
+        device = None if mesh is None else mesh.devices.item()
+        return jax.tree.map(lambda x: jax.device_put(x, device), batch)
     return jax.tree.map(lambda x: _put(x, mesh), batch)
 
 

@@ -163,3 +163,24 @@ def test_bfloat16_compute_keeps_float32_masters():
     exact = hidden_of(build.init(config, 0), batch)
     error = np.abs(hidden.astype(jnp.float32) - exact).max() / np.abs(exact).max()
     assert 0 < error < 0.05  # bfloat16 has 8 bits: 0.4% a rounding, some ten of them in a row
+
+
+@pytest.mark.parametrize(
+    "name, layers", [("qwen3", (2, 0)), ("qwen2_window", (1,)), ("qwen2_window", (3, 2))]
+)
+def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
+    raw = {**RAW[name], "num_hidden_layers": 5, "max_window_layers": 2}
+    config = build.config_from_hf(raw)
+    batch = pack([documents(0, 11, 6), documents(1, 19)], 20)
+    graphdef, state = nnx.split(build.init(config, 0))
+    whole = nnx.merge(graphdef, state).hidden(batch, layers).captured
+    wanted = jnp.concatenate([whole[layer] for layer in layers], -1)
+    # What is not run cannot spoil anything.
+    spoiled = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.at[max(layers) + 1 :].set(jnp.nan)
+        if leaf.shape[:1] == (5,)
+        else leaf,
+        state,
+    )
+    found = jax.jit(lambda state: nnx.merge(graphdef, state).captured(batch, layers))(spoiled)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

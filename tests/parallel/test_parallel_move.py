@@ -1,0 +1,51 @@
+"""Arrays that change meshes, and batches of which a part lies on the devices already."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.parallel.feed import place_of
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.move import move
+
+
+def place(devices, *axes):
+    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+@pytest.mark.parametrize(
+    "here, axes, there, others",
+    [
+        (slice(0, 1), (None,), slice(1, 4), (None, "x")),  # one to three
+        (slice(0, 2), (None, "x"), slice(2, 4), (None, "x")),  # as it is
+        (slice(0, 2), (None, "x"), slice(2, 4), (None, None, "x")),  # across
+        (slice(0, 3), (None, "x"), slice(3, 4), ()),  # three joined on one
+        (slice(0, 3), (None, "x"), slice(2, 4), (None, "x")),  # cut in the middle of a piece
+    ],
+)
+def test_an_array_arrives_whole_without_passing_the_host(here, axes, there, others):
+    x = np.arange(2 * 6 * 4 * 3, dtype=np.float32).reshape(2, 6, 4, 3)
+    devices = jax.devices()
+    held = jax.device_put(x, place(devices[here], *axes))
+    wanted = place(devices[there], *others)
+    with jax.transfer_guard_device_to_host("disallow"):
+        found = move(held, wanted)
+    assert found.sharding == wanted
+    np.testing.assert_array_equal(found, x)
+
+
+def test_padding_stays_behind():
+    x = np.arange(48.0).reshape(1, 6, 8)
+    devices = jax.devices()
+    held = jax.device_put(x, place(devices[:2], None, "x"))
+    found = move(held, place(devices[2:3]), (1, 5, 8))
+    np.testing.assert_array_equal(found, x[:, :5])
+
+
+def test_rows_that_do_not_divide_are_refused_by_place_of():
+    mesh = make_mesh(jax.devices()[:3], fsdp=-1)
+    assert place_of((1, 3, 8, 5), mesh).shard_shape((1, 3, 8, 5)) == (1, 1, 8, 5)
+    with pytest.raises(ValueError, match="cannot be split 3 ways"):
+        place_of((1, 4, 8), mesh)
