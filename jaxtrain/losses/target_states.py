@@ -35,7 +35,13 @@ def read_target(
         assert not last or LAST in batch.streams, f"the batch has no stream {LAST}"
         captured = batch.streams[STATES]
         return TargetStates(captured, batch.streams[LAST] if last else None)
+    return jax.lax.stop_gradient(run_target(target, batch, layers, last=last))
+
+
+def run_target(target: Any, batch: Batch, layers: Sequence[int], *, last: bool) -> TargetStates:
+    """States of the tokens of rows [B, T] by running `target`, as far as need be."""
+    if not last:
+        return TargetStates(target.captured(batch, layers), None)
     found = target.hidden(batch, tuple(layers))
     captured = jnp.concatenate([found.captured[layer] for layer in layers], axis=-1)
-    states = TargetStates(captured, found.hidden if last else None)
-    return jax.lax.stop_gradient(states)
+    return TargetStates(captured, found.hidden)

@@ -296,8 +296,6 @@ class Decoder(Ends, Layered):
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         return self._run(batch.tokens, context, capture=capture)[0]
 
-<<<<<<< HEAD
-=======
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
         """Outputs [B, T, C * D] of C layers, one behind the other, as `hidden` captures them. No
         layer behind the last of them is run."""
@@ -306,20 +304,6 @@ class Decoder(Ends, Layered):
         found = self._run(batch.tokens, context, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([found[layer] for layer in layers], axis=-1)
 
-    def head(self) -> jax.Array:
-        """Output projection [V, D] in the param dtype; the embedding itself when tied."""
-        table = self.head_table
-        assert table is not None, "a model that scores predicts no tokens"
-        return table.embedding[...]
-
-    @property
-    def head_table(self) -> Embed | None:
-        """Where the output projection is stored; None where a head scores in its place."""
-        if self.score is not None:
-            return None
-        return self.embed if self.lm_head is None else self.lm_head
-
->>>>>>> 3f30aca (Decoder.captured runs no layer behind the last one that is asked for; tensorstore is a dependency of its own)
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., n] of a model that scores, in at least float32."""
         assert self.score is not None, "a language model has no scores"
