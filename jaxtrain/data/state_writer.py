@@ -244,4 +244,3 @@ def find_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> lis
         else:
             listed.append(f"{name} {other} there, {value} here")
     return listed
-

@@ -1,4 +1,4 @@
-"""States on disk: found by tokens whatever the packing, whole after a kill, refused when damaged."""
+"""States on disk: found by tokens however packed, whole after a kill, refused when damaged."""
 
 import json
 from pathlib import Path

@@ -177,9 +177,9 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     wanted = jnp.concatenate([whole[layer] for layer in layers], -1)
     # What is not run cannot spoil anything.
     spoiled = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.at[max(layers) + 1 :].set(jnp.nan)
-        if leaf.shape[:1] == (5,)
-        else leaf,
+        lambda path, leaf: (
+            leaf.at[max(layers) + 1 :].set(jnp.nan) if leaf.shape[:1] == (5,) else leaf
+        ),
         state,
     )
     found = jax.jit(lambda state: nnx.merge(graphdef, state).captured(batch, layers))(spoiled)
