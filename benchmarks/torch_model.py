@@ -81,7 +81,9 @@ class Block(nn.Module):
         q, k, v = qkv.split(heads, 2)
         q, k = (rotate(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        if isinstance(mask, torch.Tensor):
+        if mask is None:  # rows of one document
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif isinstance(mask, torch.Tensor):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         else:
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.heads != self.kv_heads)
