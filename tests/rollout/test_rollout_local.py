@@ -36,10 +36,14 @@ def model():
 
 @jax.jit
 def next_logits(model, tokens_BT):
+    return model.logits(model.hidden(make_batch(tokens_BT)).hidden)
+
+
+def make_batch(tokens_BT):
+    """A document a row."""
     B, T = tokens_BT.shape
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    batch = Batch(tokens_BT, index, index - 1, jnp.full((B, T), T, jnp.int32), {})
-    return model.logits(model.hidden(batch).hidden)
+    return Batch(tokens_BT, index, index - 1, jnp.full((B, T), T, jnp.int32), {})
 
 
 def recompute(model, prompt, answer):

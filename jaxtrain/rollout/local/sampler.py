@@ -6,7 +6,8 @@
 
 Requests of any kind share the rows, and a row that ends is filled again after the chunk. Rows and
 slots come in few sizes, so a run compiles a handful of programs; they grow while there is work and
-are given back when there is none. `slots.py` has the device's side.
+are given back when there is none. `slots.py` has the device's side. A model with a draft (Drafted)
+draws the same tokens in fewer passes: `speculation.py`.
 """
 
 from collections import deque
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local.draws import find_kind, read_draws
 from jaxtrain.rollout.local.slots import (
     CHUNK,
@@ -29,7 +31,9 @@ from jaxtrain.rollout.local.slots import (
     fill,
     grow,
     insert,
+    keep,
 )
+from jaxtrain.rollout.local.speculation import Drafted, speculate_chunk
 from jaxtrain.rollout.types import Completion, FinishReason, Sampling
 
 PROMPT_TOKENS = 32768
@@ -53,6 +57,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Of each speculative cycle: 1 + the guesses accepted."""
     next_version: int = -1
     """Of the weights that drew the token which has not been handed out yet."""
     finish_reason: FinishReason = "length"
@@ -81,14 +87,19 @@ class LocalSampler:
         max_batch: int = 64,
         to_text: Callable[[list[int]], str] | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        draft_rows: int = 0,
     ):
-        """mesh: where the weights lie, by default the one that is set where `step` is called."""
+        """mesh: where the weights lie, by default the one that is set where `step` is called.
+        draft_rows: a draft guesses only while no more rows are busy; 0: always."""
         self.eos_ids = frozenset(eos_ids)
         self.pad_id = pad_id
         self.max_len = max_len
         self.max_batch = max_batch
         self.to_text = to_text
         self.mesh = mesh
+        self.draft_rows = draft_rows
+        self.acceptance: Acceptance | None = None
+        """Of all cycles so far; None before the first."""
         self._weights: tuple[Any, int] = (model, -1)
         self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = []
@@ -213,11 +224,14 @@ class LocalSampler:
 
     def _make_room(self, count: int, new: Sequence[Request]) -> None:
         """Rows for `count` requests and slots for the longest of the new ones."""
-        longest = max(len(one.prompt) + one.limit for one in new)
+        model = self._weights[0]
+        # A cycle may read guesses behind the row's limit.
+        spare = model.draft.num_drafted if isinstance(model, Drafted) else 0
+        longest = max(len(one.prompt) + one.limit for one in new) + spare
         B = min(bucket(count, 1), self.max_batch)
         S = roomy(max(longest, *(bucket(len(one.prompt), 32) for one in new)))
         E = bucket(max(len(one.ends) for one in new), 1)
-        model, old = self._weights[0], self._size
+        old = self._size
         if self._rows is None:
             self._size = (B, S, E)
             self._rows = empty_rows(model, B=B, S=S, E=E)
@@ -265,15 +279,17 @@ class LocalSampler:
     def _draw(self) -> list[Request]:
         """A chunk of tokens of all rows; the requests that ended, their rows being free now."""
         model, version = self._weights
+        speculates = isinstance(model, Drafted) and self._is_calm()
         there = [(row, one) for row, one in enumerate(self._running) if one is not None]
         stop_B = np.array([one is None or one.aborted for one in self._running])
-        self._rows, *found = decode_chunk(
-            model,
-            self._rows,
-            stop_B,
-            np.int32(max(1, len(self._running) // REFILL)),
-            find_kind([one.sampling for _, one in there]),
-        )
+        patience = np.int32(max(1, len(self._running) // REFILL))
+        kind = find_kind([one.sampling for _, one in there])
+        if speculates:
+            self._rows, found = speculate_chunk(model, self._rows, stop_B, patience, kind)
+            self._count_cycles(there, np.asarray(found[-1]), model.draft.num_drafted)
+            found = found[:-1]
+        else:
+            self._rows, *found = decode_chunk(model, self._rows, stop_B, patience, kind)
         tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
         ended = []
         for row, one in there:
@@ -297,6 +313,34 @@ class LocalSampler:
                 self._running[row] = None
                 ended.append(one)
         return ended
+
+    def _is_calm(self) -> bool:
+        """Whether so few rows are busy that guesses pay; those that idle are then given up, for a
+        cycle would read guesses for them, too."""
+        most, busy = self.draft_rows, sum(one is not None for one in self._running)
+        if not most:
+            return True
+        if busy > most:
+            return False
+        if len(self._running) > bucket(busy, 1):
+            kept = [row for row, one in enumerate(self._running) if one is not None]
+            kept += [row for row, one in enumerate(self._running) if one is None]
+            kept = kept[: bucket(busy, 1)]
+            self._rows = keep(self._rows, np.array(kept, np.int32))
+            self._running = [self._running[row] for row in kept]
+            self._size = (len(kept), *self._size[1:])
+        return True
+
+    def _count_cycles(
+        self, there: Sequence[tuple[int, Request]], lengths_BN: np.ndarray, num_drafted: int
+    ) -> None:
+        """Tell requests and the sampler what became of the guesses."""
+        if self.acceptance is None:
+            self.acceptance = Acceptance(num_drafted)
+        for row, one in there:
+            own = lengths_BN[row][lengths_BN[row] > 0].tolist()
+            one.lengths += own
+            self.acceptance.add(own)
 
     def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
         """Number of tokens after which the text first holds a stop text; None: it does not."""

@@ -116,6 +116,12 @@ def grow(model: Any, rows: Rows, *, B: int, S: int, E: int) -> Rows:
 
 
 @jax.jit
+def keep(rows: Rows, index_R: jax.Array) -> Rows:
+    """Some of the rows, in this order; all arrays of models' states are [B, ...]."""
+    return jax.tree.map(lambda x: x[index_R], rows)
+
+
+@jax.jit
 def fill(model: Any, tokens_UP: jax.Array, lengths_U: jax.Array) -> Filled:
     """Read prompts, left-aligned in [U, P]."""
     U, P = tokens_UP.shape

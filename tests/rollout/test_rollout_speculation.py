@@ -1,0 +1,176 @@
+"""Speculative decoding draws what plain decoding draws, whatever the draft guesses."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_rollout_continuous import RAW, run
+from test_rollout_local import make_batch
+from toy_draft import ToyDraft
+
+from jaxtrain.models import ARCHITECTURES, build
+from jaxtrain.models.parameters import split_model
+from jaxtrain.rollout.acceptance import Acceptance
+from jaxtrain.rollout.local import slots
+from jaxtrain.rollout.local.draws import Kind, read_draws
+from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.local.speculation import Drafted, draw_all, speculate_chunk
+from jaxtrain.rollout.types import Sampling
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+TOY = {
+    **RAW,
+    "max_position_embeddings": 128,
+    "architectures": ["ToyForCausalLM"],
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+}
+TOY.pop("model_type")
+K = 3
+KINDS = [
+    Sampling(max_new_tokens=40),
+    Sampling(max_new_tokens=23, temperature=0.9, seed=5),
+    Sampling(max_new_tokens=1, temperature=0.9),
+    Sampling(max_new_tokens=37, temperature=1.3, top_k=7, top_p=0.9, seed=6),
+    Sampling(max_new_tokens=50, temperature=0.7, min_p=0.05),
+    Sampling(max_new_tokens=29),
+]
+LENGTHS = (3, 17, 9, 30, 1, 12)
+PATTERN = np.array([1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], bool)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def family():
+    ARCHITECTURES["ToyForCausalLM"] = "toy_recurrent"
+    yield
+    del ARCHITECTURES["ToyForCausalLM"]
+
+
+@pytest.fixture(scope="module", params=[RAW, TOY], ids=["attention", "recurrent"])
+def models(request):
+    return [build.init(build.config_from_hf(request.param), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    """(prompts, their plain answers)."""
+    rng = np.random.default_rng(0)
+    prompts = [[10 + i, *rng.integers(4, 61, n - 1).tolist()] for i, n in enumerate(LENGTHS)]
+    requests = ask(open_sampler(models[0]), prompts)
+    return prompts, requests
+
+
+def open_sampler(model, **options):
+    options = {"max_len": 100, "max_batch": 4, "eos_ids": (3,)} | options
+    return LocalSampler(model, to_text=lambda tokens: "".join(f"<{t}>" for t in tokens), **options)
+
+
+def ask(sampler, prompts, kinds=KINDS, **options):
+    """Requests after all have ended; the last three come while the first run."""
+    requests = [
+        sampler.request(prompt, kind, number=i, **options)
+        for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    for request in requests[:-3]:
+        sampler.add(request)
+    sampler.step()
+    run(sampler, requests[-3:])
+    return requests
+
+
+def make_draft(plain, right=PATTERN):
+    prompts, answers = plain
+    texts = {p[0]: [*p, *a.tokens] for p, a in zip(prompts, answers, strict=True)}
+    return ToyDraft(texts, right)
+
+
+def check_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
+        assert one.versions == other.versions
+        # float32, read together and one by one.
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_answers_are_those_of_plain_decoding(models, plain):
+    """Greedy and sampled rows share batches of which rows end within cycles and are filled again;
+    a guess is right now and then."""
+    prompts, answers = plain
+    assert {a.finish_reason for a in answers} == {"stop", "length"}
+    sampler = open_sampler(Drafted(models[0], make_draft(plain)))
+    found = ask(sampler, prompts)
+    check_same(found, answers)
+    assert sampler.acceptance.cycles == sum(len(one.lengths) for one in found)
+    assert {1, 3, K + 1} <= {length for one in found for length in one.lengths}
+    assert 1.5 < sampler.acceptance.mean < 3.5
+    for one in found:
+        # Every token but the first is a guess that was accepted, or what a cycle drew behind them.
+        rest = sum(one.lengths) - len(one.tokens) + 1
+        assert rest in (0, 1), "the last cycle of a row may end with a guess"
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_cycles_of_a_draft_that_is_always_right_or_wrong(models, plain, right):
+    prompts, answers = plain
+    found = ask(open_sampler(Drafted(models[0], make_draft(plain, [right]))), prompts)
+    check_same(found, answers)
+    for one in found:
+        drawn = len(one.tokens) - 1
+        assert len(one.lengths) == (-(-drawn // (K + 1)) if right else drawn)
+
+
+def test_the_draft_is_told_what_the_target_has_read(models, plain):
+    """After chunks of both kinds the draft holds the tokens and captured states of the full forward
+    pass, and nothing of guesses that were turned down."""
+    prompts, answers = plain
+    model = Drafted(models[0], make_draft(plain))
+    chosen, B = [1, 3, 5], 4
+    tokens, lengths = np.zeros((B, 32), np.int32), np.ones(B, np.int32)
+    for row, i in enumerate(chosen):
+        tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
+    samplings = [KINDS[i] for i in (*chosen, chosen[-1])]
+    kind, ends = Kind(random=True, truncate=True), np.full((B, 1), -1, np.int32)
+    entry = slots.Entry(
+        row=np.array([0, 1, 2, B], np.int32),
+        source=np.arange(B, dtype=np.int32),
+        limit=np.full(B, 200, np.int32),
+        seed=np.array([one.seed for one in samplings], np.int32),
+        number=np.array([*chosen, 0], np.int32),
+        draw=read_draws(samplings),
+        ends=ends,
+    )
+    rows = slots.empty_rows(model, B=B, S=160, E=1)
+    rows = slots.insert(model, rows, slots.fill(model, tokens, lengths), entry, kind)
+    stop, patience = np.zeros(B, bool), np.int32(B)
+    said = [[] for _ in chosen]
+    for chunk in (speculate_chunk, slots.decode_chunk):
+        rows, *found = chunk(model, rows, stop, patience, kind)
+        tokens_BC, _, handed_B, *_ = found[0] if chunk is speculate_chunk else found
+        for row, own in enumerate(said):
+            own += np.asarray(tokens_BC[row, : handed_B[row]]).tolist()
+        check_read(models[0], rows.cache, [prompts[i] for i in chosen], said)
+    for i, own in zip(chosen, said, strict=True):
+        known = min(len(own), len(answers[i].tokens))
+        assert own[:known] == answers[i].tokens[:known] and known > 15
+
+
+def check_read(model, cache, prompts, said):
+    for row, (prompt, own) in enumerate(zip(prompts, said, strict=True)):
+        text = [*prompt, *own]
+        assert len(text) == cache.target.length[row] == cache.draft.length[row]
+        assert cache.draft.tokens[row, : len(text)].tolist() == text
+        assert not cache.draft.tokens[row, len(text) :].any()
+        padded = np.zeros((1, 160), np.int32)
+        padded[0, : len(text)] = text
+        hidden = capture(model, padded)
+        wanted = np.concatenate([hidden[layer][0] for layer in ToyDraft.capture], axis=-1)
+        # float32 through another kernel: numbers up to ten.
+        found = cache.draft.states[row, : len(text)]
+        np.testing.assert_allclose(found, wanted[: len(text)], atol=5e-5)
+
+
+@jax.jit
+def capture(model, tokens_BT):
+    return model.hidden(make_batch(tokens_BT), capture=ToyDraft.capture).captured
