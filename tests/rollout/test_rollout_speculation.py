@@ -11,12 +11,10 @@ from test_rollout_local import make_batch
 from toy_draft import ToyDraft
 
 from jaxtrain.models import ARCHITECTURES, build
-from jaxtrain.models.parameters import split_model
-from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local import slots
 from jaxtrain.rollout.local.draws import Kind, read_draws
 from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.speculation import Drafted, draw_all, speculate_chunk
+from jaxtrain.rollout.local.speculation import Drafted, speculate_chunk
 from jaxtrain.rollout.types import Sampling
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
