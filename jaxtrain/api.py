@@ -32,7 +32,9 @@ from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import feed, row_shards
+from jaxtrain.rollout.local.drafts import open_draft
 from jaxtrain.rollout.local.sampler import LocalSampler
+from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.rollout.types import Completion
 from jaxtrain.train.trained import open_trained
 
@@ -127,14 +129,21 @@ class Model:
                 f"{self.name} is a reward model: it scores texts (jaxtrain score) and writes none"
             )
 
-    def sampler(self, raw: bool) -> LocalSampler:
-        """A sampler with these weights. raw: an answer ends with its text, not with a turn."""
+    def sampler(self, raw: bool, draft: str | None = None, **options: Any) -> LocalSampler:
+        """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
+        folder of a draft model for speculative decoding: the same answers sooner. options: of
+        LocalSampler."""
         self.require_language()
+        model = self.held.model()
+        if draft is not None:
+            parts = self.held.roles.parts
+            model = Drafted(model, open_draft(draft, parts, self.mesh, "the draft"))
         return LocalSampler(
-            self.held.model(),
+            model,
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
             to_text=self.tokenizer.decode,
+            **options,
         )
 
     def _ids(self, text: Text, index: int) -> np.ndarray:

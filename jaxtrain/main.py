@@ -213,6 +213,11 @@ def run_generate(argv: list[str]) -> None:
         help="play section env's environment; env.key=value changes it",
     )
     parser.add_argument("--system", help="system message of a conversation")
+    parser.add_argument(
+        "--draft",
+        type=os.path.expanduser,
+        help="folder of a draft model (dflash, eagle3): the same answers, decoded speculatively",
+    )
     args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.generate import generate_command
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
@@ -37,6 +37,13 @@ class RolloutConfig(Section):
     """local: devices set aside for sampling, the last ones; 0: it shares those of the trainer."""
     max_batch: int = Field(64, ge=1, le=ROWS)
     """local: answers that are decoded together."""
+    draft: Place | None = None
+    """local: folder of a draft model (task.kind dflash or eagle3) for speculative decoding: the
+    same answers in fewer passes of the policy, whose log-probs stay exact. See docs/speculative.md.
+    """
+    draft_rows: int = Field(0, ge=0, le=ROWS)
+    """With draft: it guesses only while no more answers than these are under way, for many rows
+    fill the device without it; 0: always."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
     term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""
@@ -86,6 +93,14 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         )
     if rollout.engine == "vllm" and rollout.devices:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
+    if rollout.draft_rows and rollout.draft is None:
+        yield "rollout.draft_rows has no effect without rollout.draft; set that or remove it"
+    if rollout.engine != "local" and rollout.draft is not None:
+        own = "; vLLM takes a draft when it starts (vllm serve --speculative-config)"
+        yield (
+            "rollout.draft is for the local engine: remove it, or set rollout.engine to"
+            f' "local"{own if rollout.engine == "vllm" else ""}'
+        )
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):

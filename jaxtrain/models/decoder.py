@@ -159,7 +159,8 @@ class Decoded(NamedTuple):
 
     hidden: jax.Array
     """[B, T, D], final-normed."""
-    cache: Cache | Trial
+    cache: Any
+    """Cache, or Trial."""
     captured: jax.Array | None = None
     """[B, T, C D]: the outputs of the layers that were asked for, side by side in that order."""
 

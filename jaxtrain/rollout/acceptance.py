@@ -1,26 +1,45 @@
 """What became of a draft's guesses: cycles by how many of them were accepted."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
+@dataclass
 class Acceptance:
     """Counts of cycles of speculative decoding by length: 1 + the guesses accepted in it, so 1 to
     `num_drafted` + 1. A guess behind the end of an answer counts as not accepted."""
 
-    def __init__(self, num_drafted: int, lengths: Iterable[int] = ()):
-        self.num_drafted = num_drafted
-        self.histogram = np.zeros(num_drafted + 2, np.int64)
-        """Cycles of each length; entry 0 stays 0."""
-        self.add(lengths)
+    num_drafted: int
+    histogram: np.ndarray = field(init=False)
+    """int64: cycles of each length; entry 0 stays 0."""
+    tokens: int = 0
+    """Handed out in these cycles."""
+    seconds: float = 0.0
+    """Spent on them."""
 
-    def add(self, lengths: Iterable[int]) -> None:
+    def __post_init__(self) -> None:
+        self.histogram = np.zeros(self.num_drafted + 2, np.int64)
+
+    def add(self, lengths: Iterable[int], tokens: int = 0, seconds: float = 0.0) -> None:
         """Count cycles; a length of 0 is none."""
         found = np.bincount(np.fromiter(lengths, int), minlength=self.num_drafted + 2)
         found[0] = 0
-        self.histogram += found
+        # A new array: another thread may be reading the old one.
+        self.histogram = self.histogram + found
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def since(self, earlier: "Acceptance | None") -> "Acceptance":
+        """A copy of what was counted since a copy was taken; of all without one."""
+        found = Acceptance(self.num_drafted)
+        found.histogram, found.tokens, found.seconds = self.histogram, self.tokens, self.seconds
+        if earlier is not None:
+            found.histogram = found.histogram - earlier.histogram
+            found.tokens -= earlier.tokens
+            found.seconds -= earlier.seconds
+        return found
 
     @property
     def cycles(self) -> int:
@@ -42,19 +61,15 @@ class Acceptance:
         reached = self.histogram[::-1].cumsum()[::-1][2:]
         return (reached / max(self.cycles, 1)).tolist()
 
-    def since(self, histogram: np.ndarray) -> "Acceptance":
-        """What was counted after `histogram` was."""
-        found = Acceptance(self.num_drafted)
-        found.histogram = self.histogram - histogram
-        return found
-
-    def table(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "tau": self.mean,
-            "cycles": self.cycles,
-            "drafted": self.cycles * self.num_drafted,
-            "accepted": self.accepted,
-            "accepted_by_position": self.by_position,
-            "histogram": self.histogram[1:].tolist(),
+    def metrics(self) -> dict[str, float]:
+        """For a run's numbers; none where there was no cycle."""
+        if not self.cycles:
+            return {}
+        found = {
+            "draft/accept_len": self.mean,
+            "draft/acceptance": self.accepted / (self.cycles * self.num_drafted),
+            "draft/cycles": float(self.cycles),
         }
+        if self.seconds:
+            found["draft/tokens_per_second"] = self.tokens / self.seconds
+        return found

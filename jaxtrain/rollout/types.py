@@ -101,6 +101,10 @@ class EngineKind(ABC):
         """Whether answers are drawn while the trainer trains."""
         return True
 
+    def check(self, config: Config, parts: Any) -> None:
+        """UserError for what cannot work, as far as it shows without weights; in a dry run, too."""
+        return
+
     @abstractmethod
     def open(
         self, config: Config, parts: Any, say: Callable[[str], None]

@@ -89,7 +89,10 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, DistillationTask)
     draws = task.on_policy_share > 0
-    parts = assemble(config, find_engine(config).reserved(config) if draws else 0)
+    engine = find_engine(config) if draws else None
+    parts = assemble(config, engine.reserved(config) if engine else 0)
+    if engine:
+        engine.check(config, parts)
     roles = {POLICY: Role(parts)}
     if (role := open_teacher(task, parts, config.data.sequence_len)) is not None:
         roles[TEACHER] = role

@@ -59,7 +59,9 @@ def make(config: Config) -> Task:
     """The policy, its reference where one is needed, and what stands around a round."""
     task = config.task
     assert isinstance(task, RLTask)
-    parts = assemble(config, find_engine(config).reserved(config))
+    engine = find_engine(config)
+    parts = assemble(config, engine.reserved(config))
+    engine.check(config, parts)
     if task.share_prompts:
         found = "task.share_prompts packs answers behind one prompt"
         fix = "set task.share_prompts and data.packing to false"

@@ -86,8 +86,9 @@ def holds_run(saved: Path) -> bool:
 
 
 def alone(config: Config) -> Config:
-    """The config of a run for who only looks at what it trained: no device is set aside."""
-    rollout = config.rollout.model_copy(update={"devices": 0})
+    """The config of a run for who only looks at what it trained: no device is set aside, and no
+    draft is looked for."""
+    rollout = config.rollout.model_copy(update={"devices": 0, "draft": None})
     return config.model_copy(update={"rollout": rollout})
 
 

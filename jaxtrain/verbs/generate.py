@@ -30,8 +30,8 @@ MOST_INPUT = 2**29
 class Writer:
     """A model that answers messages, continues text or ids, or acts in an environment."""
 
-    def __init__(self, name: str, overrides: list[str], raw: bool):
-        """raw: texts or ids are continued as they stand."""
+    def __init__(self, name: str, overrides: list[str], raw: bool, draft: str | None = None):
+        """raw: texts or ids are continued as they stand. draft: folder of a draft model."""
         # Section env on its own: the config of a run that has no use for it would refuse it.
         of_env = [word for word in overrides if word.startswith("env.")]
         self.model = Model(name, [word for word in overrides if word not in of_env])
@@ -46,7 +46,7 @@ class Writer:
                 " model.chat_template=FILE"
             )
         self.sampling: SamplingConfig = config.sampling
-        self.sampler = self.model.sampler(raw)
+        self.sampler = self.model.sampler(raw, draft)
         folder = self.model.held.roles.parts.folder
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
@@ -115,18 +115,29 @@ def generate_command(args: argparse.Namespace) -> None:
     if args.output:
         require_writable(args.output, args.overwrite)
     requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
-    writer = Writer(args.model, args.overrides, args.raw or args.ids)
+    writer = Writer(args.model, args.overrides, args.raw or args.ids, args.draft)
     if not rows:
         converse(writer, args.system, args.env)
-        return
-    if args.env:
+    elif args.env:
         played = [env_row(row) for row, _ in rows]
         write_records(args, played, list(map(describe_episode, writer.play(played))))
-        return
-    if args.ids:
+    elif args.ids:
         found = continue_ids(writer, requests)
         write_records(args, [request["row"] for request in requests], found)
-        return
+    else:
+        answer_requests(args, writer, requests)
+    if (counted := writer.sampler.acceptance) is not None:
+        print(
+            f"draft: {counted.mean:.2f} tokens a pass, {counted.accepted} of"
+            f" {counted.cycles * counted.num_drafted} guesses accepted",
+            file=sys.stderr,
+        )
+
+
+def answer_requests(
+    args: argparse.Namespace, writer: Writer, requests: list[dict[str, Any]]
+) -> None:
+    """Answers to texts or conversations, written."""
     prompts = [request["prompt"] for request in requests]
     answers = writer.answer(prompts, [request.get("tools") for request in requests])
     found = [

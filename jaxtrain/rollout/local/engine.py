@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local.sampler import LocalSampler, Request
 from jaxtrain.rollout.local.slots import unstack
+from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
 
 PATIENCE = 3
@@ -30,6 +32,7 @@ class LocalEngine:
     def __init__(self, sampler: LocalSampler):
         self.sampler = sampler
         self._asked = 0
+        self._counted: Acceptance | None = None
         self._futures: dict[Request, asyncio.Future] = {}
         self._serving: asyncio.Task | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -84,8 +87,12 @@ class LocalEngine:
             self._thread = None
 
     def counters(self) -> dict[str, float]:
-        """Nothing can go wrong that is worth counting."""
-        return {}
+        """What became of a draft's guesses since this was last asked; nothing without one."""
+        now = self.sampler.acceptance
+        if now is None:
+            return {}
+        new, self._counted = now.since(self._counted), now.since(None)
+        return new.metrics()
 
     async def _serve(self) -> None:
         """Draw chunks until nothing is left to do."""
@@ -126,10 +133,11 @@ class LocalPublisher:
     process 0 has an engine.
     """
 
-    def __init__(self, engine: LocalEngine | None, copy: Any, *, rests: bool):
+    def __init__(self, engine: LocalEngine | None, copy: Any, *, rests: bool, draft: Any = None):
         """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
-        the trainer trains, so the copies' memory is given back for that time."""
-        self.engine, self.copy, self.rests = engine, copy, rests
+        the trainer trains, so the copies' memory is given back for that time. draft: guesses for
+        all versions of the weights (models.draft.Draft)."""
+        self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
         """Sample from a copy of `params` from the next chunk on."""
@@ -139,7 +147,7 @@ class LocalPublisher:
             return {}
         with self.engine.sampler.on_mesh():
             model = unstack(rebuild(copies))
-        self.engine.use(model, version)
+        self.engine.use(model if self.draft is None else Drafted(model, self.draft), version)
         return {"sync/seconds": time.monotonic() - start}
 
     def sleep(self) -> None:

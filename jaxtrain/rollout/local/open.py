@@ -7,6 +7,7 @@ from jaxtrain.core.assemble import Parts
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process, split_devices
+from jaxtrain.rollout.local.drafts import check_draft, open_draft
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
@@ -26,6 +27,11 @@ class Local(EngineKind):
         """See EngineKind."""
         return config.rollout.mode != "sync" or config.rollout.streaming
 
+    def check(self, config: Config, parts: Parts) -> None:
+        """See EngineKind."""
+        if config.rollout.draft is not None:
+            check_draft(config.rollout.draft, parts, "rollout.draft")
+
     def open(
         self, config: Config, parts: Parts, say: Callable[[str], None]
     ) -> tuple[LocalEngine | None, LocalPublisher]:
@@ -40,7 +46,7 @@ class Local(EngineKind):
                 ' "sync" and streaming to false'
             )
         mesh = make_sampler_mesh(devices, parts.mesh)
-        copy = make_copier(parts, mesh)
+        copy, named = make_copier(parts, mesh), config.rollout.draft
         if not is_main_process():
             return None, LocalPublisher(None, copy, rests=not ahead)
         sampler = LocalSampler(
@@ -50,6 +56,8 @@ class Local(EngineKind):
             max_batch=config.rollout.max_batch,
             to_text=parts.tokenizer.decode,
             mesh=mesh,
+            draft_rows=config.rollout.draft_rows,
         )
         engine = LocalEngine(sampler)
-        return engine, LocalPublisher(engine, copy, rests=not ahead)
+        draft = open_draft(named, parts, mesh, "rollout.draft") if named else None
+        return engine, LocalPublisher(engine, copy, rests=not ahead, draft=draft)

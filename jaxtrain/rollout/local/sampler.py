@@ -10,6 +10,7 @@ are given back when there is none. `slots.py` has the device's side. A model wit
 draws the same tokens in fewer passes: `speculation.py`.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -285,9 +286,13 @@ class LocalSampler:
         patience = np.int32(max(1, len(self._running) // REFILL))
         kind = find_kind([one.sampling for _, one in there])
         if speculates:
-            self._rows, found = speculate_chunk(model, self._rows, stop_B, patience, kind)
-            self._count_cycles(there, np.asarray(found[-1]), model.draft.num_drafted)
-            found = found[:-1]
+            start = time.perf_counter()
+            self._rows, (*found, lengths) = speculate_chunk(
+                model, self._rows, stop_B, patience, kind
+            )
+            lengths_BN, handed = np.asarray(lengths), int(np.asarray(found[2]).sum())
+            seconds = time.perf_counter() - start
+            self._count_cycles(there, lengths_BN, model.draft.num_drafted, handed, seconds)
         else:
             self._rows, *found = decode_chunk(model, self._rows, stop_B, patience, kind)
         tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
@@ -332,15 +337,19 @@ class LocalSampler:
         return True
 
     def _count_cycles(
-        self, there: Sequence[tuple[int, Request]], lengths_BN: np.ndarray, num_drafted: int
+        self,
+        there: Sequence[tuple[int, Request]],
+        lengths_BN: np.ndarray,
+        num_drafted: int,
+        tokens: int,
+        seconds: float,
     ) -> None:
-        """Tell requests and the sampler what became of the guesses."""
+        """Tell requests and the sampler what became of the guesses of a chunk."""
         if self.acceptance is None:
             self.acceptance = Acceptance(num_drafted)
         for row, one in there:
-            own = lengths_BN[row][lengths_BN[row] > 0].tolist()
-            one.lengths += own
-            self.acceptance.add(own)
+            one.lengths += lengths_BN[row][lengths_BN[row] > 0].tolist()
+        self.acceptance.add(lengths_BN.ravel(), tokens, seconds)
 
     def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
         """Number of tokens after which the text first holds a stop text; None: it does not."""

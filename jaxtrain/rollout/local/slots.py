@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.decoder import Cache
 from jaxtrain.rollout.local.draws import Draw, Kind, sample
 
 CHUNK = 32
@@ -24,7 +23,8 @@ CHUNK = 32
 class Rows(NamedTuple):
     """State of all rows between chunks."""
 
-    cache: Cache
+    cache: Any
+    """The model's own."""
     token: jax.Array
     """int32 [B] the last token drawn, not yet seen by the model."""
     logprob: jax.Array
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 class Filled(NamedTuple):
     """Prompts that the model has read."""
 
-    cache: Cache
+    cache: Any
     """Of U rows and P slots."""
     logits: jax.Array
     """float32 [U, V] behind each prompt's last token."""

@@ -1,0 +1,42 @@
+"""Opens a draft model for the sampler: loaded beside its target, and checked against it first."""
+
+import jax
+
+from jaxtrain.core.assemble import Parts, find_folder
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.draft import Draft, DraftConfig, check_target
+from jaxtrain.models.trials import require_trials
+from jaxtrain.rollout.local.slots import unstack
+
+
+def check_draft(name: str, target: Parts, key: str) -> None:
+    """UserError unless the draft folder or Hub id `name` can guess for this target; reads no
+    weights. key: the option that names it."""
+    folder = find_folder(name, weights=True, key=key)
+    if (folder / "checkpoints").is_dir():
+        raise UserError(
+            f"{key} {name!r} is a run; name the draft folder that it wrote at its end, or write one"
+            f" with `jaxtrain export {name}`"
+        )
+    architecture = build.read_config(folder)
+    if not isinstance(architecture, DraftConfig):
+        raise UserError(
+            f"{key} {name!r} holds {architecture.architecture}, which is no draft; name a folder"
+            ' that task.kind "dflash" or "eagle3" wrote'
+        )
+    check_target(architecture, target.architecture, key)
+    require_trials(build.abstract(target.architecture), key)
+
+
+def open_draft(name: str, target: Parts, mesh: jax.sharding.Mesh, key: str) -> Draft:
+    """The draft, ready to guess for this target, on `mesh` and in the target's compute dtype;
+    UserError as check_draft."""
+    check_draft(name, target, key)
+    dtype = target.options["dtype"]
+    draft = build.load(
+        find_folder(name, weights=True, key=key), mesh, param_dtype=dtype, dtype=dtype
+    )
+    assert isinstance(draft, Draft)
+    with jax.set_mesh(mesh):
+        return unstack(draft)
