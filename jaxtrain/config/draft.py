@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import TOKENS
+from jaxtrain.config.bounds import ROWS, TOKENS
 from jaxtrain.config.model import DTYPE
 from jaxtrain.config.task import TaskSection
 
@@ -61,8 +61,25 @@ SIZES = (
 class TargetConfig(Section):
     """Where the states of the target come from."""
 
-    source: Literal["step"] = "step"
-    """step: the target runs in the training step itself."""
+    source: Literal["step", "ahead", "disk"] = "step"
+    """step: the target runs in the training step itself. ahead: on devices of its own, a few
+    batches before they are trained. disk: `jaxtrain capture` wrote them to path; no layer of the
+    target is run."""
+    devices: int = Field(1, ge=1, le=ROWS)
+    """ahead: devices of this process, the last ones, that run the target; section parallel is about
+    the others. They split its weights and the rows."""
+    tensor: int = Field(1, ge=1, le=ROWS)
+    """ahead: of these devices, how many split each layer."""
+    expert: int = Field(1, ge=1, le=ROWS)
+    """ahead: of these devices, how many split the experts of a mixture."""
+    queue: int = Field(2, ge=1, le=1024)
+    """ahead and disk: batches whose states wait, or are being made, on the devices that train; two
+    more are in training at most."""
+    path: Place | None = None
+    """disk: the folder of the states."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Store the target's matrices in fewer bits, as adapter.quantize does; its states are those of
+    the rounded weights."""
 
 
 class DraftTask(TaskSection):
@@ -93,6 +110,7 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
         )
     if "sliding_attention" in (draft.layer_types or []) and not draft.sliding_window:
         yield "task.draft.layer_types has sliding_attention; set task.draft.sliding_window"
+    yield from find_target_conflicts(config.task.target, adapter)
     if adapter.kind != "none" and adapter.path is None:
         yield (
             f"adapter.kind {adapter.kind!r} without adapter.path: the target of a draft is not"
@@ -115,3 +133,30 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
             f"task.draft.compute_dtype {compute} is wider than task.draft.param_dtype"
             f" {draft.param_dtype}; lower the first or raise the second"
         )
+
+
+def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
+    """One sentence for each key of the target that is missing or has no effect."""
+    readers = {
+        **dict.fromkeys(("devices", "tensor", "expert"), ("ahead",)),
+        "queue": ("ahead", "disk"),
+        "path": ("disk",),
+    }
+    for key in target.model_dump(exclude_defaults=True):
+        if target.source not in readers.get(key, (target.source,)):
+            wanted = " or ".join(f'"{source}"' for source in readers[key])
+            yield (
+                f'task.target.{key} has no effect with task.target.source "{target.source}"; set'
+                f" source to {wanted}, or remove it"
+            )
+    if target.source == "disk" and target.path is None:
+        yield 'task.target.source "disk" needs task.target.path, the folder of the states'
+    if target.devices % (target.tensor * target.expert):
+        yield (
+            f"task.target.devices {target.devices} is not a multiple of tensor x expert"
+            f" {target.tensor} x {target.expert}; change one of them"
+        )
+    if "none" not in (target.quantize, adapter.quantize):
+        yield "task.target.quantize and adapter.quantize both store the target; remove one"
+    if target.quantize != "none" and adapter.kind == "dora":
+        yield "task.target.quantize: dora reads the norms of whole matrices; merge the adapter"

@@ -45,16 +45,22 @@ class Parts:
     folder: Path | None
     """Where the weights lie; None for a random start."""
     options: dict[str, Any]
-    """Keyword arguments of models.build.abstract, init and load."""
+    """Keyword arguments of models.build.abstract, init and load; with `part` some parameters of the
+    model are all there is."""
     adapter: Adapter | None = None
     """What is trained, where that is not everything."""
 
 
-def assemble(config: Config, reserved: int = 0, score: ScoreHead | None = None) -> Parts:
+def assemble(
+    config: Config,
+    reserved: int = 0,
+    score: ScoreHead | None = None,
+    key: str = "rollout.devices",
+) -> Parts:
     """What section `model` trains: model, tokenizer and mesh, checked against each other; raises
     UserError.
 
-    reserved: devices, the last ones, that are left out of the mesh. score: the head that the method
+    reserved: devices, the last ones, that are left out of the mesh, as `key` says. score: the head that the method
     trains in the place of the language model's.
     """
     folder, raw = find_architecture(config.model)
@@ -68,7 +74,7 @@ def assemble(config: Config, reserved: int = 0, score: ScoreHead | None = None) 
     return Parts(
         tokenizer=tokenizer,
         architecture=architecture,
-        mesh=make_mesh(split_devices(reserved)[0], **config.parallel.axes()),
+        mesh=make_mesh(split_devices(reserved, key)[0], **config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options=model_options(config.model),
         adapter=make_adapter(config.adapter, architecture),
@@ -203,7 +209,7 @@ def open_base(parts: Parts, seed: int) -> Params:
         found = build.read_params(
             parts.folder, parts.mesh, parts.architecture, seed, **parts.options
         )
-    elif quantize == "none":
+    elif quantize == "none" and "part" not in parts.options:
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
         return split_model(model)[0]
     else:

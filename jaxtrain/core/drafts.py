@@ -5,20 +5,48 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import Config
 from jaxtrain.config.draft import DraftConfig as DraftSection
 from jaxtrain.core.assemble import Parts, assemble, find_folder
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.draft import DraftConfig, check_capture, check_target
-from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.models.draft import DraftConfig, TargetEnds, check_capture, check_target
+from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 
 
-def assemble_target(config: Config, reserved: int = 0) -> Parts:
-    """The model of section `model`, frozen, with the adapter of adapter.path if there is one; see
-    `assemble`. For `Role(parts, "own")`."""
-    return assemble(config, reserved)
+def assemble_target(config: Config) -> Parts:
+    """The model of section `model`, frozen, with the adapter of adapter.path if there is one, on
+    the mesh of what trains; see `assemble`. For `Role(parts, "own")`, or for `move_target`."""
+    section = config.task.target
+    reserved = section.devices if section.source == "ahead" else 0
+    parts = assemble(config, reserved, key="task.target.devices")
+    if section.quantize == "none":
+        return parts
+    adapter = parts.adapter or Adapter({})
+    return dataclasses.replace(
+        parts, adapter=dataclasses.replace(adapter, quantize=section.quantize)
+    )
+
+
+def move_target(config: Config, target: Parts) -> Parts:
+    """The target on the devices that task.target sets aside for it, where it does."""
+    section = config.task.target
+    if section.source != "ahead":
+        return target
+    devices = split_devices(section.devices, "task.target.devices")[1]
+    mesh = make_mesh(devices, fsdp=-1, tensor=section.tensor, expert=section.expert)
+    return dataclasses.replace(target, mesh=mesh)
+
+
+def ends_of(target: Parts) -> Parts:
+    """What a draft borrows of a target whose layers are elsewhere: embedding, final norm, head."""
+    adapter = target.adapter
+    if adapter is not None:  # tables that it trained in full
+        adapter = dataclasses.replace(adapter, slots={}, quantize="none") if adapter.full else None
+    options = {**target.options, "part": TargetEnds}
+    return dataclasses.replace(target, options=options, adapter=adapter)
 
 
 def assemble_draft(

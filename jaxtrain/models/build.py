@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,10 +113,16 @@ def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderC
     return config_from_hf(read_object(path), place)
 
 
-def abstract(config: DecoderConfig, **options: Any) -> Decoder:
-    """The model with shapes for parameters; allocates nothing. `options` are those of Options."""
-    module = family(config)
-    return nnx.eval_shape(lambda: module.Model(config, Options(**options), nnx.Rngs(0)))
+def abstract(
+    config: DecoderConfig, part: Callable[..., nnx.Module] | None = None, **options: Any
+) -> Any:
+    """The model with shapes for parameters; allocates nothing. `options` are those of Options.
+
+    part: what makes, of the same arguments, a module with some of the model's parameters under
+    their own paths, such as models.draft.TargetEnds.
+    """
+    make = family(config).Model if part is None else part
+    return nnx.eval_shape(lambda: make(config, Options(**options), nnx.Rngs(0)))
 
 
 def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:
@@ -139,12 +145,14 @@ def draw_params(
     seed: int,
     mesh: Mesh | None = None,
     only: Collection[str] | None = None,
+    part: Callable[..., nnx.Module] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
-    quantises each before the next is there. only: the paths to draw; None: all."""
+    quantises each before the next is there. only: the paths to draw; None: all, with `part`, as in
+    `abstract`, those that it has."""
     module = family(config)
-    _, state = nnx.split(abstract(config, **options))
+    _, state = nnx.split(abstract(config, part, **options))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     for path, _ in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
@@ -179,24 +187,27 @@ def read_params(
     mesh: Mesh | None = None,
     config: DecoderConfig | None = None,
     seed: int = 0,
+    part: Callable[..., nnx.Module] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, jax.Array]]:
     """(path, array) of the parameters of a Hugging Face folder, read one after the other.
 
-    config: the folder's, where it is known already, or with a head to draw by the seed. Raises
+    config: the folder's, where it is known already, or with a head to draw by the seed. part: as in
+    `abstract`; the folder's other tensors are left alone. Raises
     UserError as `load` does, before the first is read; behind the last one where a tensor holds
     NaN or infinite values.
     """
     config = config or read_config(folder)
     files = Folder(folder)
-    _, state = nnx.split(abstract(config, **options))
+    _, state = nnx.split(abstract(config, part, **options))
     flat = dict(nnx.to_flat_state(state))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
     entries = {entry.param: entry for entry in family(config).names(config)}
     paths = {path: entries[".".join(map(str, path))] for path in flat}
-    assert len(paths) == len(entries), "names() and Model differ"
+    assert part is not None or len(paths) == len(entries), "names() and Model differ"
     stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
-    _check(files, {e: flat[path].get_value().shape for path, e in stored.items()}, config)
+    shapes = {entry: flat[path].get_value().shape for path, entry in stored.items()}
+    _check(files, shapes, config, whole=part is None)
     if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
         yield from draw_params(config, seed, mesh, drawn, **options)
     check = FiniteCheck(files)
@@ -276,8 +287,13 @@ def param_count(config: DecoderConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
-def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: DecoderConfig) -> None:
-    """One UserError for all tensors that are missing, unexpected, misshapen or no floats."""
+def _check(
+    files: Folder,
+    shapes: Mapping[Entry, tuple[int, ...]],
+    config: DecoderConfig,
+    whole: bool = True,
+) -> None:
+    """One UserError for all tensors that are missing, unexpected (whole), misshapen, no floats."""
     wanted = {}
     for entry, shape in shapes.items():
         wanted |= entry.op.shapes(shape)
@@ -303,7 +319,7 @@ def _check(files: Folder, shapes: Mapping[Entry, tuple[int, ...]], config: Decod
                     f"{stored.file.name}: {name} differs from the embedding, but config.json says "
                     "tie_word_embeddings=true"
                 )
-        elif not name.endswith("rotary_emb.inv_freq"):  # a buffer of old transformers, not a weight
+        elif whole and not name.endswith("rotary_emb.inv_freq"):  # a buffer of old transformers, not a weight
             problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -74,20 +74,27 @@ def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     )
 
 
-def split_devices(reserved: int) -> tuple[list[Device], list[Device]]:
-    """(devices to train on, the `reserved` last ones for something else); UserError where they are
-    not there, or belong to other processes."""
+def split_devices(
+    reserved: int, key: str = "rollout.devices"
+) -> tuple[list[Device], list[Device]]:
+    """(devices to train on, the `reserved` last ones for something else, as `key` of the config
+    says); UserError where they are not there, or belong to other processes."""
     devices = jax.devices()
     if not reserved:
         return devices, []
     if jax.process_count() > 1:
         raise UserError(
-            f"rollout.devices {reserved}: devices are set aside in one process only, here are"
-            f" {jax.process_count()}; remove it, or let vLLM servers sample"
+            f"{key} {reserved}: devices are set aside in one process only, here are"
+            f" {jax.process_count()}; "
+            + (
+                "remove it, or let vLLM servers sample"
+                if key == "rollout.devices"
+                else "start one process, or take the states from the step or from disk"
+            )
         )
     if reserved >= len(devices):
         raise UserError(
-            f"rollout.devices {reserved}: there are {len(devices)} devices in all, and at least one"
+            f"{key} {reserved}: there are {len(devices)} devices in all, and at least one"
             " must be left to train on"
         )
     return devices[:-reserved], devices[-reserved:]

@@ -63,6 +63,12 @@ FREE_KEYS = (
     "model.remat",
     "model.attention",
     "model.logp",
+    "task.target.source",
+    "task.target.devices",
+    "task.target.tensor",
+    "task.target.expert",
+    "task.target.queue",
+    "task.target.path",
 )
 """Keys that may differ when a run is resumed: they do not shape the weights that come out, but for
 rounding. `find_changes` knows more that depend on their values or on the task."""
