@@ -21,6 +21,7 @@ usage:
   jaxtrain --config FILE [section.key=value ...]      train
   jaxtrain --config FILE --dry-run                    check everything, allocate nothing
   jaxtrain preprocess --config FILE                   tokenise, validate, show samples
+  jaxtrain capture --config FILE                      states of a draft's target, onto disk
   jaxtrain eval RUN | --config FILE                   held-out loss, problems answered
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
   jaxtrain score RUN|MODEL DATA --output FILE         scores of a reward model, row by row
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
     verbs = {
         "train": run_train,
         "preprocess": run_preprocess,
+        "capture": run_capture,
         "eval": run_eval,
         "generate": run_generate,
         "score": run_score,
@@ -150,6 +152,19 @@ def run_preprocess(argv: list[str]) -> None:
     from jaxtrain.verbs.preprocess import preprocess
 
     preprocess(read_config(args), args.samples)
+
+
+def run_capture(argv: list[str]) -> int:
+    """Write the target's states of all samples of a config's data to task.target.path."""
+    args = config_parser("capture").parse_intermixed_args(argv)
+
+    def work(config) -> int:
+        from jaxtrain.verbs.capture import capture
+
+        capture(config)
+        return 0
+
+    return run_together(lambda: read_config(args), lambda config: (config.parallel, None), work)
 
 
 def run_eval(argv: list[str]) -> int:

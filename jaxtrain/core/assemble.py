@@ -60,8 +60,8 @@ def assemble(
     """What section `model` trains: model, tokenizer and mesh, checked against each other; raises
     UserError.
 
-    reserved: devices, the last ones, that are left out of the mesh, as `key` says. score: the head that the method
-    trains in the place of the language model's.
+    reserved: devices, the last ones, that are left out of the mesh, as `key` says. score: the head
+    that the method trains in the place of the language model's.
     """
     folder, raw = find_architecture(config.model)
     if folder is not None and is_main_process() and (problem := find_problem(folder)):

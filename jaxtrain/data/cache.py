@@ -85,7 +85,7 @@ def cache_part(
 def find_key(part: Part, settings: str, tokenizer: Any, say: Callable[[str], None]) -> str:
     """sha256 of all that shapes what the rows become; raises TypeError where rows are no JSON."""
     digest = hashlib.sha256()
-    for text in (_code(), settings, part.name, *_describe_tokenizer(tokenizer)):
+    for text in (_code(), settings, part.name, *describe_tokenizer(tokenizer)):
         digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
     progress = Progress(f"looking for {part.name} among tokenised data", len(part.rows), say)
     for index in range(len(part.rows)):
@@ -285,7 +285,8 @@ def _pass_on(items: Items, origin: str) -> Items:
     return items
 
 
-def _describe_tokenizer(tokenizer: Any) -> Iterator[str]:
+def describe_tokenizer(tokenizer: Any) -> Iterator[str]:
+    """All of a tokenizer that shapes tokens."""
     yield tokenizer.backend_tokenizer.to_str()
     yield repr(tokenizer.chat_template)
     yield repr(sorted(tokenizer.special_tokens_map.items(), key=str))

@@ -319,7 +319,9 @@ def _check(
                     f"{stored.file.name}: {name} differs from the embedding, but config.json says "
                     "tie_word_embeddings=true"
                 )
-        elif whole and not name.endswith("rotary_emb.inv_freq"):  # a buffer of old transformers, not a weight
+        elif whole and not name.endswith(
+            "rotary_emb.inv_freq"
+        ):  # a buffer of old transformers, not a weight
             problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""

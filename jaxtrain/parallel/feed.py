@@ -23,13 +23,13 @@ def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
     train together depends on the data alone, never on the number of processes. Without a mesh the
     arrays go to the default device. Raises UserError where rows or tokens do not divide.
     """
+    return jax.tree.map(lambda x: put(x, mesh), batch)
+
+
+def put(x: np.ndarray | jax.Array, mesh: Mesh | None = None) -> jax.Array:
+    """One array of a batch, as `feed` places it."""
     if mesh is None or mesh.size == 1:
-        device = None if mesh is None else mesh.devices.item()
-        return jax.tree.map(lambda x: jax.device_put(x, device), batch)
-    return jax.tree.map(lambda x: _put(x, mesh), batch)
-
-
-def _put(x: np.ndarray | jax.Array, mesh: Mesh) -> jax.Array:
+        return jax.device_put(x, None if mesh is None else mesh.devices.item())
     place = place_of(x.shape, mesh)
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(place, x.ndim):
         return x

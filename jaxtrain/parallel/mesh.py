@@ -74,9 +74,7 @@ def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     )
 
 
-def split_devices(
-    reserved: int, key: str = "rollout.devices"
-) -> tuple[list[Device], list[Device]]:
+def split_devices(reserved: int, key: str = "rollout.devices") -> tuple[list[Device], list[Device]]:
     """(devices to train on, the `reserved` last ones for something else, as `key` of the config
     says); UserError where they are not there, or belong to other processes."""
     devices = jax.devices()

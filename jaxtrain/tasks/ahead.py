@@ -11,14 +11,14 @@ that came out last: what waits in the queue is made again after a resume.
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 
 from jaxtrain.batch import Batch
-from jaxtrain.core.task import Live, Round
+from jaxtrain.core.task import Live
 from jaxtrain.errors import Interrupted
 from jaxtrain.tasks.offline import OfflineRounds
 
@@ -54,9 +54,20 @@ class Item:
     begun: float
     """When the stage began with it."""
 
+    @property
+    def streams(self) -> list[jax.Array]:
+        """What is made on devices."""
+        found = (value for batch in self.batches for value in batch.streams.values())
+        return [value for value in found if isinstance(value, jax.Array)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether its states are there."""
+        return all(value.is_ready() for value in self.streams)
+
     def settle(self) -> None:
         """Wait for its states."""
-        jax.block_until_ready([batch.streams for batch in self.batches])
+        jax.block_until_ready(self.streams)
 
 
 @dataclass
@@ -79,6 +90,10 @@ class Times:
         """Since the first batch was asked for."""
         return max(time.monotonic() - self.began, 1e-9)
 
+    def share(self, seconds: float) -> float:
+        """Of that time."""
+        return min(seconds / self.total, 1.0)
+
 
 class AheadRounds(OfflineRounds):
     """`core.task.Rounds` whose batches come with states, made ahead of their step."""
@@ -93,9 +108,6 @@ class AheadRounds(OfflineRounds):
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._last: Item | None = None
-        self._warm = 0
-        self.state, self.counters, self.close = self._state, self._counters, self._close
-        self.restore = self._restore
 
     def draw(self, live: Live) -> list[Batch]:
         """The next batch with its states; StopIteration where epochs end."""
@@ -122,7 +134,7 @@ class AheadRounds(OfflineRounds):
         work = times.busy / max(times.finished, 1)
         step = (times.total - times.starved) / max(times.batches - 1, 1)
         text = (
-            f"{self.stage.name}: busy {times.busy / times.total:.0%} of the time, waited"
+            f"{self.stage.name}: busy {times.share(times.busy):.0%} of the time, waited"
             f" {times.held:.1f} s for training; training waited {times.starved:.1f} s of"
             f" {times.total:.1f} s for states"
         )
@@ -131,27 +143,30 @@ class AheadRounds(OfflineRounds):
 
     def _take(self, live: Live) -> Item:
         """The next item, with the time that the training devices stood still for it."""
-        ready = not self._items.empty()
-        begun = time.monotonic()
+        item = self._peek()
+        starved = not isinstance(item, Item) or not item.ready
         with live.phase("waiting for target states"):
-            if not ready:
+            if starved:
                 # Until here they had work: the step that was dispatched last.
                 jax.block_until_ready(next(iter(live.held().params().values())))
-                begun = time.monotonic()
-            while True:
-                try:
-                    item = self._items.get(timeout=PATIENCE)
-                    break
-                except queue.Empty:
-                    if live.asked_to_stop():
-                        raise Interrupted from None
+            begun = time.monotonic()
+            while item is None:
+                item = self._peek(PATIENCE)
+                if item is None and live.asked_to_stop():
+                    raise Interrupted
             if isinstance(item, BaseException):
                 self._items.put(item)  # whoever asks again hears the same
                 raise item
             item.settle()
-        if not ready:
+        if starved:
             self.times.starved += time.monotonic() - begun
         return item
+
+    def _peek(self, timeout: float = 0.0) -> "Item | BaseException | None":
+        try:
+            return self._items.get(timeout=timeout) if timeout else self._items.get_nowait()
+        except queue.Empty:
+            return None
 
     def _work(self) -> None:
         """The thread: draws, fills, hands over; ends with what was raised."""
@@ -187,24 +202,28 @@ class AheadRounds(OfflineRounds):
         except BaseException as error:  # the loop's thread raises it
             self._items.put(error)
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Cursor of the batch that came out last."""
         return self.source.state() if self._last is None else self._last.cursor
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """See task.Rounds."""
         assert self._thread is None, "a run is restored before its first batch"
         self.source.restore(state)
 
-    def _counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
+        """Those of the source with the batch that came out last, and who waits."""
         if self._last is None:
             return self.source.counters()
         times, found = self.times, self._last.counters
         shares = {
-            "target/busy": times.busy / times.total,
-            "target/starved": times.starved / times.total,
+            "target/busy": times.share(times.busy),
+            "target/starved": times.share(times.starved),
         }
         return {**found, "metrics": {**found.get("metrics", {}), **shares}}
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Stop both threads."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=60)

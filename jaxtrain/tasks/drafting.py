@@ -7,7 +7,7 @@
 The target is never trained. What is written at the end is the draft alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DraftTask
 from jaxtrain.core.assemble import Parts
+from jaxtrain.core.drafts import ends_of
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import Round
 from jaxtrain.data.drafts import DraftSequences
 from jaxtrain.models.trees import follows_trees
-from jaxtrain.tasks.offline import OfflineData, check_packing
+from jaxtrain.tasks.ahead import AheadRounds, Stage
+from jaxtrain.tasks.offline import OfflineData, OfflineRounds, check_packing
+from jaxtrain.tasks.stored_states import StoredStates
 
 DRAFT, TARGET = "draft", "target"
 """The roles."""
@@ -33,28 +36,58 @@ generator."""
 class DraftData(OfflineData):
     """`core.task.Data` of rows, each batch with what the method draws for it."""
 
-    def __init__(self, config: Config, recipe: DraftSequences, label: Label):
+    def __init__(
+        self, config: Config, recipe: DraftSequences, label: Label, stage: Stage | None = None
+    ):
+        """stage: who adds the target's states; None: the step makes them."""
         super().__init__(config, recipe)
-        self.label = label
+        self.label, self.stage = label, stage
+
+    def check(self) -> Iterator[str]:
+        """See task.Data."""
+        yield from super().check()
+        if isinstance(self.stage, StoredStates):
+            yield self.stage.check(self)
+
+    def open(self, parts: Parts, say: Callable[[str], None]) -> OfflineRounds:
+        """See task.Data."""
+        rounds = super().open(parts, say)
+        if self.stage is None:
+            return rounds
+        assert isinstance(self.config.task, DraftTask)
+        return AheadRounds(rounds, self.stage, self.config.task.target.queue, say)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
         """See Task.prepare. The draw is a function of run.seed and the step; of held-out batches it
         is always the same."""
         seed = self.config.run.seed
         rng = np.random.default_rng([seed, 0] if round.held_out else [seed, 1, round.version])
-        return round._replace(batches=[self.label(batch, rng) for batch in round.batches])
+        batches = [self.label(batch, rng) for batch in round.batches]
+        if round.held_out and self.stage is not None:
+            batches = [self.stage.fill(batch) for batch in batches]
+        return round._replace(batches=batches)
 
 
-def open_draft_data(config: Config, tokenizer: Any, label: Label, target: Any = None) -> DraftData:
-    """The data of a task that trains a draft; target: its architecture, where it is known."""
+def open_draft_data(
+    config: Config,
+    tokenizer: Any,
+    label: Label,
+    target: Any = None,
+    stage: Stage | None = None,
+) -> DraftData:
+    """The data of a task that trains a draft; target: its architecture, where it is known; stage:
+    of target_stages.open_stage."""
     task = config.task
     assert isinstance(task, DraftTask)
     trees = config.data.share_prefixes and (target is None or follows_trees(target))
     recipe = DraftSequences(config.data, tokenizer, task.min_loss_tokens, trees)
-    return DraftData(config, recipe, label)
+    return DraftData(config, recipe, label, stage)
 
 
 def draft_roles(config: Config, target: Parts, draft: Parts) -> dict[str, Role]:
     """The roles of a task that trains a draft. UserError for rows that the target cannot read."""
     check_packing(config, target.architecture)
+    assert isinstance(config.task, DraftTask)
+    if config.task.target.source != "step":
+        target = ends_of(target)
     return {DRAFT: Role(draft), TARGET: Role(target, "own")}

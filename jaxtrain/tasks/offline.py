@@ -174,28 +174,46 @@ class OfflineRounds:
     ):
         """tell: gets the counts of what was read, after the first batch and with the last."""
         self.source, self.total_steps = source, total_steps
-        self._tell, self._told = tell, 0
-        self.state, self.restore = source.state, source.restore
-        self.counters, self.close = source.counters, source.close
+        self.tell, self._told = tell, 0
 
     def ready(self, live: Live) -> None:
         """Nothing waits for weights."""
 
     def next(self, live: Live) -> Round:
         """The next batch; StopIteration where epochs end."""
-        with live.phase("waiting for data"):
-            batches = next(self.source)
+        batches = self.draw(live)
         last = live.step + 1 >= self.total_steps
-        if self._tell is not None and (last or not self._told):
-            counts = self.source.counters()["counts"]
+        if self.tell is not None and (last or not self._told):
+            counts = self.counters()["counts"]
             if counts["draws"] > self._told:
-                self._tell(counts, "data read so far")
+                self.tell(counts, "data read so far")
             self._told = counts["draws"]
         return live.prepare(Round(batches, version=live.step))
+
+    def draw(self, live: Live) -> list[Batch]:
+        """What the source gives next."""
+        with live.phase("waiting for data"):
+            return next(self.source)
 
     def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
         """Nothing waits for weights."""
         return {}
+
+    def state(self) -> dict[str, Any]:
+        """Cursor of the source."""
+        return self.source.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See task.Rounds."""
+        self.source.restore(state)
+
+    def counters(self) -> dict[str, Any]:
+        """Those of the source."""
+        return self.source.counters()
+
+    def close(self) -> None:
+        """Stop the source's thread and workers."""
+        self.source.close()
 
 
 def _say_nothing(text: str) -> None:

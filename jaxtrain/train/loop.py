@@ -216,7 +216,9 @@ class Loop:
         with self.watchdog.phase("running a step (a new shape compiles first)"):
             output = session.update(feed(batch, session.parts.mesh))
             last, counters = self.pending, session.rounds.counters()
-            self.pending = Pending(session.step, output, batch, counters, found, compiled)
+            # Its streams may hold much memory of the devices.
+            kept = batch._replace(streams={})
+            self.pending = Pending(session.step, output, kept, counters, found, compiled)
             if last is not None:
                 self.read(last)
 

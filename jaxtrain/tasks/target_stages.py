@@ -1,0 +1,81 @@
+"""Where a draft's target states come from, other than from the training step: see config/draft.py.
+
+ahead   its own devices ── move, device to device ──┐
+                                                    ├─> streams on the devices that train
+disk    stored_states.py ── fed like any batch ─────┘
+"""
+
+import dataclasses
+import math
+
+from jax.sharding import Mesh
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DraftTask
+from jaxtrain.core.assemble import Parts
+from jaxtrain.core.capture import Target
+from jaxtrain.core.drafts import move_target
+from jaxtrain.models.draft import DraftConfig
+from jaxtrain.parallel.feed import place_of
+from jaxtrain.parallel.move import move
+from jaxtrain.tasks.ahead import Stage
+from jaxtrain.tasks.stored_states import StoredStates
+
+WORTH = 1.05
+"""Gain from which another split is worth telling."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherDevices:
+    """`ahead.Stage` of a target on devices of its own."""
+
+    target: Target
+    mesh: Mesh
+    """Of the training."""
+    name: str = "the target"
+
+    def fill(self, batch: Batch) -> Batch:
+        """See Stage."""
+        moved = {}
+        for name, states in self.target(batch).items():
+            shape = (*batch.tokens.shape, states.shape[-1])
+            moved[name] = move(states, place_of(shape, self.mesh), shape)
+        return batch._replace(streams={**batch.streams, **moved})
+
+    def advise(self, busy: float, waiting: float) -> str:
+        """See Stage: the split by which neither side would wait, if both scale."""
+        own, others = self.target.parts.mesh.size, self.mesh.size
+        best, gain = find_split(own, others, busy, waiting)
+        if gain < WORTH:
+            return f"task.target.devices {own} is the best split of these {own + others}"
+        return (
+            f"By these times task.target.devices {best} of {own + others} would be about"
+            f" {gain:.1f}x as fast"
+        )
+
+
+def find_split(own: int, others: int, busy: float, step: float) -> tuple[int, float]:
+    """(devices for the target, times as fast as now) of the best split, for a target that takes
+    `busy` seconds a batch on `own` devices and training that takes `step` on `others`; both are
+    taken to scale with devices."""
+    total = own + others
+
+    def pace(devices: int) -> float:
+        return max(busy * own / devices, step * others / (total - devices))
+
+    best = min(range(1, total), key=lambda devices: (pace(devices), abs(devices - own)))
+    return best, pace(own) / max(pace(best), 1e-12) if math.isfinite(pace(own)) else 1.0
+
+
+def open_stage(config: Config, target: Parts, draft: Parts, *, last: bool) -> Stage | None:
+    """Who makes the states that the draft reads; None: the step itself does. last: whether the
+    final-normed states are needed, too."""
+    task, architecture = config.task, draft.architecture
+    assert isinstance(task, DraftTask) and isinstance(architecture, DraftConfig)
+    if task.target.source == "step":
+        return None
+    parts = move_target(config, target)
+    runs = Target(parts, architecture.capture, last=last, seed=config.run.seed)
+    if task.target.source == "ahead":
+        return OtherDevices(runs, draft.mesh)
+    return StoredStates(config, runs)
