@@ -15,6 +15,14 @@ Array: TypeAlias = Any
 """A numpy array on the host, a jax.Array once fed to devices; nothing here imports jax."""
 
 
+ANCHOR = "anchor"
+"""Stream int32 of draft models: where a block begins, the number of branches through that token;
+else 0."""
+NEXT = "next"
+"""Stream int32 of draft models: index in the row of the token that follows on the branch that was
+drawn; -1: none."""
+
+
 class Batch(NamedTuple):
     """One optimizer step's tokens (leading axes [A, B, T]) or one microstep's ([B, T])."""
 

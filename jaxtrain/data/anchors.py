@@ -13,14 +13,8 @@ Shapes: A microsteps, B rows, T packed tokens, N blocks.
 
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import ANCHOR, NEXT, Batch
 
-ANCHOR = "anchor"
-"""Stream int32: where a block begins, the number of branches through that token; else 0."""
-NEXT = "next"
-"""Stream int32: index in the row of the token that follows; -1: none."""
-COMPONENT = "draft"
-"""The loss's one component."""
 WEIGHTS = "nll"
 """Weights of the tokens to guess. The recipe's, until `follow` divides them by the branches through
 each token: times those through the anchor, a token's weight in a block."""
@@ -125,11 +119,12 @@ def lay_blocks(
     num_anchors: int,
     block_size: int,
     decay: float | None,
+    component: str,
     by_block: bool = False,
 ) -> Batch:
     """A batch [A, B, T] with streams ANCHOR and NEXT, weights by branch, and the denominator of
-    COMPONENT: the sum of the weights of all guesses of the step, or with `by_block` of all blocks
-    (of their anchors' weights)."""
+    the loss's `component`: the sum of the weights of all guesses of the step, or with `by_block` of
+    all blocks (of their anchors' weights)."""
     batch, branches = follow(batch, rng)
     anchors = draw_anchors(batch, branches, num_anchors, rng)
     batch = batch._replace(streams={**batch.streams, ANCHOR: anchors})
@@ -138,4 +133,4 @@ def lay_blocks(
     microsteps = batch.tokens.shape[0]
     dtype = batch.weights[WEIGHTS].dtype
     denom = np.full(microsteps, total if total > 0 else 1.0, dtype)
-    return batch._replace(denoms={**batch.denoms, COMPONENT: denom})
+    return batch._replace(denoms={**batch.denoms, component: denom})

@@ -55,6 +55,8 @@ class LayerInputs(NamedTuple):
     decoding: Decoding | None = None
     extra: Any = None
     """This layer's slice of the stack's per-layer inputs."""
+    beside: Any = None
+    """What all layers read alike beside the hidden states, with gradients: a draft's context."""
     trial: bool = False
     """Whether some of the new tokens may be taken back: a layer with `trials` "own" then returns a
     state that its `commit_state` understands."""

@@ -109,14 +109,16 @@ class Stack(nnx.Module):
         capture: Sequence[int] = (),
         states: Sequence[State] | None = None,
         decoding: Decoding | None = None,
+        beside: Any = None,
         trial: bool = False,
         depth: int | None = None,
     ) -> tuple[Hidden, tuple[State, ...]]:
         """(outputs, the states after the tokens; none without `states`, as in training).
 
         angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
-        each block gets its layer's slice. trial: the states are for `commit`. depth: no layer from
-        this one on need be run; what would come out behind them is not told then.
+        each block gets its layer's slice. beside: what all blocks get alike. trial: the states are
+        for `commit`. depth: no layer from this one on need be run; what would come out behind them
+        is not told then.
         """
         num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
@@ -131,7 +133,8 @@ class Stack(nnx.Module):
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             own = trial and block.mixer.trials == "own"
-            inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, extra, own)
+            turns = angles.get(spec.rope)
+            inputs = LayerInputs(context, spec, turns, decoding, extra, beside, own)
             before = Replay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
             if trial and not own:
@@ -187,18 +190,10 @@ class Stack(nnx.Module):
     ) -> tuple[State, ...]:
         """The states after the tokens of a trial up to `decoding.end`; context, angles and extra
         are of all its tokens."""
-        singles = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
         found = []
-        for spec, own, part, state in zip(
-            self.specs,
-            self._split_blocks(singles),
-            _split(extra, [1] * len(singles)),
-            tried,
-            strict=True,
-        ):
-            graphdef, params = own[spec.kind]
-            params, part = jax.tree.map(lambda leaf: leaf[0], (params, part))
-            block = nnx.merge(graphdef, params)
+        parts = _split(extra, [1] * len(self.specs))
+        for (spec, block), part, state in zip(self.singles(), parts, tried, strict=True):
+            part = jax.tree.map(lambda leaf: leaf[0], part)
             if isinstance(state, Replay):
                 inputs = LayerInputs(context, spec, angles.get(spec.rope), decoding, part)
                 _, state, _ = block(state.x, inputs, state.state)
@@ -206,6 +201,15 @@ class Stack(nnx.Module):
                 state = block.mixer.commit_state(spec, state, decoding)
             found.append(block.mixer.place_state(state))
         return tuple(found)
+
+    def singles(self) -> list[tuple[LayerSpec, Any]]:
+        """Each layer's spec and its block by itself."""
+        found = []
+        alone = [Segment(layer, 1, 1) for layer in range(len(self.specs))]
+        for spec, own in zip(self.specs, self._split_blocks(alone), strict=True):
+            graphdef, params = own[spec.kind]
+            found.append((spec, nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))))
+        return found
 
     def unstack(self) -> None:
         """Store every layer by itself from now on, and run them one by one.

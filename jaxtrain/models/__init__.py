@@ -15,6 +15,8 @@ ARCHITECTURES = {
 }
 """The built-in ones, imported when a config.json names them."""
 
-DRAFTS: dict[str, str] = {}
+DRAFTS: dict[str, str] = {
+    "DFlashDraftModel": "jaxtrain.models.dflash",
+}
 """Families of draft models (models/draft.py), which stand beside a target and write nothing alone.
 """

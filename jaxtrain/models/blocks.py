@@ -42,11 +42,12 @@ def attention_block(
     out_bias: bool = False,
     qk_norm: bool = False,
     make_mlp: MakeMLP = dense_mlp,
+    attention: type[Attention] = Attention,
 ) -> PreNormBlock:
     """Attention and an MLP, each behind an RMSNorm."""
     common = options.layer_options(config, rngs)
     width, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(
+    mixer = attention(
         width,
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -58,4 +59,4 @@ def attention_block(
         **common,
     )
     norms = [RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]) for _ in range(2)]
-    return PreNormBlock(norms[0], attention, norms[1], make_mlp(config, common))
+    return PreNormBlock(norms[0], mixer, norms[1], make_mlp(config, common))

@@ -45,34 +45,38 @@ def score_paths(config: DecoderConfig) -> list[str]:
 def attention_names(
     kind: str,
     layers: Sequence[int],
+    root: str = "model.",
     *,
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
 ) -> list[Entry]:
-    """Attention and both norms of the layers that are stored as `stack.<kind>`."""
+    """Attention and both norms of the layers that are stored as `stack.<kind>`; root: what stands
+    before "layers.<n>" in their names."""
     entries = [
-        _layers(kind, layers, "attention_norm.scale", "input_layernorm.weight"),
-        _layers(kind, layers, "mlp_norm.scale", "post_attention_layernorm.weight"),
-        *_linear(kind, layers, "attention.q", "self_attn.q_proj", qkv_bias),
-        *_linear(kind, layers, "attention.k", "self_attn.k_proj", qkv_bias),
-        *_linear(kind, layers, "attention.v", "self_attn.v_proj", qkv_bias),
-        *_linear(kind, layers, "attention.out", "self_attn.o_proj", out_bias),
+        _layers(kind, layers, root, "attention_norm.scale", "input_layernorm.weight"),
+        _layers(kind, layers, root, "mlp_norm.scale", "post_attention_layernorm.weight"),
+        *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
+        *_linear(kind, layers, root, "attention.k", "self_attn.k_proj", qkv_bias),
+        *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
+        *_linear(kind, layers, root, "attention.out", "self_attn.o_proj", out_bias),
     ]
     if qk_norm:
         for name in ("q_norm", "k_norm"):
             entries.append(
-                _layers(kind, layers, f"attention.{name}.scale", f"self_attn.{name}.weight")
+                _layers(kind, layers, root, f"attention.{name}.scale", f"self_attn.{name}.weight")
             )
     return entries
 
 
-def mlp_names(kind: str, layers: Sequence[int], *, bias: bool = False) -> list[Entry]:
-    """A dense gated MLP."""
+def mlp_names(
+    kind: str, layers: Sequence[int], root: str = "model.", *, bias: bool = False
+) -> list[Entry]:
+    """A dense gated MLP; root as for `attention_names`."""
     return [
-        *_linear(kind, layers, "mlp.gate", "mlp.gate_proj", bias),
-        *_linear(kind, layers, "mlp.up", "mlp.up_proj", bias),
-        *_linear(kind, layers, "mlp.down", "mlp.down_proj", bias),
+        *_linear(kind, layers, root, "mlp.gate", "mlp.gate_proj", bias),
+        *_linear(kind, layers, root, "mlp.up", "mlp.up_proj", bias),
+        *_linear(kind, layers, root, "mlp.down", "mlp.down_proj", bias),
     ]
 
 
@@ -85,7 +89,9 @@ def expert_names(
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Entry]:
     """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`."""
-    router = _layers(kind, layers, "mlp.router.kernel", f"{module}.gate.weight", transpose=True)
+    router = _layers(
+        kind, layers, "model.", "mlp.router.kernel", f"{module}.gate.weight", transpose=True
+    )
     entries = [router]
     for ours, theirs in zip(("gate", "up", "down"), parts, strict=True):
         stacks = tuple(
@@ -102,15 +108,17 @@ def expert_names(
 
 
 def _layers(
-    kind: str, layers: Sequence[int], param: str, name: str, transpose: bool = False
+    kind: str, layers: Sequence[int], root: str, param: str, name: str, transpose: bool = False
 ) -> Entry:
-    tensors: list[Op] = [Tensor(f"model.layers.{layer}.{name}") for layer in layers]
+    tensors: list[Op] = [Tensor(f"{root}layers.{layer}.{name}") for layer in layers]
     ops = [Transpose(tensor) for tensor in tensors] if transpose else tensors
     return Entry(f"stack.{kind}.{param}", Stack(tuple(ops)))
 
 
-def _linear(kind: str, layers: Sequence[int], param: str, name: str, bias: bool) -> list[Entry]:
-    kernel = _layers(kind, layers, f"{param}.kernel", f"{name}.weight", transpose=True)
+def _linear(
+    kind: str, layers: Sequence[int], root: str, param: str, name: str, bias: bool
+) -> list[Entry]:
+    kernel = _layers(kind, layers, root, f"{param}.kernel", f"{name}.weight", transpose=True)
     if not bias:
         return [kernel]
-    return [kernel, _layers(kind, layers, f"{param}.bias", f"{name}.bias")]
+    return [kernel, _layers(kind, layers, root, f"{param}.bias", f"{name}.bias")]

@@ -11,6 +11,7 @@ METHODS = {
     "rl": "jaxtrain.tasks.rl",
     "distillation": "jaxtrain.tasks.distillation",
     "preference": "jaxtrain.tasks.preference",
+    "dflash": "jaxtrain.tasks.dflash",
 }
 
 

@@ -16,6 +16,7 @@ from jaxtrain_kernels.logp_gather import gpu
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.mosaic import require_hopper
 
+NEAR = 2.0**-8  # log-probs closer than the rounding of bfloat16 count as equal
 CHUNK_LOGITS = 2**27  # gradients of logits alive at once (256 MiB in bfloat16)
 
 
@@ -92,7 +93,9 @@ def _forward(options, hidden, head, targets, factor):
     pieces = gpu.statistics(hidden, low, factor, softcap=options.softcap, config=options.config)
     lse, entropy = gpu.merge(*pieces)
     logit = target_logits(hidden, low, targets, options.softcap) * factor / gpu.LOG2E
-    return LogProbs(logit - lse, entropy, lse)
+    logp, top = logit - lse, pieces[0].max(0) / gpu.LOG2E - lse
+    # The target's logit comes from another product, summed in another order.
+    return LogProbs(logp, entropy, lse, jnp.where(logp >= top - NEAR, logp, top))
 
 
 def _logp_gather_fwd(options, hidden, head, targets, factor):
@@ -103,7 +106,7 @@ def _logp_gather_fwd(options, hidden, head, targets, factor):
 def _logp_gather_bwd(options, residuals, cotangents):
     """dz = g_logp (1[target] - p) - g_entropy p (log p + entropy) + g_lse p, then the chain."""
     hidden, head, targets, factor, result = residuals
-    g_logp, g_entropy, g_lse = cotangents
+    g_logp, g_entropy, g_lse, _ = cotangents
     low = head.astype(hidden.dtype)
     V, D = head.shape
     chunk = options.chunk

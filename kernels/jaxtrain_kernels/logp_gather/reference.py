@@ -17,6 +17,9 @@ class LogProbs(NamedTuple):
     """Of the whole distribution, in nats."""
     lse: jax.Array
     """log-sum-exp of the logits after softcap and temperature."""
+    top: jax.Array | None = None
+    """log p of the likeliest token, without gradient: the target is one of those iff logp >= top
+    (Hopper kernels: to within bfloat16). None where an op does not tell."""
 
 
 def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze_head=False):
@@ -34,4 +37,4 @@ def logp_gather(hidden, head, targets, *, temperature=None, softcap=None, freeze
     logp_TV = logits_TV - lse_T[:, None]
     logp_T = jnp.take_along_axis(logp_TV, targets[:, None], axis=-1)[:, 0]
     entropy_T = -(jnp.exp(logp_TV) * logp_TV).sum(-1)
-    return LogProbs(logp_T, entropy_T, lse_T)
+    return LogProbs(logp_T, entropy_T, lse_T, jax.lax.stop_gradient(logp_TV.max(-1)))

@@ -34,4 +34,5 @@ def join(part: LogProbs, here: jax.Array, axis: Axis) -> LogProbs:
     # that the entropy is no difference of large numbers.
     entropy = lax.psum(share * (part.entropy + lse - part.lse), axis)
     logp = lax.psum(jnp.where(here, part.logp + part.lse - lse, 0.0), axis)
-    return LogProbs(logp, entropy, lse)
+    best = lax.pmax(lax.stop_gradient(part.top + part.lse - lse), axis)
+    return LogProbs(logp, entropy, lse, best)

@@ -85,7 +85,7 @@ def _forward(options, hidden, head, targets, temperature):
     top, total, moment, target_logit = carry
     log_total = jnp.log(total)
     lse = top + log_total
-    return LogProbs(target_logit - lse, log_total - moment / total, lse)
+    return LogProbs(target_logit - lse, log_total - moment / total, lse, top - lse)
 
 
 def _logp_gather_fwd(options, hidden, head, targets, temperature):
@@ -96,7 +96,7 @@ def _logp_gather_fwd(options, hidden, head, targets, temperature):
 def _logp_gather_bwd(options, residuals, cotangents):
     """dz = g_logp (1[target] - p) - g_entropy p (log p + entropy) + g_lse p, then the chain."""
     hidden, head, targets, temperature, entropy, lse = residuals
-    g_logp, g_entropy, g_lse = (g[:, None] for g in cotangents)
+    g_logp, g_entropy, g_lse = (g[:, None] for g in cotangents[:3])
     compute = lse.dtype
 
     def body(d_hidden, chunk):

@@ -99,7 +99,7 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
 
     # The first is no iteration: the head's gradient starts from its product, not from zeros. It is
     # the short one: after the scan a sum would need a second gradient beside the first.
-    carry = jnp.zeros((3, padded), jnp.float32), jnp.zeros((padded, D), hidden.dtype), None
+    carry = jnp.zeros((4, padded), jnp.float32), jnp.zeros((padded, D), hidden.dtype), None
     carry, _ = chunk(carry, jnp.int32(0), rest)
     if padded > rest:
         carry, _ = lax.scan(chunk, carry, jnp.arange(rest, padded, rows, dtype=jnp.int32))
@@ -140,10 +140,14 @@ def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
 
     log_total = jnp.log2(total)
     power = z_target * factor - base  # the target's own
+    logp = (power - log_total) / gpu.LOG2E
+    highest = across(lax.pmax, w_TV.max(1).astype(f32), backend.axis)
+    top = (jnp.log2(highest) - log_total) / gpu.LOG2E
     scores = LogProbs(
-        (power - log_total) / gpu.LOG2E,
+        logp,
         (log_total - moment / total) / gpu.LOG2E,
         (base + log_total) / gpu.LOG2E,
+        jnp.where(logp >= top - gather.NEAR, logp, top),  # w is rounded to bfloat16
     )
     # d logp / dz = 1[target] - w / total = -(w - total 1[target]) / total.
     target_w = jnp.exp2(power) - total

@@ -83,5 +83,5 @@ def _softmax(backend, hidden, head, targets, temperature):
     moment = across(lax.psum, (w_TV * shifted_TV).sum(1), backend.axis)
     log_total = jnp.log(total)
     lse = top + log_total
-    scores = LogProbs(z_target - lse, log_total - moment / total, lse)
+    scores = LogProbs(z_target - lse, log_total - moment / total, lse, top - lse)
     return scores, w_TV / total[:, None], slope

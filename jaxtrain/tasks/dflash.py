@@ -1,0 +1,107 @@
+"""DFlash: a draft that guesses a block of tokens in one pass, trained beside its frozen target.
+
+step: target ── states of the captured layers ──> draft: blocks at anchors ──> loss (losses/)
+anchors: trained tokens, drawn anew in every step by run.seed (data/anchors.py)
+"""
+
+from functools import partial
+from typing import Any
+
+from jaxtrain.batch import Batch
+from jaxtrain.config import Config, DFlashTask
+from jaxtrain.core.assemble import Parts
+from jaxtrain.core.drafts import assemble_draft, assemble_target, find_mask_token
+from jaxtrain.core.roles import Models
+from jaxtrain.core.task import Task
+from jaxtrain.data.anchors import lay_blocks
+from jaxtrain.errors import UserError
+from jaxtrain.losses.dflash import COMPONENT, Guesses, dflash_loss
+from jaxtrain.models import dflash
+from jaxtrain.tasks.drafting import DRAFT, TARGET, DraftData, Label, draft_roles, open_draft_data
+
+Section = DFlashTask
+NUM_LAYERS = 5
+"""Layers of a draft that is not told otherwise."""
+
+
+def open_data(config: Config, tokenizer: Any) -> DraftData:
+    """Documents, conversations, prompts with answers, of which enough trains."""
+    return open_draft_data(config, tokenizer, make_label(config))
+
+
+def make(config: Config) -> Task:
+    """The draft, its target, and the loss of the draft's guesses."""
+    task = config.task
+    assert isinstance(task, DFlashTask)
+    target = assemble_target(config)
+    draft = open_draft(config, task, target)
+    numbers = Guesses(
+        min(task.num_anchors, config.data.sequence_len), task.decay, task.weighting, task.alpha
+    )
+    return Task(
+        roles=draft_roles(config, target, draft),
+        loss=partial(guess, numbers=numbers, impl=config.model.logp),
+        coef={COMPONENT: 1.0},
+        data=(
+            data := open_draft_data(
+                config, target.tokenizer, make_label(config), target.architecture
+            )
+        ),
+        prepare=data.prepare,
+    )
+
+
+def guess(models: Models, batch: Batch, numbers: Guesses, impl: str):
+    """The loss of the draft beside its target."""
+    return dflash_loss(models[DRAFT], models[TARGET], batch, numbers, impl)
+
+
+def make_label(config: Config) -> Label:
+    """What draws the blocks of a batch."""
+    task = config.task
+    assert isinstance(task, DFlashTask)
+    by_block = task.weighting != "decay"
+    return partial(
+        lay_blocks,
+        num_anchors=task.num_anchors,
+        block_size=task.block_size,
+        decay=task.decay,
+        component=COMPONENT,
+        by_block=by_block,
+    )
+
+
+def open_draft(config: Config, task: DFlashTask, target: Parts) -> Parts:
+    """The parts of the draft; UserError where it does not fit the target or the section."""
+    section = task.draft
+
+    def new(sizes: dict[str, Any]) -> dflash.Config:
+        count = sizes.setdefault("num_hidden_layers", NUM_LAYERS)
+        types = section.layer_types
+        if types is not None and len(types) != count:
+            raise UserError(
+                f"task.draft.layer_types has {len(types)} entries, the draft {count} layers"
+                " (task.draft.num_layers); make them as many"
+            )
+        spread = dflash.spread_layers(target.architecture.num_hidden_layers, count)
+        sizes.setdefault("capture", spread)
+        mask = find_mask_token(section, target.tokenizer, sizes["vocab_size"])
+        return dflash.Config(
+            **sizes,
+            mask_token_id=mask,
+            block_size=task.block_size,
+            attention_bias=section.attention_bias,
+            layer_types=tuple(types or ["full_attention"] * count),
+            use_sliding_window=section.sliding_window is not None,
+            sliding_window=section.sliding_window,
+            max_window_layers=count,
+        )
+
+    compute, impl = config.model.compute_dtype, config.model.attention
+    parts = assemble_draft(section, target, dflash.Config, new, compute, impl)
+    if parts.architecture.block_size != task.block_size:
+        raise UserError(
+            f"task.block_size is {task.block_size}, the draft of task.draft.path guesses blocks of"
+            f" {parts.architecture.block_size}; set it to that"
+        )
+    return parts
