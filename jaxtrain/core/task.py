@@ -15,7 +15,7 @@ The loop, the session, evaluation, the dry run and preprocess know these names a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
@@ -176,6 +176,9 @@ class Task:
     prepare: Callable[[Round, Scorer], Round] = keep_round
     """What needs current weights before the round's first update, or before a held-out batch is
     judged; on every process."""
+    prepared: Mapping[str, Any] = field(default_factory=dict)
+    """Dtypes of the streams that `prepare` adds to those of data.fields; np.dtype((kind, (n,))) is
+    a vector of n a token."""
     after_round: Callable[[Live, int], None] = keep_weights
     """(live, steps done before the round): once its last step was made."""
     evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers

@@ -7,7 +7,9 @@ anchors: trained tokens, drawn anew in every step by run.seed (data/anchors.py)
 from functools import partial
 from typing import Any
 
-from jaxtrain.batch import Batch
+import numpy as np
+
+from jaxtrain.batch import ANCHOR, NEXT, Batch
 from jaxtrain.config import Config, DFlashTask
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.drafts import assemble_draft, assemble_target, find_mask_token
@@ -48,6 +50,7 @@ def make(config: Config) -> Task:
             )
         ),
         prepare=data.prepare,
+        prepared={ANCHOR: np.int32, NEXT: np.int32},
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.table import Table
 
 from jaxtrain.adapters.storage import count_weights
@@ -14,7 +15,7 @@ from jaxtrain.core.assemble import count_microsteps
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
 from jaxtrain.core.step import abstract_state, make_step
-from jaxtrain.core.task import Data, Task
+from jaxtrain.core.task import Task
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.rollout.problem_sets import read_problems
@@ -51,7 +52,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     step = make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
     microsteps = count_microsteps(config, parts.mesh)
     rows, length = config.data.micro_batch_size * row_shards(parts.mesh), task.data.row_tokens
-    jax.eval_shape(step, state, abstract_batch(task.data, (microsteps, rows, length)), frozen)
+    jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
 
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
     grads = bytes_per_device(trained)
@@ -80,11 +81,13 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
             console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
 
 
-def abstract_batch(data: Data, shape: tuple[int, int, int]) -> Batch:
-    """Shapes of one optimizer step's batch [A, B, T]."""
+def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:
+    """Shapes of one optimizer step's batch [A, B, T], prepared."""
+    fields = task.data.fields
 
     def of(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        kind = np.dtype(dtype)
+        return jax.ShapeDtypeStruct((*shape, *kind.shape), kind.base)
 
     ints = of(jnp.int32)
     return Batch(
@@ -92,10 +95,10 @@ def abstract_batch(data: Data, shape: tuple[int, int, int]) -> Batch:
         positions=ints,
         prev=ints,
         until=ints,
-        weights={name: of(jnp.float32) for name in data.fields.components},
-        since=ints if data.fields.since else None,
+        weights={name: of(jnp.float32) for name in fields.components},
+        since=ints if fields.since else None,
         owner=ints,
-        streams={name: of(dtype) for name, dtype in data.fields.streams.items()},
+        streams={name: of(dtype) for name, dtype in {**fields.streams, **task.prepared}.items()},
     )
 
 

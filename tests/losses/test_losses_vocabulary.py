@@ -18,7 +18,7 @@ def inputs(vocabulary=V):
     hidden = rng.standard_normal((B, T, D), np.float32)
     head = rng.standard_normal((vocabulary, D), np.float32)
     targets = rng.integers(0, vocabulary, (B, T), np.int32)
-    g = LogProbs(*rng.standard_normal((3, B, T), np.float32))
+    g = LogProbs(*rng.standard_normal((4, B, T), np.float32))
     return hidden, head, targets, g
 
 
@@ -61,7 +61,9 @@ def test_meshes_equal_one_device(sizes, temperature):
                 hidden, head, jnp.asarray(targets), temperature=temperature
             )
         )
-    for name, a, e in zip(("logp", "entropy", "lse", "dx", "dw"), actual, expected, strict=True):
+    for name, a, e in zip(
+        ("logp", "entropy", "lse", "top", "dx", "dw"), actual, expected, strict=True
+    ):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -88,7 +90,7 @@ def test_the_weighted_sum_on_meshes_equals_one_device(sizes):
     expected = results(one, 0.3)
     with jax.set_mesh(make_mesh(**sizes)):
         actual = results(lambda x, w, g: sum_logp(x, w, jnp.asarray(targets), g), 0.3)
-    names = ("sum", "logp", "entropy", "lse", "dx", "dw", "dg")
+    names = ("sum", "logp", "entropy", "lse", "top", "dx", "dw", "dg")
     for name, a, e in zip(names, actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
 

@@ -90,21 +90,24 @@ def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
     rest = padded % rows or rows
 
     def chunk(carry, first, size=rows):
-        found, d_hidden, d_head = carry
+        found, best, d_hidden, d_head = carry
         parts = (lax.dynamic_slice_in_dim(x, first, size) for x in arrays)
         scores, piece, d_head = _chunk(backend, low, d_head, head.dtype, *parts)
-        found = lax.dynamic_update_slice_in_dim(found, jnp.stack(scores), first, 1)
+        found = lax.dynamic_update_slice_in_dim(found, jnp.stack(scores[:3]), first, 1)
+        best = lax.dynamic_update_slice_in_dim(best, scores.top, first, 0)
         d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, piece, first, 0)
-        return (found, d_hidden, d_head), None
+        return (found, best, d_hidden, d_head), None
 
     # The first is no iteration: the head's gradient starts from its product, not from zeros. It is
     # the short one: after the scan a sum would need a second gradient beside the first.
-    carry = jnp.zeros((4, padded), jnp.float32), jnp.zeros((padded, D), hidden.dtype), None
+    # `best` by itself: where nobody asks for it, neither it nor the pass that finds it is left.
+    numbers = jnp.zeros((3, padded), jnp.float32), jnp.zeros(padded, jnp.float32)
+    carry = *numbers, jnp.zeros((padded, D), hidden.dtype), None
     carry, _ = chunk(carry, jnp.int32(0), rest)
     if padded > rest:
         carry, _ = lax.scan(chunk, carry, jnp.arange(rest, padded, rows, dtype=jnp.int32))
-    found, d_hidden, d_head = carry
-    return LogProbs(*found[:, :T]), d_hidden[:T], d_head
+    found, best, d_hidden, d_head = carry
+    return LogProbs(*found[:, :T], best[:T]), d_hidden[:T], d_head
 
 
 def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):

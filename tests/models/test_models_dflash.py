@@ -1,0 +1,226 @@
+"""DFlash against its formulas in float64, its folders, and guessing as it was trained."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_reference import row_blocks, row_hidden
+from flax import nnx
+from tiny_models import SIZES
+
+from jaxtrain.data.anchors import block_weights, decay_of, lay_blocks
+from jaxtrain.data.pack import build_batch, lay_out
+from jaxtrain.data.tree import Node, Tree
+from jaxtrain.losses.dflash import Guesses, confidence, dflash_loss
+from jaxtrain.losses.target_states import STATES
+from jaxtrain.models import build, dflash
+from jaxtrain.models.decoder import Options
+from jaxtrain.models.draft import TargetEnds
+from jaxtrain.models.parameters import split_model
+
+VOCAB, WIDTH, T, K, A = SIZES["vocab_size"], 16, 44, 4, 9
+CONFIG = dflash.Config(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    hidden_act="silu",
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope=(("rope_theta", 10000.0), ("rope_type", "default")),
+    capture=(2, 0),
+    target_hidden_size=WIDTH,
+    num_target_layers=4,
+    mask_token_id=96,
+    block_size=K,
+    attention_bias=True,
+    layer_types=("full_attention", "full_attention", "sliding_attention"),
+    use_sliding_window=True,
+    sliding_window=6,
+    max_window_layers=3,
+)
+NUMBERS = Guesses(num_anchors=A, decay=3.0)
+WIDE = {"param_dtype": "float64", "dtype": "float64"}
+
+
+def chain(rng: np.random.Generator, length: int, parent: int = -1) -> Node:
+    weights = (rng.random(length) < 0.8) * 1.0
+    return Node(parent, rng.integers(1, 96, length).astype(np.int32), {"nll": weights})
+
+
+def make_batch(seed: int = 0, num_anchors: int = A):
+    """[1, 3, T]: two packed documents, a tree of four branches, a row with room left; float64."""
+    rng = np.random.default_rng(seed)
+    nodes = [chain(rng, 7), chain(rng, 6, 0), chain(rng, 5, 0), chain(rng, 4, 2), chain(rng, 7, 2)]
+    tree = Tree((*nodes, chain(rng, 3, 1), chain(rng, 4, 1)))
+    rows = [
+        [lay_out(Tree((chain(rng, n),))) for n in (21, 19)],
+        [lay_out(tree)],
+        [lay_out(Tree((chain(rng, 13),)))],
+    ]
+    batch = build_batch(rows, T)
+    batch = jax.tree.map(lambda x: x[None], batch)
+    batch = batch._replace(weights={"nll": batch.weights["nll"].astype(np.float64)})
+    batch = lay_blocks(
+        batch, rng, num_anchors=num_anchors, block_size=K, decay=3.0, component="draft"
+    )
+    states = rng.standard_normal((1, 3, T, 2 * WIDTH))
+    return batch._replace(streams={**batch.streams, STATES: states})
+
+
+def make_models(**options):
+    """(draft, target's ends) with random numbers in every parameter, norms and biases too."""
+    ends = nnx.eval_shape(
+        lambda: TargetEnds(CONFIG, Options(param_dtype="float64", dtype="float64"), nnx.Rngs(0))
+    )
+    found = []
+    for seed, model in enumerate((build.abstract(CONFIG, **{**WIDE, **options}), ends)):
+        params, rebuild = split_model(model)
+        rng = np.random.default_rng(seed)
+        drawn = {p: jnp.asarray(0.3 * rng.standard_normal(v.shape)) for p, v in params.items()}
+        for path in drawn:
+            if path.endswith("scale"):
+                drawn[path] = 1 + drawn[path]
+        found.append((drawn, rebuild))
+    return found
+
+
+def micro(batch):
+    return jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
+
+
+def to_tensors(params) -> dict:
+    """The draft's parameters as its folder names them."""
+    found = {}
+    for entry in dflash.names(CONFIG):
+        array = np.asarray(params[entry.param])
+        for piece in entry.op.write(array, np.asarray):
+            found.setdefault(piece.name, np.zeros(piece.shape, np.float64))[piece.index] = (
+                piece.array
+            )
+    return found
+
+
+def reference_loss(tensors, tables, batch):
+    """(weighted sum, logits [blocks, K, V]) over all rows of a microstep."""
+    total, all_logits = 0.0, []
+    share = batch.weights["nll"]
+    for row in range(len(share)):
+        blocks = row_blocks(batch, row, K)
+        row_of = (batch.tokens[row], batch.positions[row], batch.streams[STATES][row])
+        hidden = row_hidden(tensors, CONFIG, tables["embed.embedding"], *row_of, blocks)
+        logits = (hidden @ tables["lm_head.embedding"].T).reshape(len(blocks), K, -1)
+        weight, label = np.zeros((len(blocks), K)), np.zeros((len(blocks), K), int)
+        for number, (anchor, _, block) in enumerate(blocks):
+            for place in range(1, K):
+                if (t := block[place]) >= 0:
+                    branches = batch.streams["anchor"][row, anchor]
+                    weight[number, place] = branches * share[row, t] * np.exp(-(place - 1) / 3.0)
+                    label[number, place] = batch.tokens[row, t]
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, :, None], -1)[:, :, 0]
+        total -= jnp.sum(weight * logp)
+        all_logits.append(logits)
+    return total, jnp.concatenate(all_logits)
+
+
+@functools.cache
+def cases():
+    batch = make_batch()
+    (params, rebuild), (tables, rebuild_ends) = make_models()
+    return batch, params, rebuild, tables, rebuild_ends
+
+
+def test_logits_loss_and_gradients_are_those_of_the_formulas():
+    """float64, both sides differ by the order of sums: a few 1e-15 of numbers around 1."""
+    with jax.enable_x64(True):
+        batch, params, rebuild, tables, rebuild_ends = cases()
+        small, target = micro(batch), rebuild_ends(tables)
+
+        @jax.jit
+        def ours(params):
+            def loss(params):
+                draft = rebuild(params)
+                sums, metrics = dflash_loss(draft, target, small, NUMBERS)
+                return sums["draft"], metrics
+
+            return jax.value_and_grad(loss, has_aux=True)(params)
+
+        (value, metrics), grads = ours(params)
+        blocks = jax.jit(lambda p: rebuild(p).hidden(target, small, small.streams[STATES], A))(
+            params
+        )
+        tensors = to_tensors(params)
+        (wanted, logits), wanted_grads = jax.jit(
+            jax.value_and_grad(lambda t: reference_loss(t, tables, batch_of(batch)), has_aux=True)
+        )(tensors)
+        real = np.asarray(blocks.index[:, :, 0] >= 0)
+        assert real.sum() == len(logits) > 15 and not real.all()
+        np.testing.assert_allclose(target.logits(blocks.hidden)[real], logits, atol=1e-11)
+        assert float(value) == pytest.approx(float(wanted), rel=1e-12)
+        got = to_tensors(grads)
+        assert got.keys() == wanted_grads.keys()
+        for name, gradient in wanted_grads.items():
+            scale = float(jnp.abs(gradient).max())
+            assert scale > 1e-6, name
+            np.testing.assert_allclose(got[name], gradient, atol=1e-10 * scale, err_msg=name)
+        denominator = batch.denoms["draft"][0]
+        weights = block_weights(batch, K) * decay_of(K, 3.0)
+        assert denominator == pytest.approx(weights.sum())
+        check_metrics(metrics, logits, batch_of(batch))
+
+
+def batch_of(batch):
+    """The first microstep, on the host."""
+    return jax.tree.map(lambda x: np.asarray(x[0]), batch)
+
+
+def check_metrics(metrics, logits, batch):
+    """Accuracy by place and the simulated acceptance length, block by block."""
+    guesses = np.asarray(logits).argmax(-1)
+    hits, totals, lengths, blocks = np.zeros(K), np.zeros(K), 0.0, 0.0
+    number, share = 0, batch.weights["nll"]
+    for row in range(len(share)):
+        for anchor, _, block in row_blocks(batch, row, K):
+            branches, length, alive = batch.streams["anchor"][row, anchor], 1.0, True
+            for place in range(1, K):
+                weight = branches * share[row, block[place]] if block[place] >= 0 else 0.0
+                right = guesses[number, place] == batch.tokens[row, block[place]]
+                hits[place] += weight * right
+                totals[place] += weight
+                if weight > 0:
+                    alive &= bool(right)
+                    length += alive
+            lengths += branches * share[row, anchor] * length
+            blocks += branches * share[row, anchor]
+            number += 1
+    assert np.allclose(metrics["accept_len"], (lengths, blocks))
+    for place in range(1, K):
+        assert np.allclose(metrics[f"acc/{place}"], (hits[place], totals[place]))
+
+
+@pytest.mark.parametrize(
+    "weighting", ["dpace", "cumulative-confidence-only", "continuation-value-only"]
+)
+def test_weights_by_confidence(weighting):
+    """Against the formulas on random probabilities, some places without weight."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        logp, valid = np.log(rng.random((2, 5, 3))), rng.random((2, 5, 3)) < 0.7
+        got = confidence(jnp.asarray(logp), jnp.asarray(valid), weighting, 0.5)
+        for at in np.ndindex(2, 5):
+            smooth = np.where(valid[at], 0.5 * np.exp(logp[at]) + 0.5, 1.0)
+            prefix = [np.prod(smooth[: j + 1]) for j in range(3)]
+            rest = [sum(prefix[m] * valid[at][m] for m in range(j, 3)) for j in range(3)]
+            wanted = {
+                "cumulative-confidence-only": prefix,
+                "dpace": rest,
+                "continuation-value-only": [r / p for r, p in zip(rest, prefix, strict=True)],
+            }[weighting]
+            np.testing.assert_allclose(got[at], wanted, rtol=1e-12)
