@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.losses.dflash import COMPONENT, Guesses, dflash_loss
 from jaxtrain.models import dflash
 from jaxtrain.tasks.drafting import DRAFT, TARGET, DraftData, Label, draft_roles, open_draft_data
+from jaxtrain.tasks.target_stages import open_stage
 
 Section = DFlashTask
 NUM_LAYERS = 5
@@ -37,6 +38,8 @@ def make(config: Config) -> Task:
     assert isinstance(task, DFlashTask)
     target = assemble_target(config)
     draft = open_draft(config, task, target)
+    stage = open_stage(config, target, draft, last=False)
+    data = open_draft_data(config, target.tokenizer, make_label(config), target.architecture, stage)
     numbers = Guesses(
         min(task.num_anchors, config.data.sequence_len), task.decay, task.weighting, task.alpha
     )
@@ -44,11 +47,7 @@ def make(config: Config) -> Task:
         roles=draft_roles(config, target, draft),
         loss=partial(guess, numbers=numbers, impl=config.model.logp),
         coef={COMPONENT: 1.0},
-        data=(
-            data := open_draft_data(
-                config, target.tokenizer, make_label(config), target.architecture
-            )
-        ),
+        data=data,
         prepare=data.prepare,
         prepared={ANCHOR: np.int32, NEXT: np.int32},
     )
