@@ -89,7 +89,8 @@ def sweep(case, arrays, labels, report):
 
         def attend(q, k, v, layer, until, since, config=config):
             options = {"scale": case.head_dim**-0.5, "softcap": case.softcap}
-            return gpu.run(config, q, k, v, layer, until, since, **options)
+            of_one = (x[:, None] for x in (until, since))
+            return gpu.run(config, q[:, None], k, v, layer, *of_one, **options)
 
         timing = functools.partial(time_layers, case, attend, *arrays)
         name = f"keys{keys}_part{part}_warps{warps}_stages{stages}"

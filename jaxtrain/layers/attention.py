@@ -27,6 +27,9 @@ from jaxtrain.layers.rope import rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
+FEW = 32
+"""Most new tokens of a row whose queries read the cache one by one; more are a prompt."""
+
 
 class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
@@ -119,11 +122,14 @@ class Attention(Mixer):
         else:
             written = write(state, k_BTKH, v_BTKH, decoding, ring)
         see = {"softcap": self.softcap}
-        if q_BTNH.shape[1] == 1 and not isinstance(written, TriedRing):
-            # All that a ring holds is within the window, and softmax does not ask for an order.
-            until_B = jnp.where(decoding.end > decoding.start, jnp.minimum(decoding.end, S), 0)
-            since_B = jnp.maximum(until_B - (window or S), 0)
-            return attend_cached(q_BTNH, *written, until_B, since_B, **see), written
+        T = q_BTNH.shape[1]
+        if (T == 1 or (T <= FEW and not ring)) and not isinstance(written, TriedRing):
+            # A ring holds only what is within the window, and softmax does not ask for an order.
+            first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
+            stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
+            until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(stop_BT, S), 0)
+            since_BT = jnp.maximum(until_BT - (window or S), 0)
+            return attend_cached(q_BTNH, *written, until_BT, since_BT, **see), written
         see |= {"window": window, "impl": self.impl}
         positions_BT = inputs.context.positions
         if not ring:

@@ -74,29 +74,30 @@ def attend(
 
 
 def attend_cached(
-    q_B1NH: jax.Array,
+    q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    until_B: jax.Array,
-    since_B: jax.Array,
+    until_BT: jax.Array,
+    since_BT: jax.Array,
     **options,
 ) -> jax.Array:
-    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: one query a row, which sees the
-    slots from `since` to `until`. Returns [B, 1, N, H], placed as q; 0 where it sees none."""
+    """`jaxtrain_kernels.decode_attention` on whatever mesh is set: a few queries a row, each of
+    which sees the slots from `since` to `until`. Returns [B, T, N, H], placed as q; 0 where one
+    sees none."""
     op = functools.partial(decode_attention, **options)
 
-    def local(q_B1NH, k_BSKH, v_BSKH, until_B, since_B):
-        return op(q_B1NH[:, 0], k_BSKH[None], v_BSKH[None], 0, until_B, since_B)[:, None]
+    def local(q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT):
+        return op(q_BTNH, k_BSKH[None], v_BSKH[None], 0, until_BT, since_BT)
 
-    inputs = (q_B1NH, k_BSKH, v_BSKH, until_B, since_B)
+    inputs = (q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(*inputs)
     names = ("rows", None, "act_heads", None)
-    q_spec, k_spec = (partition_spec(names, x.shape, mesh) for x in (q_B1NH, k_BSKH))
+    q_spec, k_spec = (partition_spec(names, x.shape, mesh) for x in (q_BTNH, k_BSKH))
     if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
         q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(k_spec[0])
-    row = PartitionSpec(q_spec[0])
+    row = PartitionSpec(q_spec[0], None)
     return jax.shard_map(
         local, in_specs=(q_spec, k_spec, k_spec, row, row), out_specs=q_spec, check_vma=False
     )(*inputs)

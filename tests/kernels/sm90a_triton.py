@@ -49,7 +49,10 @@ def decode_call(head_dim, dtype, heads=16, softcap=None, config=None):
     def call(q, k, v, layer, until):
         if config is None:
             return decode_attention(q, k, v, layer, until, softcap=softcap, impl="gpu")
-        return gpu.run(config, q, k, v, layer, until, until * 0, scale=0.1, softcap=softcap)
+        until = until[:, None]
+        return gpu.run(
+            config, q[:, None], k, v, layer, until, until * 0, scale=0.1, softcap=softcap
+        )
 
     return call, q, cache, cache, layer, until
 

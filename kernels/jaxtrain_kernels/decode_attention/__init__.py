@@ -1,4 +1,4 @@
-"""Decode attention: one query per row against the keys of one layer of a cache."""
+"""Decode attention: one query or a few per row against the keys of one layer of a cache."""
 
 import jax
 import jax.numpy as jnp
@@ -25,39 +25,48 @@ def decode_attention(
     softcap: float | None = None,
     impl: str = "auto",
 ) -> jax.Array:
-    """Softmax attention of one query per row; returns [B, N, H] in q's dtype.
+    """Softmax attention of one query per row, or of a few; returns q's shape and dtype.
 
-    q [B, N, H]; k, v [L, B, S, K, H] with N a multiple of K: the cache of all layers, of which
-    `layer` (int32 scalar, may be traced) is read. Row b sees the slots from since[b] (default 0) up
-    to, but not with, until[b] (int32 [B]); there are none outside of [0, S), and a row that sees
-    none returns 0. Scores are q.k * scale (default H**-0.5), then softcap * tanh(score / softcap).
-    Products are in the cache's dtype, sums and the softmax in float32 (float64 for float64 caches).
-    For sampling: no gradients.
+    q [B, N, H] or [B, T, N, H]; k, v [L, B, S, K, H] with N a multiple of K: the cache of all
+    layers, of which `layer` (int32 scalar, may be traced) is read. A query sees the slots of its
+    row from `since` (default 0) up to, but not with, `until`, each int32 [B] or [B, T]; there are
+    none outside of [0, S), and a query that sees none returns 0. Scores are q.k * scale (default
+    H**-0.5), then softcap * tanh(score / softcap). Products are in the cache's dtype, sums and the
+    softmax in float32 (float64 for float64 caches). On a GPU each of T queries is computed as it
+    is alone, bit for bit. For sampling: no gradients.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
-    B, N, H = q.shape
-    if k.ndim != 5 or k.shape != v.shape or (k.shape[1], k.shape[4]) != (B, H) or N % k.shape[3]:
+    B, *few, N, H = q.shape
+    if (
+        len(few) > 1
+        or k.ndim != 5
+        or k.shape != v.shape
+        or (k.shape[1], k.shape[4]) != (B, H)
+        or N % k.shape[3]
+    ):
         raise ValueError(
-            f"decode_attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, N, H] and twice "
-            "[L, B, S, K, H] with N a multiple of K"
+            f"decode_attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, N, H] or"
+            " [B, T, N, H] and twice [L, B, S, K, H] with N a multiple of K"
         )
+    shape = (B, *few)
     for name, array in {"until": until, "since": since}.items():
-        if array is not None and (array.shape != (B,) or array.dtype != jnp.int32):
+        if array is not None and (array.shape != shape or array.dtype != jnp.int32):
             raise ValueError(
-                f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want int32[{B}]"
+                f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want"
+                f" int32{list(shape)}"
             )
     layer = jnp.asarray(layer, jnp.int32)
     scale = H**-0.5 if scale is None else scale
-    return dispatch(
+    found = dispatch(
         "decode_attention",
         impl,
         BACKENDS,
-        q,
+        q if few else q[:, None],
         k,
         v,
         layer,
-        until,
-        since,
+        *(x if few or x is None else x[:, None] for x in (until, since)),
         scale=scale,
         softcap=softcap,
     )
+    return found.reshape(q.shape)

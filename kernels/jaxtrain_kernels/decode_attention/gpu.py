@@ -5,9 +5,10 @@ row's slots; a second kernel merges the parts of a row. The slots of several hea
 other in the cache, so a program takes as many heads as its queries fill the 16 rows of a matmul:
 each tile of keys, whatever their head, is multiplied with all of the program's queries, and pairs
 of different heads are masked. That costs no more than 16 padded rows per head, and what is read
-lies in one piece.
+lies in one piece. Several queries of a row are programs of their own, cut up as one query alone is,
+so that each gives the same bits; all but the first read the cache's row from L2.
 
-Shapes: B rows, S slots, K kv heads, N query heads, H head dim, L layers, P parts of a row,
+Shapes: B rows, T queries of a row, S slots, K kv heads, N query heads, H head dim, L layers, P parts of a row,
 R query rows of a program, J keys of a tile.
 """
 
@@ -63,7 +64,7 @@ def heads_together(K: int, N: int) -> int:
 def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     """See `jaxtrain_kernels.decode_attention`; caches in bfloat16 or float32."""
     require_nvidia()
-    B, N, H = q.shape
+    B, _, N, H = q.shape
     S, K = k.shape[2:4]
     if H not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
@@ -79,14 +80,17 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
 
 def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False):
     """`decode_attention` behind its checks."""
-    B, N, H = q.shape
+    B, T, N, H = q.shape
     S, K = k.shape[2:4]
+    rows, shape = B * T, q.shape
+    q, until = q.reshape(rows, N, H), until.reshape(rows)
+    since = None if since is None else since.reshape(rows)
     together = heads_together(K, N)
     parts = pl.cdiv(S, config.part)
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     partial = (
-        jax.ShapeDtypeStruct((B, parts, N, H), jnp.float32),
-        jax.ShapeDtypeStruct((B, parts, N), jnp.float32),
+        jax.ShapeDtypeStruct((rows, parts, N, H), jnp.float32),
+        jax.ShapeDtypeStruct((rows, parts, N), jnp.float32),
     )
     # Rows vary fastest: what runs together are the same parts of all rows, not those that are past
     # the end of some row.
@@ -94,27 +98,29 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False
         functools.partial(
             _attend,
             config=config,
+            few=T,
             together=together,
             scale=scale,
             softcap=softcap,
             split=parts > 1,
         ),
-        grid=(B, K // together, parts),
+        grid=(rows, K // together, parts),
         out_shape=partial if parts > 1 else whole,
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="decode_attention",
     )(layer.reshape(1), since, until, q, k, v)
     if parts == 1:
-        return found
-    return pl.pallas_call(
+        return found.reshape(shape)
+    merged = pl.pallas_call(
         functools.partial(_merge, slots=S, part=config.part),
-        grid=(B, N),
+        grid=(rows, N),
         out_shape=whole,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="decode_attention_merge",
     )(since, until, *found)
+    return merged.reshape(shape)
 
 
 def _attend(
@@ -126,6 +132,7 @@ def _attend(
     v_ref,
     *out_refs,
     config: Config,
+    few: int,
     together: int,
     scale: float,
     softcap: float | None,
@@ -138,7 +145,7 @@ def _attend(
     J = config.keys
     assert J % together == 0, f"tiles of {J} keys for {together} heads together"
     slots = J // together
-    layer = layer_ref[0]
+    layer, owner = layer_ref[0], row // few
     since, until = _interval(since_ref, until_ref, row, k_ref.shape[2])
     start = since + part * config.part
     stop = jnp.minimum(until, start + config.part)
@@ -156,7 +163,7 @@ def _attend(
             jnp.broadcast_to(x[:, None], (J, H)) for x in (slot_J, head_J, inside_J)
         )
         dim_JH = jax.lax.broadcasted_iota(jnp.int32, (J, H), 1)
-        return plt.load(ref.at[layer, row, slot_JH, head_JH, dim_JH], mask=inside_JH, other=0.0)
+        return plt.load(ref.at[layer, owner, slot_JH, head_JH, dim_JH], mask=inside_JH, other=0.0)
 
     def step(tile, carry):
         sum_RH, total_R, top_R = carry
