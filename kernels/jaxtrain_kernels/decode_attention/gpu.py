@@ -8,8 +8,8 @@ of different heads are masked. That costs no more than 16 padded rows per head, 
 lies in one piece. Several queries of a row are programs of their own, cut up as one query alone is,
 so that each gives the same bits; all but the first read the cache's row from L2.
 
-Shapes: B rows, T queries of a row, S slots, K kv heads, N query heads, H head dim, L layers, P parts
-of a row, R query rows of a program, J keys of a tile.
+Shapes: B rows, T queries of a row, S slots, K kv heads, N query heads, H head dim, L layers, P
+parts of a row, R query rows of a program, J keys of a tile.
 """
 
 import dataclasses
