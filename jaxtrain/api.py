@@ -129,10 +129,9 @@ class Model:
                 f"{self.name} is a reward model: it scores texts (jaxtrain score) and writes none"
             )
 
-    def sampler(self, raw: bool, draft: str | None = None, **options: Any) -> LocalSampler:
+    def sampler(self, raw: bool, draft: str | None = None) -> LocalSampler:
         """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
-        folder of a draft model for speculative decoding: the same answers sooner. options: of
-        LocalSampler."""
+        folder of a draft model for speculative decoding: the same answers sooner."""
         self.require_language()
         model = self.held.model()
         if draft is not None:
@@ -143,7 +142,6 @@ class Model:
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
             to_text=self.tokenizer.decode,
-            **options,
         )
 
     def _ids(self, text: Text, index: int) -> np.ndarray:

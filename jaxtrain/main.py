@@ -24,6 +24,7 @@ usage:
   jaxtrain capture --config FILE                      states of a draft's target, onto disk
   jaxtrain eval RUN | --config FILE                   held-out loss, problems answered
   jaxtrain generate RUN|MODEL [--prompt TEXT]         answer prompts; without one: a conversation
+  jaxtrain speculate RUN|MODEL --draft FOLDER         what a draft model is worth: tau, speed
   jaxtrain score RUN|MODEL DATA --output FILE         scores of a reward model, row by row
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
         "capture": run_capture,
         "eval": run_eval,
         "generate": run_generate,
+        "speculate": run_speculate,
         "score": run_score,
         "export": run_export,
         "merge": run_merge,
@@ -237,6 +239,53 @@ def run_generate(argv: list[str]) -> None:
     from jaxtrain.verbs.generate import generate_command
 
     generate_command(args)
+
+
+def run_speculate(argv: list[str]) -> None:
+    """Decode prompts plainly and with a draft model, in turns: whether the answers are the same,
+    tokens for each pass of the model (tau), tokens per second."""
+    parser = Parser("jaxtrain speculate", description=run_speculate.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="sampling.max_new_tokens=256, sampling.temperature=1, model.compute_dtype=bfloat16,"
+        " dataset.split=test (of --input) and the like",
+    )
+    parser.add_argument(
+        "--draft", type=os.path.expanduser, required=True, help="folder of a draft model"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME[=PATH]",
+        help="a known benchmark, from the Hub or files: gsm8k, math500, aime24, aime25, humaneval,"
+        " mbpp, livecodebench, swe-bench, mt-bench, alpaca; may be given several times",
+    )
+    parser.add_argument(
+        "--input",
+        type=os.path.expanduser,
+        help="a dataset of messages or prompt: file, Hub id or builtin:calculator",
+    )
+    parser.add_argument("--most", type=int, help="prompts of a set, and of --input (default 128)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1], help="answers under way at once (default 1)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="timed passes of each kind; the median counts"
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template: continue the texts")
+    parser.add_argument("--output", type=expand_path, help="JSON file for all numbers")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.verbs.speculate import speculate_command
+
+    speculate_command(args)
 
 
 def run_score(argv: list[str]) -> None:
