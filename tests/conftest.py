@@ -6,12 +6,13 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
-FLAGS = ["--xla_force_host_platform_device_count=4"]
-if version("jaxlib") < "0.11":
-    # The older of two ways to emit fused loops compiles in a quarter of the time. A newer jaxlib
-    # has only the other way: `make test-kernels` runs the kernels as users compile them.
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+# The older of two ways to emit fused loops compiles in a quarter of the time. New jaxlibs have only
+# the other way: `make test-kernels` runs the kernels as users compile them.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""),
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
