@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,20 @@ def without_adapters(model: nnx.Module) -> nnx.Module:
 def split_trained(
     params: dict[str, Leaf], adapter: Adapter | None
 ) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """(trained, frozen) of parameters by path, or of their shapes; all are trained without one."""
-    if adapter is None:
-        return params, {}
-    trained = {path: value for path, value in params.items() if adapter.trains(path)}
+    """(trained, frozen) of parameters by path, or of their shapes. Without an adapter all but
+    tables are trained."""
+    trained = {
+        path: value
+        for path, value in params.items()
+        if (adapter.trains(path) if adapter is not None else not is_table(value))
+    }
     return trained, {path: value for path, value in params.items() if path not in trained}
+
+
+def is_table(value: Any) -> bool:
+    """Whether a parameter, an array or its shape, holds whole numbers, such as ids: no gradient
+    leads there."""
+    return jnp.issubdtype(value.dtype, jnp.integer)
 
 
 def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> Params:

@@ -8,16 +8,20 @@
     reference     "moving"    state.copies["reference/..."]        all of it
     reference     "bare"      the trained ones without adapters    -
 
+A trained role's tables (ids, whole numbers) stand in state.copies, too: no optimizer changes them,
+and a checkpoint has them as they were filled in when the run began.
+
 All parameters of a run are one flat dict: the trained role's under their own paths, another role's
 behind its name and a slash. The step differentiates what is trained and nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.adapters.attach import split_trained, without_adapters
 from jaxtrain.core.assemble import Parts, abstract_params, open_base, open_params
@@ -40,6 +44,9 @@ class Role:
     trained model's current ones without its adapter."""
     in_loss: bool = True
     """Whether the loss gets this model; False for one that only `Task.prepare` asks."""
+    tables: Callable[[], Mapping[str, Any]] | None = None
+    """Of the trained role: {path: array} for tables that the data decide about, asked for when a
+    run begins, on every process."""
 
 
 class Roles:
@@ -53,6 +60,8 @@ class Roles:
         shapes, rebuild = abstract_params(self.parts)
         self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.parts.adapter)
         self.copy_shapes: Params = {}
+        if self.parts.adapter is None:
+            self.copy_shapes, self.frozen_shapes = self.frozen_shapes, {}
         self._rebuild: dict[str, Rebuild] = dict.fromkeys(self.roles, rebuild)
         for name, role in self.roles.items():
             match role.weights:
@@ -81,6 +90,8 @@ class Roles:
         else:
             start, frozen = {}, {}
         copies: Params = {}
+        if adapter is None:
+            copies, frozen = (self._fill(frozen) if trained else {}), {}
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
@@ -90,6 +101,21 @@ class Roles:
                 case "moving" if trained:
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
+
+    def _fill(self, tables: Params) -> Params:
+        """The trained role's tables with what the data say."""
+        fill = self.roles[self.trained].tables
+        given = {} if fill is None else fill()
+        assert given.keys() <= tables.keys(), f"no such table: {sorted(given)}"
+        filled = {path: np.asarray(array) for path, array in given.items()}
+        return tables | {
+            path: jax.make_array_from_callback(
+                tables[path].shape,
+                tables[path].sharding,
+                lambda index, path=path: filled[path][index].astype(tables[path].dtype),
+            )
+            for path in filled
+        }
 
     def params(self, role: str, held: Params) -> Params:
         """One role's parameters by their own paths, out of all."""

@@ -10,10 +10,12 @@ Reading is by index: a device that holds a slice of the parameter reads just tho
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+
+from jaxtrain.errors import UserError
 
 Index = tuple[slice, ...]
 """One slice(start, stop) per dim, no steps and no open ends."""
@@ -132,6 +134,36 @@ class Stack:
     def write(self, array, host):
         for i, op in enumerate(self.ops):
             yield from op.write(array[i], host)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptIds:
+    """Ascending ids [P] of those below `total` that a draft model can say: `d2t` int64 [P], how far
+    each lies behind its index, and `t2d` bool [total], whether an id is one of them."""
+
+    total: int
+
+    dtypes: ClassVar[Mapping[str, Any]] = {"d2t": np.dtype(np.int64), "t2d": np.dtype(bool)}
+    """What the tensors are stored as, whatever the weights are."""
+
+    def shapes(self, shape):
+        return {"d2t": shape, "t2d": (self.total,)}
+
+    def read(self, fetch, index):
+        ids = fetch("d2t", index) + np.arange(index[0].start, index[0].stop)
+        if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= self.total:
+            raise UserError(
+                f"the tensor d2t does not hold ascending ids below {self.total}: the draft belongs"
+                " to another vocabulary, or the file is damaged"
+            )
+        return ids
+
+    def write(self, array, host):
+        ids = host(array).astype(np.int64)
+        yield Piece("d2t", ids.shape, whole(ids.shape), ids - np.arange(len(ids)))
+        kept = np.zeros(self.total, bool)
+        kept[ids] = True
+        yield Piece("t2d", kept.shape, whole(kept.shape), kept)
 
 
 class Entry(NamedTuple):

@@ -23,7 +23,7 @@ from jaxtrain.layers.kv_cache import (
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import rotate
+from jaxtrain.layers.rope import Angles, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
@@ -34,7 +34,8 @@ FEW = 32
 class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
 
-    With `qk_norm_eps`, RMSNorm over H on queries and keys before the rotation (Qwen3).
+    With `qk_norm_eps`, RMSNorm over H on queries and keys before the rotation (Qwen3). `num_in`:
+    features that queries, keys and values are made of, where these are not D.
     """
 
     follows_trees = True
@@ -54,6 +55,7 @@ class Attention(Mixer):
         qk_norm_eps: float | None = None,
         softcap: float | None = None,
         impl: str = "auto",
+        num_in: int | None = None,
         init_std: float = 0.02,
         param_dtype: Dtype = jnp.float32,
         dtype: Dtype = jnp.float32,
@@ -63,9 +65,10 @@ class Attention(Mixer):
             Linear, init_std=init_std, param_dtype=param_dtype, dtype=dtype, rngs=rngs
         )
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
-        self.q = linear(num_features, query_dim, axes=("embed", "heads"), use_bias=qkv_bias)
-        self.k = linear(num_features, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
-        self.v = linear(num_features, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
+        num_in = num_features if num_in is None else num_in
+        self.q = linear(num_in, query_dim, axes=("embed", "heads"), use_bias=qkv_bias)
+        self.k = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
+        self.v = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
         self.out = linear(query_dim, num_features, axes=("heads", "embed"), use_bias=out_bias)
         norm = functools.partial(RMSNorm, head_dim, eps=qk_norm_eps, param_dtype=param_dtype)
         self.q_norm = norm() if qk_norm_eps is not None else None
@@ -92,21 +95,32 @@ class Attention(Mixer):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None
     ) -> tuple[jax.Array, KV | TriedRing | None]:
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, inputs.angles)
+        if state is None:
+            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
+        else:
+            out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
+        return self.join(out_BTNH), state
+
+    def project(
+        self, x_BTD: jax.Array, angles: Angles | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(queries [B, T, N, H], keys and values [B, T, K, H]) of features, rotated by `angles`."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
         q_BTNH, k_BTKH, v_BTKH = (
             self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
         )
         if self.q_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        if inputs.angles is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, inputs.angles), rotate(k_BTKH, inputs.angles)
-        if state is None:
-            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
-        else:
-            out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
-        y_BTD = self.out(out_BTNH.reshape(*x_BTD.shape[:2], -1))
-        return constrain(y_BTD, "rows", "sequence", "features"), state
+        if angles is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def join(self, out_BTNH: jax.Array) -> jax.Array:
+        """[B, T, D] of what the heads put out."""
+        y_BTD = self.out(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
+        return constrain(y_BTD, "rows", "sequence", "features")
 
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)

@@ -262,9 +262,10 @@ def save(
         entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]
     plan = {}
     for entry in entries:
-        own = params[entry.param].dtype
+        own, fixed = params[entry.param].dtype, fixed_dtypes(entry)
         for name, shape in entry.op.shapes(params[entry.param].shape).items():
-            plan[name] = (shape, np.dtype(dtype or stored.get(name) or stored.get("") or own))
+            chosen = fixed.get(name) or dtype or stored.get(name) or stored.get("") or own
+            plan[name] = (shape, np.dtype(chosen))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
         write_folder(folder, dict(sorted(plan.items())), pieces)
@@ -281,6 +282,11 @@ def save(
     sync_processes("save")
 
 
+def fixed_dtypes(entry: Entry) -> Mapping[str, Any]:
+    """{tensor: dtype} of those tensors of an entry whose dtype is not that of the weights."""
+    return getattr(entry.op, "dtypes", {})
+
+
 def param_count(config: DecoderConfig) -> int:
     """Number of parameters; a tied head counts once."""
     state = nnx.state(abstract(config))
@@ -294,9 +300,10 @@ def _check(
     whole: bool = True,
 ) -> None:
     """One UserError for all tensors that are missing, unexpected (whole), misshapen, no floats."""
-    wanted = {}
+    wanted, fixed = {}, {}
     for entry, shape in shapes.items():
         wanted |= entry.op.shapes(shape)
+        fixed |= fixed_dtypes(entry)
     found = files.tensors
     problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
     for name, stored in found.items():
@@ -305,6 +312,9 @@ def _check(
                 problems.append(
                     f"{stored.file.name}: {name} is {stored.shape}, config.json says {wanted[name]}"
                 )
+            elif name in fixed:
+                if stored.dtype.kind not in "iub":
+                    problems.append(f"{stored.file.name}: {name} is stored as {stored.dtype}")
             elif not jax.dtypes.issubdtype(stored.dtype, np.floating):
                 problems.append(
                     f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantised weights"

@@ -65,8 +65,8 @@ def open_trained(
     if not beside:
         roles = Roles({roles.trained: task.roles[roles.trained]})
     if not is_run:
-        weights, base, _ = roles.open(0)
-        return Trained(config, task, Held(roles, {**base, **weights}, 0))
+        weights, base, copies = roles.open(0)
+        return Trained(config, task, Held(roles, {**base, **copies, **weights}, 0))
     wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
     found = load_checkpoint(path / "checkpoints", wanted, step)
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
