@@ -5,6 +5,7 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.distillation import DistillationTask, TeacherConfig
 from jaxtrain.config.draft import DraftConfig, DraftTask, TargetConfig
+from jaxtrain.config.eagle3 import Eagle3Task
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
@@ -29,6 +30,7 @@ __all__ = [
     "DistillationTask",
     "DraftConfig",
     "DraftTask",
+    "Eagle3Task",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",

@@ -10,6 +10,7 @@ from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.distillation import DistillationTask
+from jaxtrain.config.eagle3 import Eagle3Task
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
@@ -42,6 +43,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "distillation": DistillationTask,
     "preference": PreferenceTask,
     "dflash": DFlashTask,
+    "eagle3": Eagle3Task,
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -61,6 +63,7 @@ Task = Annotated[
     | Annotated[DistillationTask, Tag("distillation")]
     | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[DFlashTask, Tag("dflash")]
+    | Annotated[Eagle3Task, Tag("eagle3")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

@@ -155,9 +155,7 @@ def soft_sum(spec: Spec, hidden_LTD, head_PD, known, weight_LT):
 def _fwd(spec, hidden, head, known, weight):
     values = [one.value for one in (hidden, head, *known, weight)]
     wanted = (hidden.perturbed, head.perturbed)
-    total, found, grads = walk(
-        spec, values[0], values[1], tuple(values[2:-1]), values[-1], wanted
-    )
+    total, found, grads = walk(spec, values[0], values[1], tuple(values[2:-1]), values[-1], wanted)
     return (total, found), (grads, len(known))
 
 

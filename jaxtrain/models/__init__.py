@@ -17,6 +17,7 @@ ARCHITECTURES = {
 
 DRAFTS: dict[str, str] = {
     "DFlashDraftModel": "jaxtrain.models.dflash",
+    "LlamaForCausalLMEagle3": "jaxtrain.models.eagle3",
 }
 """Families of draft models (models/draft.py), which stand beside a target and write nothing alone.
 """

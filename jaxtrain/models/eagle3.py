@@ -29,6 +29,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields, write_fields
+from jaxtrain.hf.config_checks import check_value
 from jaxtrain.hf.ops import Entry, KeptIds, Tensor, Transpose
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.embed import Embed
@@ -72,7 +73,12 @@ class Config(DraftConfig):
         own = {**raw, "tie_word_embeddings": False}  # who says true stores a head of P rows, too
         eagle = own.pop("eagle_config", None) or {}
         behind = own.pop(BEHIND, None)
-        layers = eagle.get(BEHIND) or (behind and [layer - 1 for layer in behind])
+        if not isinstance(eagle, dict):
+            raise UserError("config.json: eagle_config is no object; write {} or remove it")
+        given = eagle.get(BEHIND) or behind
+        layers = given if isinstance(given, list) else []
+        if eagle.get(BEHIND) is None:
+            layers = [layer - 1 for layer in layers if type(layer) is int]
         if not layers or not all(type(layer) is int for layer in layers):
             raise UserError(
                 "config.json: eagle_config.eagle_aux_hidden_state_layer_ids does not list the"
@@ -87,11 +93,11 @@ class Config(DraftConfig):
             own.pop("max_window_layers", None)
         own.setdefault("draft_vocab_size", own.get("vocab_size"))
         own.setdefault("target_hidden_size", own.get("hidden_size"))
-        found = {
-            "capture": tuple(layers),
-            "length": eagle.get("ttt_length", cls.length),
-            "num_target_layers": eagle.get("num_target_layers"),
-        }
+        found: dict[str, Any] = {"capture": tuple(layers)}
+        for key, name in (("ttt_length", "length"), ("num_target_layers", "num_target_layers")):
+            if eagle.get(key) is not None:
+                check_value(f"eagle_config.{key}", eagle[key], int)
+                found[name] = eagle[key]
         config = cls(**{**read_fields(cls, own), **found})
         config.check()
         return config
@@ -149,9 +155,7 @@ class Midlayer(nnx.Module):
             impl=options.attention_impl,
             **common,
         )
-        self.mlp = GatedMLP(
-            width, config.intermediate_size, activation=config.hidden_act, **common
-        )
+        self.mlp = GatedMLP(width, config.intermediate_size, activation=config.hidden_act, **common)
 
     def project(
         self, embedded_BTD: jax.Array, state_BTD: jax.Array, turns: Angles
@@ -230,8 +234,8 @@ class Model(Draft):
 
     def unroll(
         self, target: Ends, captured_BTF: jax.Array, batch: Batch, next_BT: jax.Array, length: int
-    ) -> jax.Array:
-        """Normed states [L, B, T, D] of the pairs of rows [B, T], for L = `length` steps: row c of
+    ) -> list[jax.Array]:
+        """Normed states [B, T, D] of the pairs of rows [B, T] in each of `length` steps: row c of
         step i guesses what follows the i-th token behind c.
 
         captured_BTF: the target's states of the tokens. next_BT: int32, the token that follows on
@@ -272,7 +276,7 @@ class Model(Draft):
             keys, values = (*keys, k_BTKH), (*values, v_BTKH)
             normed.append(normed_BTD)
             place_BT = follow(next_BT, place_BT)
-        return jnp.stack(normed)
+        return normed
 
     def unstack(self) -> Self:
         """See Draft: its one layer stands by itself already."""
@@ -299,9 +303,7 @@ class Model(Draft):
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(new.astype(old.dtype), old, (0,) * old.ndim)
 
-        return place(
-            jax.tree.map(put, cache, self.init_cache(rows, slots, cache.pairs.k.dtype))
-        )
+        return place(jax.tree.map(put, cache, self.init_cache(rows, slots, cache.pairs.k.dtype)))
 
     def insert(self, cache: Cache, rows_R: jax.Array, filled: Cache, source_R: jax.Array) -> Cache:
         """See Draft."""

@@ -12,6 +12,7 @@ METHODS = {
     "distillation": "jaxtrain.tasks.distillation",
     "preference": "jaxtrain.tasks.preference",
     "dflash": "jaxtrain.tasks.dflash",
+    "eagle3": "jaxtrain.tasks.eagle3",
 }
 
 
