@@ -1,18 +1,18 @@
 """The loss of an Eagle3 draft: in every step of its unroll, what the target says comes next.
 
-    tokens      p  q  r  s  t        a chain; the target's row q says what follows q
-    step 0         q  r  s  t        pair q = (state p, token q) guesses what follows q
-    step 1         q' r' s'          pair q again, fed with its own state and token r: what follows r
-    step 2         q" r"             ... and with token s: what follows s
+    tokens     p  q  r  s  t      a chain; the target's row q says what follows q
+    step 0        q  r  s  t      row q, the pair (state p, token q), guesses what follows q
+    step 1        q' r' s'        row q with its own state and token r guesses what follows r
+    step 2        q" r"           row q with its own state again and token s: what follows s
 
-Row c of step i guesses what follows the i-th token behind c. Several rows guess the same, one a
-step, so the target's logits are made once for all of them (soft_targets.py). On a fork a row goes on
-along the child that the stream NEXT names, and counts for all branches through its pair.
+Several rows guess what follows a token, one in each step, so the target's logits are made once for
+all of them (soft_targets.py). At a fork a row goes on along the child that the stream NEXT names,
+and counts for all branches through its pair.
 
-A guess weighs as much as the trained tokens that stand in its place in the data, times
-`decay` ** i, and 0 where the target's likeliest token is not one that the draft can say. The
-denominator is the sum of all trained tokens' weights, the same for each step, whatever is likeliest:
-so accumulation is exact, and what a pruned vocabulary leaves out makes the loss no larger.
+A guess weighs as much as the trained tokens that stand in its place in the data, times `decay` **
+step, and nothing where the target's likeliest token is none that the draft can say. Each step's
+denominator is the sum of all trained tokens' weights, whatever the target finds likeliest: so
+accumulation is exact, and leaving out tokens makes no loss larger.
 
 Shapes: L steps, B rows, T tokens, D features.
 """

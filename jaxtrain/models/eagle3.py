@@ -1,17 +1,17 @@
-"""Eagle3 (Li et al. 2025, arXiv:2503.01840): a draft of one layer that feeds on its own states.
+"""Eagle3 (Li et al. 2025, arXiv:2503.01840): a draft of one layer that reads its own states.
 
-    state of a token and the next one  ──fc, embedding──> pair ──layer──> state ──norm, head──> guess
-                                                            ^               │
-                                 the guess, and this state  └───────────────┘  K times
+    the target's state of a token, fc ─┐
+                                       ├─ pair ──> layer ──> state ──> norm, head ──> guess
+    embedding of the next token ───────┘
+              then K - 1 times: that state in the place of the target's, and the guess behind it
 
-The layer reads *pairs*: the captured states of token c - 1 with the embedding of token c. A pair has
-the position of its state, and the guess is what follows its token. The pairs that the target's own
-states are in are step 0; step i puts the draft's state of step i - 1 in their place, one token
-further on. A query of step i sees the pairs of step 0 up to its own and, of the steps 1 to i, those
-of its own row: what it would see while decoding.
+Pair c is made of the state of token c - 1 and the embedding of token c; it has the position of the
+state, and its guess is what follows token c. In step 0 the states are the target's; in step i those
+of the draft's step i - 1, one token further on. A query of step i sees the pairs of step 0 up to
+its own and, of the steps 1 to i, those of its own row: just what there will be while decoding.
 
-In a packed row pair c stands in the place of token c. Its state is that of `prev[c]`, so a pair is
-of one branch even at a fork, and every context is exact.
+In a packed row pair c stands in the place of token c, and its state is that of `prev[c]`. So a pair
+is of one branch, even behind a fork, and what it sees is exact.
 
 Shapes: B rows, T tokens, D features, F captured features of a token, L steps of the unroll, N heads
 on K key-value heads of H dims, S slots of a cache, P ids that the draft can say.
@@ -40,10 +40,9 @@ from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.layers.stack import REMAT
-from jaxtrain.models.decoder import DecoderConfig, Ends, Options
+from jaxtrain.models.decoder import Ends, Options
 from jaxtrain.models.draft import Draft, DraftConfig
 from jaxtrain.parallel.rules import constrain
-
 
 BEHIND = "eagle_aux_hidden_state_layer_ids"
 OWN = {"length", "capture", "num_target_layers", "mask_token_id"}
@@ -324,6 +323,7 @@ class Model(Draft):
     ) -> Cache:
         """See Draft. Pairs of step 0 need no attention: only keys and values are kept of them."""
         dtype, length_B = self.compute_dtype, cache.length
+        counts_B = counts_B.astype(jnp.int32)
         fused_BTD = self.fc(states_BTF.astype(dtype))
         before_BTD = jnp.concatenate(
             [cache.pending[:, None].astype(dtype), fused_BTD[:, :-1]], axis=1
