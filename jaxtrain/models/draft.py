@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.norm import RMSNorm
@@ -77,6 +79,12 @@ class Draft(Layered):
     """K, the tokens that `propose` guesses."""
     head_table: Embed | None = None
     """Where an output projection of its own is stored; None: it uses the target's."""
+
+    @abstractmethod
+    def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        """FLOPs of a training step beside those of the target's layers, recomputation not counted.
+        batch: on the host, of `tokens` tokens that are not padding; spans int [tokens]: how many
+        tokens see each. Reads shapes alone."""
 
     @abstractmethod
     def read(

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
@@ -35,6 +36,7 @@ from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.kv_cache import KV
 from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
@@ -277,6 +279,18 @@ class Model(Draft):
             normed.append(normed_BTD)
             place_BT = follow(next_BT, place_BT)
         return normed
+
+    def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        """See Draft: the layer and the head of every step, and the target's head, once."""
+        layer = sum(
+            leaf.size for leaf in jax.tree.leaves(nnx.state(self.midlayer)) if leaf.ndim > 1
+        )
+        mixing = self.midlayer.attention.mixing_flops(LayerSpec(), spans)
+        unrolled = self.num_drafted * (6.0 * layer * tokens + 3.0 * mixing)
+        (P, D), V = self.lm_head.embedding.get_value().shape, self.vocab_size
+        guesses = sum(int(np.count_nonzero(weights)) for weights in batch.weights.values())
+        heads = guesses * D * (6.0 * P * self.num_drafted + 2.0 * V + (2.0 * P if P < V else 0.0))
+        return unrolled + 6.0 * self.fc.kernel.get_value().size * tokens + heads
 
     def unstack(self) -> Self:
         """See Draft: its one layer stands by itself already."""

@@ -28,6 +28,7 @@ from jaxtrain.models.draft import check_capture
 from jaxtrain.models.eagle3 import Config as Architecture
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.tasks.drafting import DRAFT, TARGET, DraftData, draft_roles, open_draft_data
+from jaxtrain.tasks.target_stages import open_stage
 
 Section = Eagle3Task
 LARGEST = 32_000
@@ -52,7 +53,8 @@ def make(config: Config) -> Task:
         config.model.compute_dtype,
         config.model.attention,
     )
-    data = open_draft_data(config, target.tokenizer, label_guesses, target.architecture)
+    stage = open_stage(config, target, draft, last=True)
+    data = open_draft_data(config, target.tokenizer, label_guesses, target.architecture, stage)
     roles = draft_roles(config, target, draft)
     if draft.folder is None and draft.architecture.prunes:
         roles[DRAFT] = Role(draft, tables=find_kept(config, draft, data))

@@ -14,6 +14,7 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optim import is_vector
+from jaxtrain.models.draft import Draft
 from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.train.saving import NotFinite
@@ -50,7 +51,15 @@ class StepReader:
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
         roles, held = session.roles, session.held()
         self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
-        self.matmul_params = count_matmul_params(self.model, session.frozen)
+        self.beside: list[tuple[Any, float]] = []
+        """Beside a draft the layers of its target, where the step runs them, and their weights."""
+        if isinstance(self.model, Draft):
+            for name, role in roles.roles.items():
+                model = roles.rebuild(name)(jax.tree.map(shape, held.params(name)))
+                if role.in_loss and name != roles.trained and hasattr(model, "stack"):
+                    self.beside.append((model.stack, count_matmul_params(model.stack)))
+        else:
+            self.matmul_params = count_matmul_params(self.model, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.parts.mesh.size, peak)
 
@@ -61,7 +70,7 @@ class StepReader:
         if not output.finite:
             raise NotFinite(self.explain(pending, output), pending.step)
         tokens, spans = count_work(pending.batch)
-        flops = model_flops(self.matmul_params, tokens, self.model.stack.mixing_flops(spans))
+        flops = self.count_flops(pending.batch, tokens, spans)
         if pending.compiled:
             # It was dispatched somewhere within a call that took long: there is no time to tell.
             self.throughput.last_time = None
@@ -77,6 +86,16 @@ class StepReader:
             **rates,
         }
         return {**values, "peak_memory_gib": peak_memory()}
+
+    def count_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        """FLOPs of a step: of a draft and of its target's forward pass, or of the trained model."""
+        if not isinstance(self.model, Draft):
+            mixing = self.model.stack.mixing_flops(spans)
+            return model_flops(self.matmul_params, tokens, mixing)
+        total = self.model.step_flops(batch, tokens, spans)
+        for stack, weights in self.beside:
+            total += 2.0 * weights * tokens + stack.mixing_flops(spans)
+        return total
 
     def restart(self) -> None:
         """Time the next step from now on: what went before was no training step."""
@@ -110,7 +129,9 @@ def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
     """
     total = 0.0
     for place, node in nnx.iter_graph(model):
-        share = 1.0 if node is model.head_table else getattr(node, "token_share", 0.0)
+        share = (
+            1.0 if node is getattr(model, "head_table", None) else getattr(node, "token_share", 0.0)
+        )
         params = split_model(node)[0] if share else {}
         for name, value in params.items():
             path = ".".join(map(str, (*place, name)))
