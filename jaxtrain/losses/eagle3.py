@@ -24,16 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import NEXT, Batch
 from jaxtrain.losses.soft_targets import Guessed, SoftTargets, Teacher, sum_soft
 from jaxtrain.losses.target_states import read_target
 from jaxtrain.models.eagle3 import Model, follow
 
 COMPONENT = "draft"
 """The loss's one component, of which the batch has the denominator."""
-NEXT, BRANCHES, GUESS = "next", "branches", "guess"
-"""Streams, of each token: index in the row of the token that follows (-1: none), the branches
-through it (int32), and what a guess of what follows it weighs for each of them (float32)."""
+BRANCHES, GUESS = "branches", "guess"
+"""Streams, of each token: the branches through it (int32), and what a guess of what follows it
+weighs for each of them (float32)."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,16 @@ def align(rows: list[jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def describe(found: Guessed, weight_LBT: jax.Array, next_BT: jax.Array) -> dict[str, Any]:
-    """Weighted means as (sum, weight): acc/1 to acc/L, whether a guess is the target's likeliest
-    token; overlap, the share of the target's distribution that a sampled guess would meet; kept,
-    where the likeliest token can be said; accept_len, 1 and the guesses of a row up to the first
-    that is wrong."""
+    """Weighted means as (sum, weight). acc/1 to acc/L, and acc of all: whether a guess is the
+    target's likeliest token. kept: whether the draft can say that one. overlap: the share of the
+    target's distribution that a sampled guess would meet. accept_len: 1 and the guesses of a row
+    up to the first that is wrong."""
     weight_LBT = weight_LBT.astype(found.hit.dtype)
     each_L = weight_LBT.sum((1, 2))
     hits_L = jnp.sum(weight_LBT * found.hit, axis=(1, 2))
     metrics = {f"acc/{i + 1}": (hits_L[i], each_L[i]) for i in range(len(each_L))}
     whole = each_L.sum()
+    metrics["acc"] = (hits_L.sum(), whole)
     for name, values in (("overlap", found.accepted), ("kept", found.kept)):
         metrics[name] = (jnp.sum(weight_LBT * values), whole)
     place_BT = jnp.broadcast_to(jnp.arange(next_BT.shape[1], dtype=jnp.int32), next_BT.shape)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
@@ -182,6 +183,7 @@ class Model(Draft):
         self.frequency, self.factor = tuple(frequency.tolist()), factor
         self.stored: tuple[tuple[str, str], ...] = ()
         self.capture, self.block_size = config.capture, config.block_size
+        self.vocab_size = config.vocab_size
         self.mask_token_id, self.num_drafted = config.mask_token_id, config.block_size - 1
 
     @property
@@ -213,6 +215,22 @@ class Model(Draft):
         beside = self._beside(states_BTF, batch.positions)
         x_BQD = self._run(target, token_BAK.reshape(B, -1), context, beside=beside)
         return Blocks(x_BQD.reshape(B, -1, self.block_size, x_BQD.shape[-1]), index_BAK)
+
+    def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        """See Draft: blocks through the layers and the target's head, whose own gradient nobody
+        makes, and the context's keys and values. Windows are not looked at."""
+        anchors = np.asarray(batch.streams[ANCHOR]) > 0
+        count, K = int(anchors.sum()), self.block_size
+        each, context, pairs = 0.0, self.fc.kernel.get_value().size, 0.0
+        seen = int(np.asarray(batch.positions)[anchors].sum()) + count * K
+        for _, node in nnx.iter_graph(self.stack):
+            if isinstance(node, Linear):
+                each += node.kernel.get_value().size
+            if isinstance(node, BlockAttention):
+                context += node.k.kernel.get_value().size + node.v.kernel.get_value().size
+                pairs += 4.0 * node.num_heads * node.head_dim * len(self.stack.specs) * K * seen
+        head = 4.0 * self.vocab_size * self.norm.scale.get_value().size * count * (K - 1)
+        return 6.0 * (each * count * K + context * tokens) + 3.0 * pairs + head
 
     def read(
         self,

@@ -362,13 +362,13 @@ class Model(Draft):
 
         def step(carry, number):
             pairs, state_BD, token_B = carry
-            place_B = first_B + number
+            place_B1 = first_B[:, None] + number
             embedded_B1D = target.embed(token_B[:, None]).astype(dtype)
             state_B1D = state_BD[:, None].astype(dtype)
-            turns = self._turns(place_B[:, None])
+            turns = self._turns(place_B1)
             q_B1NH, k_B1KH, v_B1KH = self.midlayer.project(embedded_B1D, state_B1D, turns)
-            pairs = put_pairs(pairs, k_B1KH, v_B1KH, place_B[:, None])
-            out_B1NH = attend_cached(q_B1NH, *pairs, place_B + 1, jnp.zeros_like(place_B))
+            pairs = put_pairs(pairs, k_B1KH, v_B1KH, place_B1)
+            out_B1NH = attend_cached(q_B1NH, *pairs, place_B1 + 1, jnp.zeros_like(place_B1))
             state_BD = self.midlayer.finish(state_B1D, out_B1NH)[:, 0]
             best_B = self.logits(self.norm(state_BD)).argmax(-1)
             token_B = kept_P[best_B]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import NEXT, Batch
 from jaxtrain.config import Config, Eagle3Task
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.drafts import assemble_draft, assemble_target
@@ -19,7 +19,6 @@ from jaxtrain.losses.eagle3 import (
     BRANCHES,
     COMPONENT,
     GUESS,
-    NEXT,
     Unroll,
     eagle3_loss,
 )
@@ -59,12 +58,14 @@ def make(config: Config) -> Task:
     if draft.folder is None and draft.architecture.prunes:
         roles[DRAFT] = Role(draft, tables=find_kept(config, draft, data))
     numbers = Unroll(task.length, task.decay, SoftTargets(task.loss, task.kl_scale, task.kl_decay))
+    floats = np.float64 if config.model.compute_dtype == "float64" else np.float32
     return Task(
         roles=roles,
         loss=partial(loss_of, numbers),
         coef={COMPONENT: 1.0},
         data=data,
         prepare=data.prepare,
+        prepared={NEXT: np.int32, BRANCHES: np.int32, GUESS: floats},
     )
 
 

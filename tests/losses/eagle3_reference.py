@@ -1,7 +1,7 @@
 """Eagle3 by its formulas, on one sequence: dense masks, explicit diagonal terms, no packing.
 
-Row t reads the target's state of token t and the embedding of token t + 1 + i in step i, and guesses
-token t + 2 + i, as papers and SpecForge write it down. Weights have the names of the export.
+Row t reads the target's state of token t and, in step i, the embedding of token t + 1 + i, and
+guesses token t + 2 + i, as the paper counts. Weights have the names of the export.
 """
 
 import jax
@@ -85,8 +85,3 @@ def guesses(w, normed_LSD, last_SE, head_VE, kept_P, kind="soft", kl_scale=1.0, 
         hits.append(kept_P[u.argmax(-1)] == best)
         sayable.append(jnp.isin(best, kept_P))
     return jnp.stack(losses), jnp.stack(hits), jnp.stack(sayable)
-
-
-def by_label(values_LS, weight_S):
-    """[L, S] values of rows t, each with the weight of the token that it guesses, t + 2 + i."""
-    return [(values, shift(weight_S, 2 + i)) for i, values in enumerate(values_LS)]

@@ -1,4 +1,4 @@
-"""Eagle3 against its formulas in float64: logits, loss, every gradient; documents, trees, tables."""
+"""Eagle3 against its formulas in float64: loss, every gradient, metrics; documents, trees."""
 
 import itertools
 
@@ -95,7 +95,10 @@ def states_of(target, text):
     return found.captured[0], found.last[0]
 
 
-def reference(target, kept, w, texts, weights, targets=SoftTargets()):
+SOFT = SoftTargets()
+
+
+def reference(target, kept, w, texts, weights, targets=SOFT):
     """(loss, (hits [L], weights [L], weighted run lengths)) over sequences."""
     sizes = {"heads": 4, "kv_heads": 2, "theta": THETA, "eps": 1e-6, "length": L}
     numbers = (targets.kind, targets.kl_scale, targets.kl_decay)
