@@ -1,6 +1,7 @@
 """DFlash against its formulas in float64, its folders, and guessing as it was trained."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from tiny_models import SIZES
 from jaxtrain.data.anchors import block_weights, decay_of, lay_blocks
 from jaxtrain.data.pack import build_batch, lay_out
 from jaxtrain.data.tree import Node, Tree
+from jaxtrain.errors import UserError
+from jaxtrain.hf.safetensors import Folder
 from jaxtrain.losses.dflash import Guesses, confidence, dflash_loss
 from jaxtrain.losses.target_states import STATES
 from jaxtrain.models import build, dflash
@@ -224,3 +227,151 @@ def test_weights_by_confidence(weighting):
                 "continuation-value-only": [r / p for r, p in zip(rest, prefix, strict=True)],
             }[weighting]
             np.testing.assert_allclose(got[at], wanted, rtol=1e-12)
+
+
+def test_guessing_is_what_was_trained():
+    """A document read in pieces, some places of which do not count: each proposal is the training
+    forward's likeliest tokens for the same anchor, and reading leaves the rest of the cache be."""
+    with jax.enable_x64(True):
+        (params, rebuild), (tables, rebuild_ends) = make_models()
+        target, rng = rebuild_ends(tables), np.random.default_rng(3)
+        rows = [[lay_out(Tree((chain(rng, n),)))] for n in (20, 17, 20)]
+        batch = build_batch(rows, 20)
+        batch = jax.tree.map(lambda x: x[None], batch)
+        batch = batch._replace(weights={"nll": 1.0 * (batch.prev >= 0)})
+        batch = lay_blocks(batch, rng, num_anchors=20, block_size=K, decay=None, component="draft")
+        states = rng.standard_normal((3, 20, 2 * WIDTH))
+        small = micro(batch)
+        draft = jax.jit(lambda p: rebuild(p).unstack())(params)
+        blocks = jax.jit(lambda p: rebuild(p).hidden(target, small, states, 20))(params)
+        guesses = np.asarray(target.logits(blocks.hidden).argmax(-1))
+        read, propose = jax.jit(type(draft).read), jax.jit(type(draft).propose)
+        # Slots beyond the window: its layer keeps a ring.
+        cache = draft.init_cache(3, 24)
+        width, seen, checked = 6, np.zeros(3, int), 0
+        assert np.asarray(propose(draft, cache, target, small.tokens[:, 0])).max() < VOCAB
+        for counts in ([6, 1, 0], [2, 6, 3], [0, 5, 6], [5, 0, 4], [6, 2, 6]):
+            tokens = rng.integers(1, 96, (3, width)).astype(np.int32)
+            given = rng.standard_normal((3, width, 2 * WIDTH))
+            for row, count in enumerate(counts):
+                place = slice(seen[row], seen[row] + count)
+                tokens[row, :count] = batch.tokens[0, row, place]
+                given[row, :count] = states[row, place]
+            cache = read(draft, cache, target, tokens, given, jnp.asarray(counts, jnp.int32))
+            seen += counts
+            assert cache.length.tolist() == seen.tolist()
+            drawn = batch.tokens[0, np.arange(3), np.minimum(seen, 19)]
+            found = np.asarray(propose(draft, cache, target, drawn))
+            for row in range(3):
+                anchors = np.asarray(blocks.index[row, :, 0])
+                for number in np.flatnonzero(anchors == seen[row]) if seen[row] < 20 else ():
+                    assert found[row].tolist() == guesses[row, number, 1:].tolist()
+                    checked += 1
+        assert checked > 8
+
+
+def test_a_folder_gives_the_same_logits_and_the_names_that_others_read(tmp_path):
+    """save -> load, and the tensors that z-lab's code, SGLang and vLLM ask for."""
+    with jax.enable_x64(True):
+        (params, rebuild), _ = make_models()
+        build.save(rebuild(params), CONFIG, tmp_path)
+        loaded = build.load(tmp_path, **WIDE)
+        for path, value in split_model(loaded)[0].items():
+            np.testing.assert_array_equal(value, params[path], err_msg=path)
+    assert build.read_config(tmp_path) == CONFIG
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["dflash_config"] == {"mask_token_id": 96, "target_layer_ids": [2, 0]}
+    assert raw["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
+    assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert (raw["block_size"], raw["num_target_layers"], raw["dtype"]) == (4, 4, "float64")
+    assert raw["layer_types"][2] == "sliding_attention" and raw["sliding_window"] == 6
+    assert "capture" not in raw and "target_hidden_size" not in raw
+    shapes = {name: stored.shape for name, stored in Folder(tmp_path).tensors.items()}
+    assert shapes["fc.weight"] == (WIDTH, 2 * WIDTH)
+    assert shapes["layers.2.self_attn.k_proj.weight"] == (16, WIDTH)
+
+
+ZLAB = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""config.json of a published draft for Qwen3-8B."""
+
+
+def test_the_published_draft_of_an_8b_model():
+    """Names and shapes of its 58 tensors, and its config.json there and back."""
+    config = build.config_from_hf(ZLAB)
+    shapes = {p: v.shape for p, v in split_model(build.abstract(config))[0].items()}
+    tensors = {}
+    for entry in dflash.names(config):
+        tensors |= entry.op.shapes(shapes[entry.param])
+    H, Q, KV, F = 4096, 4096, 1024, 12288
+    wanted = {"fc.weight": (H, 5 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for layer in range(5):
+        wanted |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (H,),
+                "post_attention_layernorm": (H,),
+                "self_attn.q_proj": (Q, H),
+                "self_attn.k_proj": (KV, H),
+                "self_attn.v_proj": (KV, H),
+                "self_attn.o_proj": (H, Q),
+                "self_attn.q_norm": (128,),
+                "self_attn.k_norm": (128,),
+                "mlp.gate_proj": (F, H),
+                "mlp.up_proj": (F, H),
+                "mlp.down_proj": (H, F),
+            }.items()
+        }
+    assert tensors == wanted and len(wanted) == 58
+    raw = config.to_hf()
+    different = {key for key, value in ZLAB.items() if raw[key] != value}
+    assert different == {"dtype"}, "which is that of the tensors when they are written"
+    assert dflash.spread_layers(36, 5) == config.capture
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dflash_config": None}, "dflash_config is null"),
+        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids is null"),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1], "use_swa": True}},
+            "use_swa",
+        ),
+        ({"block_size": 1}, "at least 2"),
+        ({"block_size": "16"}, "block_size"),
+    ],
+)
+def test_a_draft_folder_that_is_none(change, said):
+    with pytest.raises(UserError, match=said):
+        build.config_from_hf({**ZLAB, **change})
