@@ -85,7 +85,7 @@ def architecture(size: str) -> dict:
 
 def write_rows(source: Path, target: Path) -> None:
     """Questions in the words of the benchmark's prompts."""
-    rows = map(json.loads, source.read_text().splitlines())
+    rows = map(json.loads, source.read_text().strip().split("\n"))
     lines = [json.dumps({**row, "question": row["question"] + SUFFIX}) for row in rows]
     target.write_text("\n".join(lines) + "\n")
 
@@ -154,7 +154,8 @@ def answer(args, work: Path) -> None:
     dtype = "bfloat16" if args.size == "full" else "float32"
     words = [f"model.param_dtype={dtype}", f"model.compute_dtype={dtype}"]
     model = Model(str(work / "target/model"), words)
-    rows = [*map(json.loads, (work / "train.jsonl").read_text().splitlines())][: run["answers"]]
+    lines = (work / "train.jsonl").read_text().strip().split("\n")
+    rows = [json.loads(line) for line in lines[: run["answers"]]]
     prompts = [
         prompt_tokens(model.tokenizer, [{"role": "user", "content": row["question"]}], None)
         for row in rows
