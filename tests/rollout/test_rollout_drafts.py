@@ -57,8 +57,18 @@ def folders(tmp_path_factory):
 PROMPTS = [[5, 9, 2], [7, 100, 101, 102], [8, 3]]
 
 
-def test_answers_do_not_depend_on_a_dflash_draft(folders):
-    target, draft = (unstack(build.load(folder)) for folder in folders)
+def make_eagle3():
+    """A small Eagle3 draft of random weights for the target."""
+    raw = {key: value for key, value in TARGET.items() if key != "model_type"}
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "ttt_length": 3}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "rope_theta": 1e4}
+    return build.init(build.config_from_hf({**raw, **own, "eagle_config": layers}), 1)
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_answers_do_not_depend_on_a_draft(folders, family):
+    target = unstack(build.load(folders[0]))
+    draft = unstack(build.load(folders[1]) if family == "dflash" else make_eagle3())
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=50, seed=4)
     plain, drafted = (
         LocalSampler(model, (3,), max_len=128) for model in (target, Drafted(target, draft))
