@@ -121,10 +121,9 @@ def write_config(options, kind: str, folder: Path) -> dict:
         task |= {"block_size": BLOCK, "num_anchors": size["anchors"], "decay": DECAY}
         task["draft"]["num_layers"] = size["layers"]
     else:
-        task |= {"unroll": STEPS, "draft_vocab_size": KEPT[options.size]}
-    task["draft"]["target_layers"] = [
-        *captured(kind, raw["num_hidden_layers"], size["layers"] if kind == "dflash" else 3)
-    ]
+        task |= {"length": STEPS, "draft_vocab_size": KEPT[options.size]}
+    count = size["layers"] if kind == "dflash" else 3
+    task["draft"]["target_layers"] = [*captured(kind, raw["num_hidden_layers"], count)]
     task["draft"]["scan_layers"] = options.scan
     return {
         "run": {"max_steps": 1000, "export": False, "output_dir": str(folder / kind)},

@@ -10,7 +10,7 @@ target    a Qwen3 of 24 layers and width 768 (282M parameters), random weights, 
           training conversations
 answers   its own greedy answers to the training questions, which the drafts learn from
 dflash    a draft of 2 layers and blocks of 8, on these answers
-eagle3    a draft of one layer, unrolled 7 times
+eagle3    a draft of one layer, unrolled 5 times
 speculate test questions, greedily, with each draft and without, by number of rows
 
 Drafts are shallow because decoding one row costs launches and bytes of weights, a layer as much in
@@ -37,14 +37,21 @@ RUNS = {
     "full": {
         "target": {"steps": 500, "rows": 16, "length": 1024, "rate": 2e-3},
         "dflash": {"steps": 1200, "rows": 8, "length": 1024, "rate": 2e-3, "anchors": 256},
-        "eagle3": {"steps": 600, "rows": 8, "length": 1024, "rate": 2e-3, "kept": 8192},
+        "eagle3": {
+            "steps": 600,
+            "rows": 8,
+            "length": 1024,
+            "rate": 2e-3,
+            "kept": 8192,
+            "unroll": 5,
+        },
         "answers": 7473,
         "new": 320,
     },
     "tiny": {
         "target": {"steps": 6, "rows": 1, "length": 512, "rate": 3e-3},
         "dflash": {"steps": 4, "rows": 1, "length": 512, "rate": 3e-3, "anchors": 16},
-        "eagle3": {"steps": 4, "rows": 1, "length": 512, "rate": 3e-3, "kept": 256},
+        "eagle3": {"steps": 4, "rows": 1, "length": 512, "rate": 3e-3, "kept": 256, "unroll": 3},
         "answers": 8,
         "new": 24,
     },
@@ -134,7 +141,7 @@ def write_config(args, stage: str, work: Path) -> Path:
             table["task"] |= {"block_size": 8, "num_anchors": run["anchors"], "decay": 7.0}
             table["task"]["draft"] = {"num_layers": 2, "target_layers": places}
         else:
-            table["task"] |= {"draft_vocab_size": run["kept"]}
+            table["task"] |= {"length": run["unroll"], "draft_vocab_size": run["kept"]}
     path = work / f"{stage}.json"
     path.write_text(json.dumps(table, indent=1))
     return path
@@ -177,10 +184,12 @@ def answer(args, work: Path) -> None:
         for row, one in zip(rows, found, strict=True):
             ended = one.finish_reason != "length"
             whole += ended
-            # At the smallest size nothing ends, and all are kept.
-            if ended or args.size == "tiny":
-                text = model.tokenizer.decode(one.tokens, skip_special_tokens=True)
-                file.write(json.dumps({"question": row["question"], "answer": text + " "}) + "\n")
+            text = model.tokenizer.decode(one.tokens, skip_special_tokens=True).strip()
+            if args.size == "tiny":  # whose answers are noise
+                text = row["answer"]
+            elif not ended:
+                continue
+            file.write(json.dumps({"question": row["question"], "answer": text}) + "\n")
     tokens = sum(len(one.tokens) for one in found)
     print(f"{len(found)} answers of {tokens:,} tokens in {seconds:.1f} s, {whole} ended")
     print("one of them:", model.tokenizer.decode(found[0].tokens))

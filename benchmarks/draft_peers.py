@@ -276,7 +276,8 @@ class Eagle3Step:
         return logits[..., self.kept], kept[logits.argmax(-1)]
 
     def loss(self, tokens, trained):
-        """Sum over steps of factor^i x mean; trained [B, T]: 1 at tokens that train."""
+        """(sum over steps of factor^i x weight x cross-entropy, sum of weights)
+        trained [B, T]: 1 at tokens that train."""
         rows, length = tokens.shape
         if (rows, length) not in self.masks:  # the same for all steps: rows are whole documents
             shape = (rows, length, length, self.options.device)
@@ -307,12 +308,13 @@ class Eagle3Step:
             h = self.finish(h, y)
             weight = (ahead(trained, step + 2) * ahead(usable, step + 1)).float()
             part = self.end(h, ahead(teacher, step + 1), weight)
-            total = total + self.factor**step * part / weight.sum().clamp(min=1)
-        return total
+            total = total + self.factor**step * part
+        return total, trained.sum()
 
     def run(self, tokens, trained):
         """One step; returns the loss, still on the device."""
-        loss = self.loss(tokens, trained)
+        total, weight = self.loss(tokens, trained)
+        loss = total / weight
         loss.backward()
         self.masters.step()
         return loss.detach()

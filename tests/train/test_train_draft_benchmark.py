@@ -14,8 +14,10 @@ from jaxtrain.data.anchors import lay_blocks
 from jaxtrain.data.pack import build_batch, lay_out
 from jaxtrain.data.tree import chain
 from jaxtrain.losses.dflash import Guesses, dflash_loss
-from jaxtrain.models import build, dflash
+from jaxtrain.losses.eagle3 import Unroll, eagle3_loss
+from jaxtrain.models import build, dflash, eagle3
 from jaxtrain.models.parameters import split_model
+from jaxtrain.tasks.eagle3 import label_guesses
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "torch_model", "draft_peers", "preference", "draft")
@@ -149,6 +151,71 @@ def test_dflash_is_the_same_loss(benchmarks, target):
         kernels = [grads[f"stack.block.attention.{name}.kernel"][layer] for name in "kv"]
         both = np.concatenate([np.asarray(x) for x in kernels], axis=1)
         same_gradient(both, block.qkv.weight.grad[q.shape[1] :])
+
+
+@pytest.mark.slow
+def test_eagle3_is_the_same_loss(benchmarks, target):
+    """Sum, denominator and gradients through an unroll of 4, with a third of the tokens kept."""
+    import torch
+
+    raw, model, peer_target = target
+    length, kept = 4, np.arange(0, raw["vocab_size"], 3)
+    config = eagle3.Config(
+        **{name: raw[name] for name in SHARED},
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        rope=(("rope_theta", raw["rope_theta"]), ("rope_type", "default")),
+        capture=CAPTURE,
+        target_hidden_size=raw["hidden_size"],
+        num_target_layers=4,
+        draft_vocab_size=len(kept),
+        length=length,
+    )
+    params, rebuild = split_model(build.init(config, 1))
+    params |= {"kept": jnp.asarray(kept, jnp.int32)}
+    tokens = make_rows(raw["vocab_size"])
+    batch = build_batch([[lay_out(chain(tokens[0], {"nll": np.ones(T)}))]], T)
+    batch = label_guesses(jax.tree.map(lambda x: x[None], batch), np.random.default_rng(0))
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(values):
+        draft = rebuild({**values, "kept": params["kept"]})
+        return eagle3_loss(draft, model, micro, Unroll(length))[0]["draft"]
+
+    value, grads = loss({path: x for path, x in params.items() if path != "kept"})
+    peers = benchmarks["draft_peers"]
+    options = peers.Options(torch.float32, "cpu")
+    draft = peers.Eagle3(raw, len(CAPTURE), len(kept))
+    fill(draft.fc.weight, params["fc.kernel"])
+    fill(draft.head, params["lm_head.embedding"], flip=False)
+    for ours, theirs in (
+        ("norm", draft.norm),
+        ("midlayer.embed_norm", draft.input_norm),
+        ("midlayer.hidden_norm", draft.hidden_norm),
+        ("midlayer.mlp_norm", draft.mlp_norm),
+    ):
+        fill(theirs.weight, params[f"{ours}.scale"])
+    inner = "midlayer.attention"
+    fill(draft.qkv.weight, *(params[f"{inner}.{name}.kernel"] for name in "qkv"))
+    fill(draft.out.weight, params[f"{inner}.out.kernel"])
+    fill(draft.gate_up.weight, *(params[f"midlayer.mlp.{x}.kernel"] for x in ("gate", "up")))
+    fill(draft.down.weight, params["midlayer.mlp.down.kernel"])
+    work = {"layers": CAPTURE, "steps": length, "factor": 0.8, "kept": kept}
+    step = peers.Eagle3Step(peer_target, draft, work, options)
+    trained = torch.ones(1, T)
+    trained[:, 0] = 0
+    total, weight = step.loss(torch.from_numpy(tokens).long(), trained)
+    total.backward()
+    np.testing.assert_allclose(float(total.detach()), float(value), rtol=1e-5)
+    np.testing.assert_allclose(float(weight), batch.denoms["draft"][0], rtol=1e-6)
+    assert float(value) > 1, "some of the likeliest tokens are kept"
+    same_gradient(grads["fc.kernel"], draft.fc.weight.grad)
+    same_gradient(np.asarray(grads["lm_head.embedding"]).T, draft.head.grad)
+    kernels = [grads[f"{inner}.{name}.kernel"] for name in "qkv"]
+    same_gradient(np.concatenate(kernels, axis=1), draft.qkv.weight.grad)
+    same_gradient(grads["midlayer.mlp.down.kernel"], draft.down.weight.grad)
 
 
 SHARED = (
