@@ -79,6 +79,8 @@ class Draft(Layered):
     """K, the tokens that `propose` guesses."""
     head_table: Embed | None = None
     """Where an output projection of its own is stored; None: it uses the target's."""
+    experts_per_token: tuple[int, int] | None = None
+    """As in DecoderConfig: no draft has experts."""
 
     @abstractmethod
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:

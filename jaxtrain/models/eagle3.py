@@ -200,7 +200,6 @@ class Model(Draft):
         self.num_drafted = config.length
         self.vocab_size = config.vocab_size
         self.remat = options.remat
-        self.experts_per_token = config.experts_per_token
         self.stored: tuple[tuple[str, str], ...] = ()
 
     @property
