@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.adapters.spec import Adapter
-from jaxtrain.config import Config
+from jaxtrain.config import Config, DraftTask
 from jaxtrain.config.draft import DraftConfig as DraftSection
 from jaxtrain.core.assemble import Parts, assemble, find_folder
 from jaxtrain.errors import UserError
@@ -19,6 +19,7 @@ from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 def assemble_target(config: Config) -> Parts:
     """The model of section `model`, frozen, with the adapter of adapter.path if there is one, on
     the mesh of what trains; see `assemble`. For `Role(parts, "own")`, or for `move_target`."""
+    assert isinstance(config.task, DraftTask)
     section = config.task.target
     reserved = section.devices if section.source == "ahead" else 0
     parts = assemble(config, reserved, key="task.target.devices")
@@ -32,6 +33,7 @@ def assemble_target(config: Config) -> Parts:
 
 def move_target(config: Config, target: Parts) -> Parts:
     """The target on the devices that task.target sets aside for it, where it does."""
+    assert isinstance(config.task, DraftTask)
     section = config.task.target
     if section.source != "ahead":
         return target

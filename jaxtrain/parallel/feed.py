@@ -1,5 +1,7 @@
 """Host batches to global device arrays: rows over data, fsdp and expert, tokens over context."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -26,7 +28,7 @@ def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
     return jax.tree.map(lambda x: put(x, mesh), batch)
 
 
-def put(x: np.ndarray | jax.Array, mesh: Mesh | None = None) -> jax.Array:
+def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
     """One array of a batch, as `feed` places it."""
     if mesh is None or mesh.size == 1:
         return jax.device_put(x, None if mesh is None else mesh.devices.item())

@@ -25,7 +25,7 @@ WORTH = 1.05
 """Gain from which another split is worth telling."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OtherDevices:
     """`ahead.Stage` of a target on devices of its own."""
 
