@@ -3,8 +3,10 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
@@ -28,6 +30,14 @@ class Target:
         self._params: Params | None = None
         self._run: Callable[[Params, Batch], States] | None = None
         self._launch = threading.Lock()
+
+    @property
+    def streams(self) -> dict[str, Any]:
+        """Dtypes of the states, each a vector a token."""
+        features = self.parts.architecture.hidden_size
+        dtype = jnp.dtype(self.parts.options["dtype"])
+        captured = {STATES: np.dtype((dtype, (len(self.layers) * features,)))}
+        return {**captured, LAST: np.dtype((dtype, (features,)))} if self.last else captured
 
     def open(self) -> None:
         """Read or draw the weights, once."""

@@ -5,6 +5,7 @@ destination gets the pieces that it needs from whichever devices hold them, join
 """
 
 import itertools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -34,7 +35,10 @@ def _gather(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any], devic
         if axis == len(wanted):
             return jax.device_put(_cut(spans, pieces), device)
         parts = [join(axis + 1, (*spans, span)) for span in itertools.pairwise(cuts[axis])]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+        if len(parts) == 1:
+            return parts[0]
+        with _alone(device):
+            return jnp.concatenate(parts, axis)
 
     return join(0, ())
 
@@ -51,8 +55,16 @@ def _cut(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
     for spans, piece in pieces.items():
         if all(a <= c and d <= b for (a, b), (c, d) in zip(spans, wanted, strict=True)):
             inside = [slice(c - a, d - a) for (a, _), (c, d) in zip(spans, wanted, strict=True)]
-            return piece if spans == wanted else piece[tuple(inside)]
+            if spans == wanted:
+                return piece
+            with _alone(piece.device):
+                return piece[tuple(inside)]
     raise AssertionError("the pieces do not cover the array")
+
+
+def _alone(device: Any) -> AbstractContextManager[Any]:
+    """In the place of the mesh that stands around: work of one device."""
+    return jax.set_mesh(jax.make_mesh((1,), ("x",), devices=[device]))
 
 
 def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Span, ...]:

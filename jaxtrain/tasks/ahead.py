@@ -11,7 +11,7 @@ that came out last: what waits in the queue is made again after a resume.
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from jaxtrain.tasks.offline import OfflineRounds
 PATIENCE = 0.2
 """Seconds between two looks at whether the run is to stop."""
 
+WARM = 2
+"""Batches after which times are counted."""
+
 
 class Stage(Protocol):
     """Who adds the target's states to batches."""
@@ -32,9 +35,18 @@ class Stage(Protocol):
     name: str
     """"the target" or "the disk", for people."""
 
+    @property
+    def streams(self) -> Mapping[str, Any]:
+        """Dtypes of the streams that it adds, as in pack.Fields."""
+        ...
+
     def fill(self, batch: Batch) -> Batch:
         """The host batch with states as streams, which may still be on their way to the devices
         that train; from any thread."""
+        ...
+
+    def describe(self, row_tokens: int) -> str:
+        """A line for the dry run; row_tokens: of the longest row."""
         ...
 
     def advise(self, busy: float, waiting: float) -> str:
@@ -118,13 +130,13 @@ class AheadRounds(OfflineRounds):
         self._last = item
         self._room.release()
         self.times.batches += 1
-        if self.times.batches == 1:  # what came before was compiling and reading weights
-            self.times = Times(batches=1)
+        if self.times.batches == WARM:  # what came before was compiling and reading weights
+            self.times = Times(batches=WARM)
         return item.batches
 
     def finish(self, live: Live, *, interrupted: bool) -> dict[str, float]:
         """At the end of the run: who waited for whom."""
-        if live.step >= self.total_steps and self.times.batches > 2:
+        if live.step >= self.total_steps and self.times.batches > WARM + 1:
             self.say(self.summary())
         return {}
 
@@ -132,7 +144,7 @@ class AheadRounds(OfflineRounds):
         """How busy the stage was, how long training waited, and what would be better."""
         times = self.times
         work = times.busy / max(times.finished, 1)
-        step = (times.total - times.starved) / max(times.batches - 1, 1)
+        step = (times.total - times.starved) / max(times.batches - WARM, 1)
         text = (
             f"{self.stage.name}: busy {times.share(times.busy):.0%} of the time, waited"
             f" {times.held:.1f} s for training; training waited {times.starved:.1f} s of"
@@ -178,7 +190,7 @@ class AheadRounds(OfflineRounds):
             if pending is not None:
                 pending.settle()
                 now = time.monotonic()
-                self.times.busy += now - max(done, pending.begun)
+                self.times.busy += now - max(done, pending.begun, self.times.began)
                 self.times.finished += 1
                 pending, done = None, now
 

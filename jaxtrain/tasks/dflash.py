@@ -49,7 +49,7 @@ def make(config: Config) -> Task:
         coef={COMPONENT: 1.0},
         data=data,
         prepare=data.prepare,
-        prepared={ANCHOR: np.int32, NEXT: np.int32},
+        prepared={ANCHOR: np.int32, NEXT: np.int32, **data.states},
     )
 
 

@@ -7,10 +7,11 @@
 The target is never trained. What is written at the end is the draft alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DraftTask
@@ -20,6 +21,7 @@ from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import Round
 from jaxtrain.data.drafts import DraftSequences
+from jaxtrain.errors import UserError
 from jaxtrain.models.trees import follows_trees
 from jaxtrain.tasks.ahead import AheadRounds, Stage
 from jaxtrain.tasks.offline import OfflineData, OfflineRounds, check_packing
@@ -43,6 +45,11 @@ class DraftData(OfflineData):
         super().__init__(config, recipe)
         self.label, self.stage = label, stage
 
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """Dtypes of the streams that the stage adds."""
+        return {} if self.stage is None else self.stage.streams
+
     def check(self) -> Iterator[str]:
         """See task.Data."""
         yield from super().check()
@@ -56,6 +63,17 @@ class DraftData(OfflineData):
             return rounds
         assert isinstance(self.config.task, DraftTask)
         return AheadRounds(rounds, self.stage, self.config.task.target.queue, say)
+
+    def describe(self, console: Console) -> None:
+        """See task.Data."""
+        super().describe(console)
+        if isinstance(self.stage, StoredStates):
+            try:
+                console.print(self.stage.check(self), markup=False)
+            except UserError as error:
+                console.print(f"not yet: {error}", markup=False)
+        elif self.stage is not None:
+            console.print(self.stage.describe(self.row_tokens), markup=False)
 
     def prepare(self, round: Round, scorer: Scorer) -> Round:
         """See Task.prepare. The draw is a function of run.seed and the step; of held-out batches it

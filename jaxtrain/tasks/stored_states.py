@@ -50,9 +50,9 @@ class StoredStates:
         self.config, self.target = config, target
         self.folder = Path(config.task.target.path)
         self.mesh = target.parts.mesh
-        features = target.parts.architecture.hidden_size
-        widths = {"captured": len(target.layers) * features}
-        self.widths = {**widths, "last": features} if target.last else widths
+        self.streams = target.streams
+        arrays = {name: self.streams[s] for name, s in NAMES.items() if s in self.streams}
+        self.widths = {name: dtype.shape[0] for name, dtype in arrays.items()}
         self.store: StateStore | None = None
 
     def fill(self, batch: Batch) -> Batch:
@@ -67,6 +67,11 @@ class StoredStates:
             ) from None
         streams = {NAMES[name]: put(values, self.mesh) for name, values in found.items()}
         return batch._replace(streams={**batch.streams, **streams})
+
+    def describe(self, row_tokens: int) -> str:
+        """See Stage."""
+        row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return f"target states from {self.folder}: {tell_size(row)} a row of {row_tokens} tokens"
 
     def advise(self, busy: float, waiting: float) -> str:
         """See Stage."""
@@ -193,12 +198,12 @@ class StoredStates:
         need = sum(tokens) * layout.token_bytes
         say(
             f"capturing {len(tokens):,} samples ({known:,} are there already): {sum(tokens):,}"
-            f" tokens x {layout.token_bytes:,} bytes = {need / GIB:,.2f} GiB in {self.folder}"
+            f" tokens x {layout.token_bytes:,} bytes = {tell_size(need)} in {self.folder}"
         )
         free = broadcast_or_raise("free space", lambda: shutil.disk_usage(self.folder).free)
         if need > free:
             raise UserError(
-                f"{self.folder} has {free / GIB:,.2f} GiB left, {need / GIB:,.2f} GiB are needed"
+                f"{self.folder} has {tell_size(free)} left, {tell_size(need)} are needed"
                 f" ({layout.token_bytes:,} bytes a token); make room, name a folder on another disk"
                 ' (task.target.path), or train with task.target.source "step" or "ahead"'
             )
@@ -236,6 +241,11 @@ class StoredStates:
                     write()
         while waiting:
             write()
+
+
+def tell_size(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
 
 
 def _digest(value: Any) -> str:

@@ -7,12 +7,14 @@ disk    stored_states.py ── fed like any batch ─────┘
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DraftTask
-from jaxtrain.core.assemble import Parts
+from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.core.capture import Target
 from jaxtrain.core.drafts import move_target
 from jaxtrain.models.draft import DraftConfig
@@ -34,6 +36,11 @@ class OtherDevices:
     """Of the training."""
     name: str = "the target"
 
+    @property
+    def streams(self) -> Mapping[str, Any]:
+        """See Stage."""
+        return self.target.streams
+
     def fill(self, batch: Batch) -> Batch:
         """See Stage."""
         moved = {}
@@ -41,6 +48,18 @@ class OtherDevices:
             shape = (*batch.tokens.shape, states.shape[-1])
             moved[name] = move(states, place_of(shape, self.mesh), shape)
         return batch._replace(streams={**batch.streams, **moved})
+
+    def describe(self, row_tokens: int) -> str:
+        """See Stage."""
+        shapes = abstract_params(self.target.parts)[0].values()
+        held = sum(
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes
+        )
+        row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return (
+            f"target on {self.target.parts.mesh.size} devices of its own: {held / 2**30:.3f} GiB of"
+            f" weights on each; states of a row of {row_tokens} tokens: {row / 2**20:,.1f} MiB"
+        )
 
     def advise(self, busy: float, waiting: float) -> str:
         """See Stage: the split by which neither side would wait, if both scale."""

@@ -30,7 +30,8 @@ def test_an_array_arrives_whole_without_passing_the_host(here, axes, there, othe
     devices = jax.devices()
     held = jax.device_put(x, place(devices[here], *axes))
     wanted = place(devices[there], *others)
-    with jax.transfer_guard_device_to_host("disallow"):
+    training = make_mesh(devices[there], fsdp=-1)
+    with jax.transfer_guard_device_to_host("disallow"), jax.set_mesh(training):
         found = move(held, wanted)
     assert found.sharding == wanted
     np.testing.assert_array_equal(found, x)
