@@ -77,6 +77,8 @@ class Draft(Layered):
     """As in DraftConfig."""
     num_drafted: int
     """K, the tokens that `propose` guesses."""
+    experts_per_token: tuple[int, int] | None = None
+    """As in DecoderConfig: drafts have no router."""
     head_table: Embed | None = None
     """Where an output projection of its own is stored; None: it uses the target's."""
     experts_per_token: tuple[int, int] | None = None

@@ -19,8 +19,11 @@ def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) ->
     """`x` of any mesh of this process in a place on another one; nothing waits for it. shape: what
     of it is wanted, from the first element on; None: all."""
     shape = x.shape if shape is None else shape
-    held = [(_spans(shard.index, x.shape), shard.data) for shard in x.addressable_shards]
-    pieces: dict[tuple[Span, ...], Any] = dict(held)
+    # Put where it lies already: free of the mesh that it was a part of.
+    pieces: dict[tuple[Span, ...], Any] = {
+        _spans(shard.index, x.shape): jax.device_put(shard.data, shard.device)
+        for shard in x.addressable_shards
+    }
     found = []
     for device, index in place.addressable_devices_indices_map(shape).items():
         found.append(_gather(_spans(index, shape), pieces, device))

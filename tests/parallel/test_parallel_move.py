@@ -50,3 +50,12 @@ def test_rows_that_do_not_divide_are_refused_by_place_of():
     assert place_of((1, 3, 8, 5), mesh).shard_shape((1, 3, 8, 5)) == (1, 1, 8, 5)
     with pytest.raises(ValueError, match="cannot be split 3 ways"):
         place_of((1, 4, 8), mesh)
+
+
+def test_a_mesh_of_one_device_is_left_as_well():
+    x = np.arange(6 * 8.0).reshape(1, 6, 8)
+    held = jax.device_put(x, NamedSharding(make_mesh(jax.devices()[3:], fsdp=-1), PartitionSpec()))
+    training = make_mesh(jax.devices()[:3], fsdp=-1)
+    with jax.set_mesh(training):
+        found = move(held, place_of((1, 6, 8), training))
+    np.testing.assert_array_equal(found, x)
