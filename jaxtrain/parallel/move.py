@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 Span = tuple[int, int]
 
@@ -19,9 +19,8 @@ def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) ->
     """`x` of any mesh of this process in a place on another one; nothing waits for it. shape: what
     of it is wanted, from the first element on; None: all."""
     shape = x.shape if shape is None else shape
-    # Put where it lies already: free of the mesh that it was a part of.
     pieces: dict[tuple[Span, ...], Any] = {
-        _spans(shard.index, x.shape): jax.device_put(shard.data, shard.device)
+        _spans(shard.index, x.shape): _free(shard.data, shard.device)
         for shard in x.addressable_shards
     }
     found = []
@@ -63,6 +62,13 @@ def _cut(wanted: tuple[Span, ...], pieces: dict[tuple[Span, ...], Any]) -> Any:
             with _alone(piece.device):
                 return piece[tuple(inside)]
     raise AssertionError("the pieces do not cover the array")
+
+
+def _free(piece: jax.Array, device: Any) -> jax.Array:
+    """The data of a shard without the mesh that it was a part of, which `device_put` leaves on it
+    where that has one device."""
+    place = SingleDeviceSharding(device)
+    return jax.make_array_from_single_device_arrays(piece.shape, place, [piece])
 
 
 def _alone(device: Any) -> AbstractContextManager[Any]:

@@ -65,7 +65,7 @@ def make(config: Config) -> Task:
         coef={COMPONENT: 1.0},
         data=data,
         prepare=data.prepare,
-        prepared={NEXT: np.int32, BRANCHES: np.int32, GUESS: floats},
+        prepared={NEXT: np.int32, BRANCHES: np.int32, GUESS: floats, **data.states},
     )
 
 

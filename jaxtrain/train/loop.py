@@ -216,8 +216,9 @@ class Loop:
         with self.watchdog.phase("running a step (a new shape compiles first)"):
             output = session.update(feed(batch, session.parts.mesh))
             last, counters = self.pending, session.rounds.counters()
-            # Its streams may hold much memory of the devices.
-            kept = batch._replace(streams={})
+            # Streams that were made on devices may be large.
+            streams = {n: v for n, v in batch.streams.items() if not isinstance(v, jax.Array)}
+            kept = batch._replace(streams=streams)
             self.pending = Pending(session.step, output, kept, counters, found, compiled)
             if last is not None:
                 self.read(last)

@@ -54,7 +54,9 @@ def test_rows_that_do_not_divide_are_refused_by_place_of():
 
 def test_a_mesh_of_one_device_is_left_as_well():
     x = np.arange(6 * 8.0).reshape(1, 6, 8)
-    held = jax.device_put(x, NamedSharding(make_mesh(jax.devices()[3:], fsdp=-1), PartitionSpec()))
+    alone = make_mesh(jax.devices()[3:], fsdp=-1)
+    with jax.set_mesh(alone):  # as a program of that mesh puts it out
+        held = jax.jit(lambda x: x + 0)(jax.device_put(x, place_of(x.shape, alone)))
     training = make_mesh(jax.devices()[:3], fsdp=-1)
     with jax.set_mesh(training):
         found = move(held, place_of((1, 6, 8), training))
