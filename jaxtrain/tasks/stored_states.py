@@ -88,7 +88,7 @@ class StoredStates:
     def check(self, data: OfflineData) -> str:
         """A line about the store; UserError where it is not that of this target and these data."""
         store = self.open()
-        wanted = {k: value for k, value in self.describe().items() if k != "widths"}
+        wanted = {k: value for k, value in self.identify().items() if k != "widths"}
         if differences := find_differences(store.about, wanted):
             raise UserError(
                 f"{self.folder} holds states of another target (task.target.path):"
@@ -109,7 +109,7 @@ class StoredStates:
                 )
         return f"target states of {len(store.places):,} samples, read from {self.folder}"
 
-    def describe(self) -> dict[str, Any]:
+    def identify(self) -> dict[str, Any]:
         """All that states depend on besides tokens."""
         parts, config = self.target.parts, self.config
         weights = ["random", config.run.seed]
@@ -156,7 +156,7 @@ class StoredStates:
     def capture(self, data: OfflineData, say: Callable[[str], None]) -> None:
         """Write the states of all samples of the run's data that are not there yet; on every
         process. What an interrupted capture wrote stays."""
-        about = broadcast_or_raise("the target's description", self.describe)
+        about = broadcast_or_raise("the target's description", self.identify)
         datasets = self.digests(data)
         layout = Layout.choose(self.widths, self.target.parts.options["dtype"])
         writer: StateWriter | None = None

@@ -61,37 +61,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, name, *overrides, config="draft.toml"):
-    """{step: its numbers} of a run."""
-    told = [f"run.output_dir={folder / name}", *overrides]
-    assert main(["--config", str(folder / config), *told]) == 0
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    found: dict[int, dict] = {}
-    for line in map(json.loads, lines):
-        found.setdefault(line["step"], {}).update(line)
-    return found
-
-
-QUANTIZED = ("adapter", "task.target")
-AHEAD = ('task.target.source="ahead"',)
-COMPARED = ("loss", "grad_norm", "eval/loss", "accept_len")
-
-
-def compare(found, wanted):
-    assert found.keys() == wanted.keys()
-    for step, numbers in wanted.items():
-        for key in COMPARED:
-            if key in numbers:
-                # float32; another number of devices sums in another order.
-                np.testing.assert_allclose(
-                    found[step][key], numbers[key], rtol=2e-6, err_msg=f"{step} {key}"
-                )
-
-
-@pytest.fixture(scope="module")
-def from_step(folder):
-    """On two devices, and all of it in one process."""
-    return run(folder, "step", "parallel.data=2", "parallel.fsdp=2", "data.global_batch_size=8")
 def run(folder, name, *overrides):
     """{step: its numbers} of a run; of held-out data under "eval/..."."""
     told = [f"run.output_dir={folder / name}", *overrides]
