@@ -106,6 +106,7 @@ def states(folder):
     return folder / "states"
 
 
+QUANTIZED = ("adapter", "task.target")
 AHEAD = ('task.target.source="ahead"', "task.target.queue=1")
 
 
