@@ -222,7 +222,7 @@ def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"draft": {"num_layers": 2}}, "task.draft.target_layers .* names layer . twice"),
+        ({"draft": {"num_layers": 3}}, "task.draft.target_layers .* names layer . twice"),
         ({"draft": {"target_layers": [0, 3]}}, "3 layers, which count from 0, .* no layer 3"),
         ({"draft": {"target_layers": []}}, "is empty"),
         ({"draft": {"target_layers": [0], "mask_token_id": 512}}, "outside of the target's"),
