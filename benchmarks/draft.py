@@ -50,7 +50,7 @@ STEPS, BLOCK, DECAY, FACTOR = 7, 16, 7.0, 0.8
 def target_sizes(options) -> dict:
     """config.json of the target."""
     raw = MODELS[SIZES[options.size]["model"]]
-    return raw if options.size == "full" else raw | {"num_hidden_layers": 6}
+    return raw if options.size == "full" else raw | {"num_hidden_layers": 8}
 
 
 def captured(kind: str, num_layers: int, count: int) -> tuple[int, ...]:

@@ -137,11 +137,12 @@ def write_config(args, stage: str, work: Path) -> Path:
         table["model"] |= {"compute_dtype": dtype}
         table["task"] = {"kind": stage, "min_loss_tokens": 16}
         if stage == "dflash":
-            places = [1, layers // 3, 2 * layers // 3, layers - 3]
+            places = [1, layers // 3, 2 * layers // 3, layers - 2]
             table["task"] |= {"block_size": 8, "num_anchors": run["anchors"], "decay": 7.0}
             table["task"]["draft"] = {"num_layers": 2, "target_layers": places}
         else:
             table["task"] |= {"length": run["unroll"], "draft_vocab_size": run["kept"]}
+            table["task"]["draft"] = {"target_layers": [1, layers // 2, layers - 2]}
     path = work / f"{stage}.json"
     path.write_text(json.dumps(table, indent=1))
     return path
