@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.models import build
-from jaxtrain.rollout.local import slots
+from jaxtrain.rollout.local import slots, speculation
 from jaxtrain.rollout.local.draws import Kind
 
 LAYERS = 4
@@ -42,13 +42,39 @@ def compile_chunk(scan: bool, dtype: str, sharding=None):
     """(decode_chunk for 8 rows of 2,048 slots, shape of one layer's k)."""
     config = build.config_from_hf(RAW)
     model = build.abstract(config, param_dtype=dtype, dtype=dtype, scan_layers=scan)
+    return compile_rows(slots.decode_chunk, model, sharding)
+
+
+def compile_cycles(dtype: str, sharding=None):
+    """(speculate_chunk with a DFlash draft for the same rows, shape of one of the target's k)."""
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "block_size": 8,
+        "num_target_layers": LAYERS,
+        "dflash_config": {"mask_token_id": 500, "target_layer_ids": [0, 2]},
+        "tie_word_embeddings": False,
+    }
+    models = [
+        jax.eval_shape(
+            lambda model: model.unstack(),
+            build.abstract(build.config_from_hf(raw), param_dtype=dtype, dtype=dtype),
+        )
+        for raw in (RAW, {**RAW, **own})
+    ]
+    return compile_rows(speculation.speculate_chunk, speculation.Drafted(*models), sharding)
+
+
+def compile_rows(chunk, model, sharding=None):
+    """(a chunk of 8 rows of 2,048 slots, shape of one layer's k)."""
     rows = jax.eval_shape(lambda model: slots.empty_rows(model, B=8, S=2048, E=1), model)
     shapes = (model, rows, jax.ShapeDtypeStruct((8,), bool), jax.ShapeDtypeStruct((), jnp.int32))
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
-    traced = slots.decode_chunk.trace(*placed, Kind(random=True, truncate=False))
-    return traced.lower().compile(), rows.cache.states[0].k
+    traced = chunk.trace(*placed, Kind(random=True, truncate=False))
+    cache = getattr(rows.cache, "target", rows.cache)
+    return traced.lower().compile(), cache.states[0].k
 
 
 def describe(compiled, cache) -> dict:
@@ -73,6 +99,7 @@ def main():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for scan in (True, False):
             print(json.dumps(describe(*compile_chunk(scan, "bfloat16", whole))), flush=True)
+        print(json.dumps(describe(*compile_cycles("bfloat16", whole))), flush=True)
 
 
 if __name__ == "__main__":

@@ -327,13 +327,14 @@ class LocalSampler:
             return True
         if busy > most:
             return False
-        if len(self._running) > bucket(busy, 1):
+        B = min(bucket(busy, 1, 4), most)
+        if len(self._running) > B:
             kept = [row for row, one in enumerate(self._running) if one is not None]
             kept += [row for row, one in enumerate(self._running) if one is None]
-            kept = kept[: bucket(busy, 1)]
+            kept = kept[:B]
             self._rows = keep(self._rows, np.array(kept, np.int32))
             self._running = [self._running[row] for row in kept]
-            self._size = (len(kept), *self._size[1:])
+            self._size = (B, *self._size[1:])
         return True
 
     def _count_cycles(

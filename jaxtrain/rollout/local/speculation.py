@@ -138,7 +138,8 @@ def cycle(
     guess_BK = draft.propose(cache.draft, target, rows.token)
     tokens_BT = jnp.concatenate([rows.token[:, None], guess_BK], axis=1)
     T_range = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    read = target.decode(tokens_BT, cache.target, capture=draft.capture, trial=True)
+    tried_B = jnp.where(rows.done, 0, tokens_BT.shape[1]).astype(jnp.int32)
+    read = target.decode(tokens_BT, cache.target, tried_B, capture=draft.capture, trial=True)
     drawn_BT, drawn_logprob_BT = draw_all(target.logits(read.hidden), rows, kind)
     agreed_BK = jnp.cumprod(guess_BK == drawn_BT[:, :-1], axis=1)
     there_BT = (T_range <= agreed_BK.sum(1)[:, None]) & ~rows.done[:, None]
