@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: quickstart rl dpo test test-slow test-kernels lint style types docs clean
+.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -17,6 +17,12 @@ rl: $(VENV)/installed
 dpo: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/rl_calculator_warmup.toml run.overwrite=true
 	$(RUN) -m jaxtrain.main --config configs/dpo_calculator.toml run.overwrite=true
+
+# A draft model for the quickstart's model, and what it saves in decoding.
+dflash: $(VENV)/installed quickstart
+	$(RUN) -m jaxtrain.main --config configs/dflash_quickstart.toml run.overwrite=true
+	$(RUN) -m jaxtrain.main speculate runs/quickstart dataset.split=test \
+		--draft runs/dflash_quickstart/model --input builtin:calculator
 
 test: $(VENV)/installed-test style
 	$(RUN) -m pytest -n 2
