@@ -33,6 +33,11 @@ SHAPES = {
     "full": {"width": 768, "ffn": 2304, "layers": 24, "heads": 12, "kv": 4, "head": 64},
     "tiny": {"width": 32, "ffn": 64, "layers": 6, "heads": 2, "kv": 1, "head": 16},
 }
+READ = {
+    "full": {"dflash": [1, 8, 16, 22], "eagle3": [1, 12, 22]},
+    "tiny": {"dflash": [1, 2, 4, 5], "eagle3": [1, 3, 5]},
+}
+"""Layers of the target that the drafts read."""
 RUNS = {
     "full": {
         "target": {"steps": 500, "rows": 16, "length": 1024, "rate": 2e-3},
@@ -132,17 +137,15 @@ def write_config(args, stage: str, work: Path) -> Path:
         table["model"] = {"architecture": architecture(args.size), "tokenizer": tokenizer}
         table["model"] |= {"compute_dtype": dtype}
     else:
-        layers = SHAPES[args.size]["layers"]
         table["model"] = {"path": str(work / "target/model"), "param_dtype": dtype}
         table["model"] |= {"compute_dtype": dtype}
         table["task"] = {"kind": stage, "min_loss_tokens": 16}
         if stage == "dflash":
-            places = [1, layers // 3, 2 * layers // 3, layers - 2]
             table["task"] |= {"block_size": 8, "num_anchors": run["anchors"], "decay": 7.0}
-            table["task"]["draft"] = {"num_layers": 2, "target_layers": places}
+            table["task"]["draft"] = {"num_layers": 2, "target_layers": READ[args.size][stage]}
         else:
             table["task"] |= {"length": run["unroll"], "draft_vocab_size": run["kept"]}
-            table["task"]["draft"] = {"target_layers": [1, layers // 2, layers - 2]}
+            table["task"]["draft"] = {"target_layers": READ[args.size][stage]}
     path = work / f"{stage}.json"
     path.write_text(json.dumps(table, indent=1))
     return path
