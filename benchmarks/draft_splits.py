@@ -9,6 +9,8 @@ last n devices to the target (task.target.source = "ahead") and trains on the ot
 --length tokens for each device that trains.
 
 rows/s    rows that were trained a second, in the steps after the warm-up: what splits compare by
+busy      share of the time in which the target's devices worked; starved: in which those that train
+          had no states to train on
 """
 
 import argparse
@@ -59,6 +61,8 @@ def run_split(options, split: int, folder: Path) -> dict:
         "rows_per_step": tokens / options.length / (len(timed) - 1),
         "step_s": statistics.median(np.diff(times).tolist()),
         "peak_gib": timed[-1]["peak_memory_gib"],
+        "busy": timed[-1].get("target/busy"),
+        "starved": timed[-1].get("target/starved"),
         "loss": [steps[0]["loss"], steps[-1]["loss"]],
     }
 
@@ -69,10 +73,13 @@ def describe(row: dict) -> str:
     start = f"{f'{split} for the target' if split else 'in the step':<18}"
     if "failed" in row:
         return f"{start} failed: {' '.join(row['failed'].split())[-700:]}"
+    shares = ""
+    if row["busy"] is not None:
+        shares = f"  target busy {row['busy']:.0%}, training starved {row['starved']:.0%}"
     return (
         f"{start} {row['rows_per_s']:>7.2f} rows/s  step {row['step_s']:.4f} s of"
         f" {row['rows_per_step']:.0f} rows  peak {row['peak_gib']:.1f} GiB  process"
-        f" {row['whole_s']:.0f} s"
+        f" {row['whole_s']:.0f} s{shares}"
     )
 
 

@@ -14,7 +14,7 @@ packing, order and masks are free, and no state is taken for that of other token
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,8 +160,11 @@ class StateStore:
         self.places = Places(read_segments(folder))
         self._arrays = {name: open_array(folder / name) for name in self.layout.widths}
 
-    def read(self, batch: Batch, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """{name: [..., T, width]} of a host batch's tokens, 0 in padding; raises Unknown."""
+    def read(
+        self, batch: Batch, names: tuple[str, ...], rows: Collection[int] | None = None
+    ) -> dict[str, np.ndarray]:
+        """{name: [..., T, width]} of a host batch's tokens, 0 in padding; raises Unknown. rows: of
+        these alone along the axis before the last; None: of all."""
         shape = batch.tokens.shape
         dtype = DTYPES[self.layout.dtype]
         found = {name: np.zeros((*shape, self.layout.widths[name]), dtype) for name in names}
@@ -172,6 +175,8 @@ class StateStore:
                 raise Unknown
             begin, count = place
             assert count == sample.stop - sample.start, "two samples share a key"
+            if rows is not None and sample.row[-1] not in rows:
+                continue
             for name in names:
                 future = self._arrays[name][begin : begin + count].read()
                 waiting.append((found[name][sample.row], sample, future))

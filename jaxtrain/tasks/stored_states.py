@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig, DraftTask
@@ -29,7 +30,7 @@ from jaxtrain.hf.fingerprint import fingerprint
 from jaxtrain.losses.target_states import LAST, STATES
 from jaxtrain.models.build import to_host
 from jaxtrain.parallel.agree import broadcast_or_raise
-from jaxtrain.parallel.feed import put
+from jaxtrain.parallel.feed import place_of, put
 from jaxtrain.tasks.offline import OfflineData
 
 NAMES = {"captured": STATES, "last": LAST}
@@ -58,7 +59,7 @@ class StoredStates:
     def fill(self, batch: Batch) -> Batch:
         """See Stage."""
         try:
-            found = self.open().read(batch, tuple(self.widths))
+            found = self.open().read(batch, tuple(self.widths), own_rows(batch, self.mesh))
         except Unknown:
             raise UserError(
                 f"a sample of the data is not among the target states in {self.folder}; its rows or"
@@ -241,6 +242,13 @@ class StoredStates:
                     write()
         while waiting:
             write()
+
+
+def own_rows(batch: Batch, mesh: Mesh) -> set[int]:
+    """Rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
+    shape = batch.tokens.shape
+    indices = place_of(shape, mesh).addressable_devices_indices_map(shape).values()
+    return {row for index in indices for row in range(*index[1].indices(shape[1]))}
 
 
 def tell_size(size: int) -> str:

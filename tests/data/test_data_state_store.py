@@ -94,6 +94,9 @@ def test_states_come_back_however_the_samples_are_packed(written):
         for name in WIDTHS:
             assert found[name].dtype == ml_dtypes.bfloat16
             np.testing.assert_array_equal(found[name], np.where(real, wanted[name], 0))
+        second = store.read(batch, ("captured",), {1})["captured"]
+        np.testing.assert_array_equal(second[1], found["captured"][1])
+        assert not second[0].any()
 
 
 def test_a_tree_is_no_chain_of_the_same_tokens():
