@@ -1,10 +1,11 @@
 """Which tokens are trained most often: the vocabulary of a draft that cannot say everything."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from jaxtrain.data.progress import Progress
 from jaxtrain.data.readers import IndexedReader, Items, Part, StreamReader, is_stream
 from jaxtrain.data.sample import Dropped
 from jaxtrain.data.tree import Forest, Tree, TreeGroup
@@ -18,6 +19,7 @@ def count_trained(
     seed: int,
     most: int,
     num_workers: int = 0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> np.ndarray:
     """float64 [V]: how often each token is trained in at most `most` rows of each dataset, drawn
     by the seed, of a stream the first; with weights of datasets, by their share of the draws."""
@@ -25,7 +27,9 @@ def count_trained(
     counts = np.zeros(vocab_size)
     for part in parts:
         found, rows = np.zeros(vocab_size, np.int64), 0
-        for items in read_items(part, row_tokens, seed, most, num_workers):
+        total = None if is_stream(part.rows) else min(len(part.rows), most)
+        progress = Progress(f"counting trained tokens of {part.name}", total, say)
+        for items in progress.each(read_items(part, row_tokens, seed, most, num_workers)):
             add_counts(found, items)
             rows += 1
         share = (1.0 if part.weight is None else part.weight) / max(rows, 1) if weighted else 1.0

@@ -107,7 +107,6 @@ def find_kept(
     size = draft.architecture.draft_vocab_size
 
     def count() -> np.ndarray:
-        data.say(f"counting the trained tokens of at most {task.vocab_rows:,} rows a dataset")
         counts = count_trained(
             [data.recipe.open(dataset) for dataset in config.data.datasets],
             vocab_size,
@@ -115,6 +114,7 @@ def find_kept(
             seed=config.run.seed,
             most=task.vocab_rows,
             num_workers=config.data.num_workers,
+            say=data.say,
         )
         if not counts.any():
             raise UserError("no token of the data is trained, so that a draft has nothing to say")
