@@ -29,6 +29,7 @@ from jaxtrain.data.template import encode, end_of_turn_ids
 from jaxtrain.data.tree import chain
 from jaxtrain.errors import UserError
 from jaxtrain.models.build import to_host
+from jaxtrain.models.draft import DraftConfig
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import feed, row_shards
@@ -60,6 +61,11 @@ class Model:
         trained = open_trained(os.path.expanduser(self.name), list(overrides))
         self.config, self.held = trained.config, trained.held
         parts = self.held.roles.parts
+        if isinstance(parts.architecture, DraftConfig):
+            raise UserError(
+                f"{self.name} is the run of a draft model, which writes nothing alone; name its"
+                f" target, {self.config.model.path}, and {self.name}/model as --draft"
+            )
         self.mesh, self.tokenizer = parts.mesh, parts.tokenizer
         self.vocab_size: int = parts.architecture.vocab_size
         self.max_len: int = parts.architecture.max_position_embeddings

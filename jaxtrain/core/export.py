@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
-from jaxtrain.config import Config
+from jaxtrain.config import Config, DraftTask
 from jaxtrain.config.secrets import redact
 from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
@@ -69,6 +69,8 @@ def write_card(config: Config, step: int) -> str:
     """The model card: what it came from and every setting that differs from its default."""
     changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     trained = config.model.path if config.model.init == "pretrained" else None
+    if isinstance(config.task, DraftTask):
+        trained = f"{config.task.draft.path or 'random weights'} as a draft of {config.model.path}"
     return f"""\
 ---
 library_name: {"transformers" if config.adapter.kind == "none" else "peft"}

@@ -18,6 +18,7 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.errors import Interrupted, UserError
+from jaxtrain.models.draft import DraftConfig
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
@@ -336,10 +337,13 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
     agent = " --env" if config.env.kind != "single_turn" else ""
+    drafts = isinstance(session.parts.architecture, DraftConfig)
     writes = session.parts.architecture.score is None
+    target = f"{config.model.path} --draft {folder / 'model'} --set gsm8k"
     lines += [
         "try next",
-        f"  {program} generate {folder}{agent}" if writes else "",
+        f"  {program} speculate {target}" if drafts else "",
+        f"  {program} generate {folder}{agent}" if writes and not drafts else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {folder}" if session.parts.adapter and writes else "",
         f"  {program} plot {folder} OTHER_RUN --output both.png",

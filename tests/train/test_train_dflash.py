@@ -152,13 +152,10 @@ micro_batch_size = 2
 cache = false
 
 [[data.datasets]]
-path = "builtin:calculator"
-options = { num_rows = 40, seed = 0 }
+path = "ROWS"
 
 [[data.eval_datasets]]
-path = "builtin:calculator"
-split = "test"
-options = { num_rows = 4, seed = 0 }
+path = "ROWS"
 
 [task]
 kind = "dflash"
@@ -194,11 +191,11 @@ def read_lines(folder):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path):
-    config = tmp_path / "config.toml"
-    config.write_text(
-        CONFIG.replace("max_position_embeddings = 64", "max_position_embeddings = 128")
-    )
+def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path, capsys):
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.toml"
+    pairs = [{"prompt": f"{n} and", "completion": f" {n + 1} and {n + 2} end"} for n in range(40)]
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config.write_text(CONFIG.replace("ROWS", str(rows)))
     words = ["--config", str(config), f"run.output_dir={tmp_path / 'run'}"]
     assert main(words) == 0
     first = read_lines(tmp_path / "run")
@@ -216,7 +213,9 @@ def test_a_run_goes_on_exactly_and_writes_a_draft(tmp_path):
     config.write_text(text)
     assert main(["--config", str(config), *on, "run.max_steps=1"]) == 0
     # A draft is no model.
-    assert main(["generate", str(tmp_path / "run" / "model"), "1 + 1"]) == 2
+    for name in ("run/model", "run"):
+        assert main(["generate", str(tmp_path / name), "--prompt", "1 + 1"]) == 2
+        assert "writes nothing alone" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
