@@ -203,7 +203,7 @@ class AheadRounds(OfflineRounds):
                     while not self._room.acquire(timeout=PATIENCE):
                         if self._stopped.is_set():
                             return
-                    self.times.held += time.monotonic() - begun
+                    self.times.held += time.monotonic() - max(begun, self.times.began)
                 batches = next(self.source)
                 cursor, counters = self.source.state(), self.source.counters()
                 begun = time.monotonic()

@@ -55,10 +55,10 @@ def plain():
 @pytest.mark.parametrize(
     "placed",
     [
-        {},
-        {"devices": slice(2, 4)},
         {"devices": slice(2, 4), "fsdp": 1, "expert": 2},
-        {"devices": slice(0, 4), "tensor": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"devices": slice(2, 4)}, marks=pytest.mark.slow),
+        pytest.param({"devices": slice(0, 4), "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_states_are_those_of_the_forward_pass_on_any_devices(plain, placed):

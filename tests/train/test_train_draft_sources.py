@@ -148,6 +148,7 @@ def test_states_from_disk_train_the_same(folder, from_step, states):
     compare(run(folder, "disk", *on_disk(folder)), from_step)
 
 
+@pytest.mark.slow
 def test_an_interrupted_capture_goes_on_to_the_same_bytes(folder, states, monkeypatch):
     """Samples of two shards, killed between them."""
     choose = Layout.choose
@@ -195,6 +196,7 @@ def test_states_of_something_else_are_refused(folder, states, overrides, message
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_changed_row_ends_the_run_and_capture_adds_it(folder, states, tmp_path, capsys):
     shutil.copytree(states, tmp_path / "states")
     changed = (folder / "rows.jsonl").read_text().replace("rows 17?", "rows 1717?")
