@@ -32,9 +32,7 @@ if "JAXTRAIN_TEST_CACHE" not in os.environ:
     os.environ["JAXTRAIN_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"]
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-import jax
-
-# A test compiles for longer than it runs, and this takes a third off. Processes that a test starts,
-# such as runs that are killed and resumed, compile as usual; so do the kernels' own tests, whose
-# rounding is what is tested (kernels/conftest.py).
-jax.config.update("jax_disable_most_optimizations", True)
+# A test compiles for longer than it runs, and this takes a third off. Processes that a test starts
+# inherit it. The kernels' own tests, whose rounding is what is tested (kernels/conftest.py),
+# programs for other devices and runs that are killed and resumed are compiled as usual.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from other_devices import set_cpus
 
 HERE = Path(__file__).parent
 
@@ -21,9 +22,7 @@ def run_worker() -> list[dict]:
     environ = {
         **os.environ,
         "PYTHONPATH": f"{root}:{root / 'kernels'}",
-        # Programs this small spend all their time in the compiler.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8"
-        " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        **set_cpus(8),
     }
     command = [sys.executable, str(HERE / "mesh_worker.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)

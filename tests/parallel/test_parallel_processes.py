@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from other_devices import set_cpus
 from safetensors.numpy import load_file
 
 from jaxtrain.parallel.hub import free_port
@@ -82,7 +83,7 @@ def start(
         environ = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            **set_cpus(devices),
             "PYTHONUNBUFFERED": "1",
             **(environs[process] if environs else {}),
         }

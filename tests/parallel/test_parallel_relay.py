@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from other_devices import set_cpus
 
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.hub import free_port
@@ -48,7 +49,7 @@ def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers
     environ = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        **set_cpus(2),
         "XDG_CACHE_HOME": str(tmp_path),
     }
     worker, port = Path(__file__).with_name("relay_worker.py"), str(free_port())

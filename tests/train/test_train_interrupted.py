@@ -70,6 +70,7 @@ def start(folder: Path, *overrides: str, devices: int = 1) -> subprocess.Popen:
         **os.environ,
         "PYTHONPATH": f"{REPO}:{REPO / 'kernels'}",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",  # as people compile
     }
     return subprocess.Popen(
         [*command, f"run.output_dir={folder}", *overrides],
