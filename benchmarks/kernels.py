@@ -122,7 +122,7 @@ def logp_gather_errors(case, impls, report):
         @jax.jit
         def both(hidden, head, g):
             out, pull = jax.vjp(lambda x, w: logp_gather(x, w, targets, impl=impl), hidden, head)
-            return (*out, *pull(type(out)(*g)))
+            return (*out, *pull(type(out)(*g, jnp.zeros_like(out.top))))
 
         return [x.astype(jnp.float32) for x in both(*(x.astype(dtype) for x in low), g)]
 
@@ -130,7 +130,7 @@ def logp_gather_errors(case, impls, report):
         exact = results("xla", jnp.float32)
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        names = ("logp", "entropy", "lse", "d_hidden", "d_head")
+        names = ("logp", "entropy", "lse", "top", "d_hidden", "d_head")
         labels = {"op": "logp_gather", "case": case.name, "impl": impl}
         report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 

@@ -74,7 +74,7 @@ def weighted_logp_errors(case, impls, report):
         exact = results("xla", jnp.float32)
     plain = results("xla", jnp.bfloat16)
     for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        names = ("logp", "entropy", "lse", "sum", "d_hidden", "d_head")
+        names = ("logp", "entropy", "lse", "top", "sum", "d_hidden", "d_head")
         labels = {"op": "weighted_logp", "case": case.name, "impl": impl}
         report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 

@@ -12,7 +12,7 @@ CI_CASES = [case for case in CASES if "ci" in case.tags]
 
 
 def numpy_logp_gather(hidden, head, targets, g, temperature=None, softcap=None, freeze_head=False):
-    """(logp, entropy, lse, d_hidden, d_head) in float64, by the Jacobian of each result."""
+    """(logp, entropy, lse, top, d_hidden, d_head) in float64, by the Jacobian of each result."""
     hidden, head, g = (np.asarray(x, np.float64) for x in (hidden, head, g))
     raw = hidden @ head.T
     capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
@@ -34,14 +34,19 @@ def numpy_logp_gather(hidden, head, targets, g, temperature=None, softcap=None, 
     if softcap is not None:
         dz *= 1 - np.tanh(raw / softcap) ** 2
     d_head = np.zeros_like(head) if freeze_head else dz.T @ hidden
-    return logp[np.arange(len(targets)), targets], entropy, lse, dz @ head, d_head
+    values = logp[np.arange(len(targets)), targets], entropy, lse, logp.max(1)
+    return *values, dz @ head, d_head
 
 
 def run(inputs, dtype, function):
     hidden, head = (jnp.asarray(inputs[n], dtype) for n in ("hidden", "head"))
     out, pull = jax.vjp(jax.jit(function), hidden, head)
-    compute = out.logp.dtype
-    return (*out, *pull(type(out)(*(jnp.asarray(g, compute) for g in inputs["g"]))))
+    return (*out, *pull(cotangents(out, inputs["g"])))
+
+
+def cotangents(out, g):
+    """g of the first three results; the fourth carries none, whatever its cotangent is."""
+    return type(out)(*(jnp.asarray(x, out.logp.dtype) for x in g), jnp.ones_like(out.top))
 
 
 def options_of(case, inputs):
@@ -53,7 +58,7 @@ def options_of(case, inputs):
     }
 
 
-NAMES = ("logp", "entropy", "lse", "d_hidden", "d_head")
+NAMES = ("logp", "entropy", "lse", "top", "d_hidden", "d_head")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -82,12 +87,12 @@ def test_cases_match_numpy(case, chunk, dtype):
         return logp_gather(hidden, head, targets, impl="reference", **options)
 
     if case.freeze_head and chunk is not None:
-        exact, names = exact[:4], NAMES[:4]  # the public op has stopped the head's gradient
+        exact, names = exact[:5], NAMES[:5]  # the public op has stopped the head's gradient
     else:
         names = NAMES
     actual, bar = run(inputs, dtype, chunked), run(inputs, dtype, plain)
     for name, a, e, b in zip(names, actual, exact, bar, strict=False):
-        assert a.dtype == (jnp.float32 if name in NAMES[:3] else dtype)
+        assert a.dtype == (jnp.float32 if name in NAMES[:4] else dtype)
         testing.assert_accurate(a, e, b, a.dtype, name)
 
 
@@ -158,7 +163,7 @@ def test_a_float32_head_serves_bfloat16_states():
         hidden, rounded, targets, np.stack([np.ones(len(targets)), *np.zeros((2, len(targets)))])
     )
     # dz is rounded to bfloat16 (2**-9 of values up to 1), 40 terms: 1e-2 absolute is 3 sigma.
-    np.testing.assert_allclose(gradient, exact[4], rtol=0, atol=1e-2)
+    np.testing.assert_allclose(gradient, exact[5], rtol=0, atol=1e-2)
 
 
 def test_frozen_head_costs_one_matmul_less():

@@ -8,7 +8,7 @@ from jaxtrain_kernels import logp_gather, testing
 from jaxtrain_kernels.logp_gather import gpu, mosaic_gpu
 from jaxtrain_kernels.logp_gather.cases import Case
 from mosaic_interpreter import interpreted, require
-from test_kernels_logp_gather import NAMES, numpy_logp_gather, options_of, run
+from test_kernels_logp_gather import NAMES, cotangents, numpy_logp_gather, options_of, run
 
 CASES = [
     Case("whole_tiles", 130, 64, 768, frozenset()),
@@ -54,13 +54,15 @@ def test_interpreted_kernels(monkeypatch, case):
             ),
             *arrays,
         )
-        cotangents = type(out)(*(jnp.asarray(g, jnp.float32) for g in inputs["g"]))
-        actual = (*out, *pull(cotangents))
-    names = NAMES[:4] if case.freeze_head else NAMES
+        actual = (*out, *pull(cotangents(out, inputs["g"])))
+    names = NAMES[:5] if case.freeze_head else NAMES
     for name, a, e, b in zip(names, actual, exact, bar, strict=False):
-        testing.assert_accurate(a, e, b, a.dtype, name)
+        if name == "top":  # the target's own log-prob where they are as good as equal
+            np.testing.assert_allclose(a, e, rtol=0, atol=2 * mosaic_gpu.NEAR)
+        else:
+            testing.assert_accurate(a, e, b, a.dtype, name)
     if case.freeze_head:
-        assert not np.asarray(actual[4], np.float32).any()
+        assert not np.asarray(actual[5], np.float32).any()
 
 
 @pytest.mark.parametrize(
