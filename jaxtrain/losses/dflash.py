@@ -74,6 +74,7 @@ def dflash_loss(draft, target, batch: Batch, numbers: Guesses, impl: str = "auto
         known_BAJ = jax.lax.stop_gradient(logp_BAJ)
         factor_BAJ = confidence(known_BAJ, weight_BAJ > 0, numbers.weighting, numbers.alpha)
         total = jnp.sum(weight_BAJ * factor_BAJ * logp_BAJ)
+    assert found.top is not None, "both ops tell the likeliest token"
     right_BAJ = (found.logp >= found.top).reshape(B, A, K - 1)
     return {COMPONENT: -total}, measure(right_BAJ, weight_BAJ, weight_BAK[:, :, 0])
 
