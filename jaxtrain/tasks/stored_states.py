@@ -23,7 +23,7 @@ from jaxtrain.core.capture import Target
 from jaxtrain.data.cache import describe_tokenizer
 from jaxtrain.data.progress import Progress
 from jaxtrain.data.readers import is_stream
-from jaxtrain.data.state_store import Layout, StateStore, Unknown, list_samples
+from jaxtrain.data.state_store import KEY_BYTES, Layout, StateStore, Unknown, list_samples
 from jaxtrain.data.state_writer import StateWriter, find_differences
 from jaxtrain.errors import UserError
 from jaxtrain.hf.fingerprint import fingerprint
@@ -162,12 +162,13 @@ class StoredStates:
         layout = Layout.choose(self.widths, self.target.parts.options["dtype"])
         writer: StateWriter | None = None
 
-        def begin() -> set[bytes]:
+        def begin() -> np.ndarray:
             nonlocal writer
             writer = StateWriter(self.folder, layout, about)
-            return set(writer.keys)
+            return np.frombuffer(b"".join(writer.keys), np.uint8)
 
-        known = broadcast_or_raise("what was captured before", begin)
+        joined = broadcast_or_raise("what was captured before", begin).tobytes()
+        known = {joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)}
         try:
             say("counting tokens: tokenising the data once")
             tokens = self.count(data, datasets, known)
