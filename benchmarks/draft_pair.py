@@ -54,7 +54,7 @@ RUNS = {
             "unroll": 5,
         },
         "answers": 7473,
-        "new": 320,
+        "new": 256,
     },
     "tiny": {
         "target": {"steps": 6, "rows": 1, "length": 512, "rate": 3e-3},
@@ -220,7 +220,7 @@ def command_of(args, stage: str, work: Path) -> list[str]:
     draft = stage.split()[1]
     full = args.size == "full"
     dtype = "bfloat16" if full else "float32"
-    few = ["1", "16"] if draft == "eagle3" else ["1", "4", "16", "64"]
+    few = ["1", "16"] if draft == "eagle3" else ["1", "16", "64", "4"]
     return [
         *program,
         "speculate",
