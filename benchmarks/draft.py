@@ -132,7 +132,7 @@ def write_config(options, kind: str, folder: Path) -> dict:
             "architecture": raw,
             "param_dtype": "bfloat16",
             "compute_dtype": "bfloat16",
-            "scan_layers": True,
+            "scan_layers": not options.unroll,
         },
         "data": {
             "sequence_len": max(size["lengths"]),
@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument(
         "--scan", action="store_true", help="jaxtrain: one compiled layer of the draft"
     )
+    parser.add_argument("--unroll", action="store_true", help="jaxtrain: every layer of the target")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(

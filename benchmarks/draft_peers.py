@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch_model import Block, Linear, Norm, rotate
 
 torch._dynamo.config.recompile_limit = 64
@@ -107,6 +107,32 @@ def make_mask(visible, rows: int, queries: int, keys: int, device: str):
     return visible(row, 0, torch.arange(queries)[:, None], torch.arange(keys))
 
 
+TILE = 128
+
+
+def tile_blocks(anchors, length: int, size: int, visible) -> BlockMask:
+    """The block mask of blocks behind their context, from the anchors [B, A] of each tile of
+    queries alone: no pair of query and key is looked at. Tiles must hold whole blocks."""
+    rows, count = anchors.shape
+    keys = length + count * size
+    assert length % TILE == 0 and TILE % size == 0 and count * size % TILE == 0
+    of_tile = anchors.view(rows, 1, -1, TILE // size)
+    tile = torch.arange(keys // TILE, device=anchors.device)
+    first = tile * TILE
+    context = first < length
+    some = context & (first < of_tile.amax(-1)[..., None])
+    every = context & (first + TILE <= of_tile.amin(-1)[..., None])
+    own = tile - length // TILE == torch.arange(of_tile.shape[2], device=anchors.device)[:, None]
+
+    def ordered(chosen):
+        order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32), order.int()
+
+    lists = (*ordered((some & ~every) | own), *ordered(every))
+    lengths = (count * size, keys)
+    return BlockMask.from_kv_blocks(*lists, TILE, visible, seq_lengths=lengths)
+
+
 class DraftBlock(Block):
     """A layer of DFlash: keys and values of the context and of the blocks by the same weights."""
 
@@ -171,14 +197,18 @@ class DFlashStep:
 
             self.visible = visible
         self.anchors.copy_(anchors)
-        mask = make_mask(self.visible, rows, count * size, length + count * size, device)
+        if device == "cuda":
+            mask = tile_blocks(self.anchors, length, size, self.visible)
+        else:
+            mask = make_mask(self.visible, rows, count * size, length + count * size, device)
         states, _ = self.target.read(tokens, self.layers)
         context = self.prepare(states)
         places = anchors[..., None] + torch.arange(size, device=device)
         inside, at = places < length, places.clamp(max=length - 1).flatten(1)
         ids = torch.full_like(places, self.mask_id)
         ids[..., 0] = tokens.gather(1, anchors)
-        x = F.embedding(ids.flatten(1), self.target.embed)
+        # All layers alike: one whose input has no gradient would be compiled for itself.
+        x = F.embedding(ids.flatten(1), self.target.embed).requires_grad_()
         own = torch.arange(length, device=device).expand(rows, -1)
         cos, sin = self.target.angles(torch.cat([own, places.flatten(1)], 1))
         for block in self.draft.blocks:
@@ -354,6 +384,7 @@ def measure(step, tokens, trained, warm_up: int, steps: int) -> dict:
     start = time.perf_counter()
     losses = [float(step.run(tokens, trained))]
     compile_s = time.perf_counter() - start
+    print(f"first step of {tokens.shape[1]} tokens in {compile_s:.0f} s", flush=True)
     losses += [float(step.run(tokens, trained)) for _ in range(warm_up - 1)]
     cuda = tokens.is_cuda
     if cuda:

@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="longest of one process")
     parser.add_argument("--remat", default="none", help="of the draft")
     parser.add_argument("--scan", action="store_true", help="one compiled layer of the draft")
+    parser.add_argument("--unroll", action="store_true", help="every layer of the target")
     parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
     options = parser.parse_args()
     report = {
