@@ -156,10 +156,13 @@ def run_jaxtrain(options, kind: str, tell) -> None:
     from jaxtrain.data.anchors import ANCHOR
     from jaxtrain.data.pack import build_batch, lay_out, stack_batches
     from jaxtrain.data.tree import chain
+    from jaxtrain.layers import linear
     from jaxtrain.losses.target_states import read_target
     from jaxtrain.parallel.feed import feed
     from jaxtrain.tasks import make_task
 
+    if options.apart:
+        linear.MANY = 2**30
     with tempfile.TemporaryDirectory() as place:
         config = validate_config(write_config(options, kind, Path(place)), "draft.py")
         task = make_task(config)
@@ -358,6 +361,9 @@ def main() -> None:
         "--scan", action="store_true", help="jaxtrain: one compiled layer of the draft"
     )
     parser.add_argument("--unroll", action="store_true", help="jaxtrain: every layer of the target")
+    parser.add_argument(
+        "--apart", action="store_true", help="jaxtrain: q, k, v and gate, up each alone"
+    )
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
