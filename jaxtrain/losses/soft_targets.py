@@ -92,7 +92,8 @@ def sum_soft(
     def local(axes, hidden_LBTD, head_PD, states_BTE, head_VE, kept_P, weight_LBT, *rows):
         flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])  # noqa: E731
         known = (states_BTE.reshape(-1, states_BTE.shape[-1]), head_VE, kept_P, *rows)
-        given = soft_sum(Spec(numbers, *axes), flat(hidden_LBTD), head_PD, known, flat(weight_LBT))
+        spec = Spec(numbers, *axes)
+        given: Any = soft_sum(spec, flat(hidden_LBTD), head_PD, known, flat(weight_LBT))
         total, found = given
         return total, Guessed(*(field.reshape(weight_LBT.shape) for field in found))
 

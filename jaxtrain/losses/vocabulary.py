@@ -37,7 +37,7 @@ def gather_logp(
             axis=axis,
             impl=impl,
         )
-        return LogProbs(*(field.reshape(target_BT.shape) for field in found))
+        return jax.tree.map(lambda field: field.reshape(target_BT.shape), found)
 
     per_token = [target_BT]
     if temperature is not None:
@@ -86,7 +86,7 @@ def sum_logp(
             axis=axis,
             impl=impl,
         )
-        return total, LogProbs(*(field.reshape(target_BT.shape) for field in found))
+        return total, jax.tree.map(lambda field: field.reshape(target_BT.shape), found)
 
     spec_BTD, vocabulary = place_tokens(hidden_BTD, head_VD)
     if spec_BTD is None:

@@ -25,6 +25,7 @@ def move(x: jax.Array, place: Sharding, shape: tuple[int, ...] | None = None) ->
     }
     found = []
     for device, index in place.addressable_devices_indices_map(shape).items():
+        assert index is not None, "every device of the place holds a part"
         found.append(_gather(_spans(index, shape), pieces, device))
     return jax.make_array_from_single_device_arrays(shape, place, found)
 

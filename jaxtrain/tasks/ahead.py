@@ -67,7 +67,7 @@ class Item:
     """When the stage began with it."""
 
     @property
-    def streams(self) -> list[jax.Array]:
+    def streams(self) -> list[Any]:
         """What is made on devices."""
         found = (value for batch in self.batches for value in batch.streams.values())
         return [value for value in found if isinstance(value, jax.Array)]

@@ -249,7 +249,7 @@ def own_rows(batch: Batch, mesh: Mesh) -> set[int]:
     """Rows of the microsteps of a batch [A, B, T] that devices of this process hold."""
     shape = batch.tokens.shape
     indices = place_of(shape, mesh).addressable_devices_indices_map(shape).values()
-    return {row for index in indices for row in range(*index[1].indices(shape[1]))}
+    return {row for index in indices if index for row in range(*index[1].indices(shape[1]))}
 
 
 def tell_size(size: int) -> str:
