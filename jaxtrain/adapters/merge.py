@@ -19,7 +19,7 @@ from jaxtrain.hf.ops import whole
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
 from jaxtrain.models.build import read_config
 
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +134,8 @@ def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
 
 
 def _same_tables(peft: PeftFolder) -> bool:
-    names = [PREFIX + name for name in TABLES]
-    if not all(name in peft.files.tensors for name in names):
+    names = [n for table in TABLES for n in peft.files.tensors if n.endswith(f".{table}")]
+    if len(names) != len(TABLES):
         return False
     embed, head = (peft.files.fetch(n, whole(peft.files.tensors[n].shape)) for n in names)
     return np.array_equal(embed, head)

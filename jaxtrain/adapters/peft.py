@@ -19,7 +19,7 @@ from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.spec import Adapter, Linears, LoRASpec, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import shorten, spell
-from jaxtrain.hf.ops import Entry, Op, Stack, Tensor, Transpose
+from jaxtrain.hf.ops import Entry, Op, Rows, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
@@ -346,8 +346,15 @@ def _adapted(op: Op, name: str) -> Op:
             inner = _adapted(op.op, name)
             return inner if name == "magnitude" else Transpose(inner)
         case Tensor():
-            return Tensor(f"{PREFIX}{op.name.removesuffix('weight')}{SUFFIX[name]}")
+            return Tensor(_peft_name(op.name, name))
+        case Rows() if sum(size for _, size in op.runs) == op.total:
+            renamed = _peft_name(op.name, name)  # the factor a knows no rows
+            return Tensor(renamed) if name == "a" else dataclasses.replace(op, name=renamed)
     raise UserError(f"an adapter on {op} has no PEFT form; leave it out of adapter.target")
+
+
+def _peft_name(tensor: str, part: str) -> str:
+    return f"{PREFIX}{tensor.removesuffix('weight')}{SUFFIX[part]}"
 
 
 def _plain(value: float) -> float | int:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import ExpertLinear, Linear
+from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 from jaxtrain.models.parameters import Params, Shapes
 
 
@@ -44,7 +44,7 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
     """The abstract `model` with the kernels of all Linears in that storage, in place."""
     storage = STORAGES[kind]
     for path, node in list(nnx.iter_graph(model)):
-        if not isinstance(node, Linear):
+        if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
             continue
         shape = node.kernel.get_value().shape
         if isinstance(node, ExpertLinear):

@@ -66,7 +66,7 @@ def assemble(
     folder, raw = find_architecture(config.model)
     if folder is not None and is_main_process() and (problem := find_problem(folder)):
         print(f"warning: {problem}", file=sys.stderr, flush=True)
-    architecture = choose_head(build.config_from_hf(raw, config.model.family), score)
+    architecture = choose_head(build.config_from_hf(raw, config.model.family, folder), score)
     tokenizer = find_tokenizer(config.model)
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
@@ -88,7 +88,7 @@ def assemble_beside(
     where it reads other tokens. key: the section that names it. score: as for `assemble`, but the
     folder must have such a head."""
     folder, raw = find_architecture(model)
-    architecture = choose_head(build.config_from_hf(raw, model.family), score, key)
+    architecture = choose_head(build.config_from_hf(raw, model.family, folder), score, key)
     if score is not None and architecture.score.drawn:
         raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
     if architecture.vocab_size < len(parts.tokenizer):

@@ -45,7 +45,7 @@ IGNORED = {
 TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 """Only where transformers trains; evaluation computes the same, and no training here draws any."""
 
-OWN = {"rope", "kept", "score"}
+OWN = {"rope", "kept", "score", "around", "said", "prefix", "fused_experts"}
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 
@@ -62,7 +62,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default.
     """
-    model_type = cls.model_type
+    model_type = getattr(cls, "text_type", cls.model_type)
     hints = get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls)} - OWN
     defaults = hf_defaults(model_type)

@@ -96,6 +96,47 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of `axis` of one tensor of `total` there, in another order: `runs` are (start, size) of
+    rows that follow each other in the tensor. Where they are not all, other entries hold the rest.
+    """
+
+    name: str
+    axis: int
+    runs: tuple[tuple[int, int], ...]
+    total: int
+
+    def shapes(self, shape):
+        assert shape[self.axis] == sum(size for _, size in self.runs), f"{self.name}: {shape}"
+        return {self.name: (*shape[: self.axis], self.total, *shape[self.axis + 1 :])}
+
+    def _pieces(self, wanted: slice) -> Iterator[tuple[slice, slice]]:
+        """(rows of the target, the same rows of the tensor) within `wanted`."""
+        place = 0
+        for start, size in self.runs:
+            first, stop = max(place, wanted.start), min(place + size, wanted.stop)
+            if first < stop:
+                shift = start - place
+                yield slice(first, stop), slice(first + shift, stop + shift)
+            place += size
+
+    def _at(self, index, rows):
+        return (*index[: self.axis], rows, *index[self.axis + 1 :])
+
+    def read(self, fetch, index):
+        parts = [
+            fetch(self.name, self._at(index, rows)) for _, rows in self._pieces(index[self.axis])
+        ]
+        return np.concatenate(parts, self.axis)
+
+    def write(self, array, host):
+        array = host(array)
+        shape, index = self.shapes(array.shape)[self.name], whole(array.shape)
+        for here, there in self._pieces(index[self.axis]):
+            yield Piece(self.name, shape, self._at(index, there), array[self._at(index, here)])
+
+
+@dataclasses.dataclass(frozen=True)
 class Transpose:
     """The last two dims swapped: Hugging Face keeps kernels as [out, in], we as [in, out]."""
 

@@ -34,8 +34,10 @@ FEW = 32
 class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
 
-    With `qk_norm_eps`, RMSNorm over H on queries and keys before the rotation (Qwen3). `num_in`:
-    features that queries, keys and values are made of, where these are not D.
+    With `qk_norm_eps`, a `norm` over H on queries and keys before the rotation (Qwen3). `num_in`:
+    features that queries, keys and values are made of, where these are not D. With `output_gate`, q
+    gives each head H queries and H gates, by whose sigmoid what the head found is multiplied
+    (Qwen3-Next).
     """
 
     follows_trees = True
@@ -53,6 +55,8 @@ class Attention(Mixer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
+        output_gate: bool = False,
         softcap: float | None = None,
         impl: str = "auto",
         num_in: int | None = None,
@@ -66,13 +70,15 @@ class Attention(Mixer):
         )
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
         num_in = num_features if num_in is None else num_in
-        self.q = linear(num_in, query_dim, axes=("embed", "heads"), use_bias=qkv_bias)
+        asked_dim = 2 * query_dim if output_gate else query_dim
+        self.q = linear(num_in, asked_dim, axes=("embed", "heads"), use_bias=qkv_bias)
         self.k = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
         self.v = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
         self.out = linear(query_dim, num_features, axes=("heads", "embed"), use_bias=out_bias)
-        norm = functools.partial(RMSNorm, head_dim, eps=qk_norm_eps, param_dtype=param_dtype)
-        self.q_norm = norm() if qk_norm_eps is not None else None
-        self.k_norm = norm() if qk_norm_eps is not None else None
+        make_norm = functools.partial(norm, head_dim, eps=qk_norm_eps, param_dtype=param_dtype)
+        self.q_norm = make_norm() if qk_norm_eps is not None else None
+        self.k_norm = make_norm() if qk_norm_eps is not None else None
+        self.output_gate = output_gate
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.softcap = softcap
         self.impl = impl
@@ -95,27 +101,37 @@ class Attention(Mixer):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None
     ) -> tuple[jax.Array, KV | TriedRing | None]:
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, inputs.angles)
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
         if state is None:
             see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
         else:
             out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
+        if gate_BTNH is not None:
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
         return self.join(out_BTNH), state
 
     def project(
         self, x_BTD: jax.Array, angles: Angles | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(queries [B, T, N, H], keys and values [B, T, K, H]) of features, rotated by `angles`."""
+        assert not self.output_gate, "what the heads find is not gated by whoever asks for this"
+        return self._project(x_BTD, angles)[:3]
+
+    def _project(self, x_BTD: jax.Array, angles: Angles | None):
+        """The same and the gates [B, T, N, H], or None."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        q_BTNH, k_BTKH, v_BTKH = (
-            self._heads(y_BTF) for y_BTF in multiply_together(x_BTD, self.q, self.k, self.v)
-        )
+        asked_BTF, keys_BTF, values_BTF = multiply_together(x_BTD, self.q, self.k, self.v)
+        gate_BTNH = None
+        if self.output_gate:
+            both_BTNF = asked_BTF.reshape(*x_BTD.shape[:2], self.num_heads, -1)
+            asked_BTF, gate_BTNH = jnp.split(both_BTNF, 2, axis=-1)
+        q_BTNH, k_BTKH, v_BTKH = (self._heads(y) for y in (asked_BTF, keys_BTF, values_BTF))
         if self.q_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if angles is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
-        return q_BTNH, k_BTKH, v_BTKH
+        return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
 
     def join(self, out_BTNH: jax.Array) -> jax.Array:
         """[B, T, D] of what the heads put out."""

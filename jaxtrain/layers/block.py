@@ -1,9 +1,10 @@
-"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what every decoder here is."""
+"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what every decoder here is.
+
+Attention is whatever mixes tokens: linear attention, too."""
 
 import jax
 from flax import nnx
 
-from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.mixer import LayerInputs, Mixer, State
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
@@ -14,7 +15,7 @@ class PreNormBlock(nnx.Module):
     """[B, T, D] -> [B, T, D]; `mlp` is dense or a mixture of experts, which notes its balance."""
 
     def __init__(
-        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MoE
+        self, attention_norm: RMSNorm, attention: Mixer, mlp_norm: RMSNorm, mlp: GatedMLP | MoE
     ):
         self.attention_norm = attention_norm
         self.attention = attention

@@ -65,6 +65,10 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
+class PreciseLinear(Linear):
+    """A Linear whose kernel is never stored in fewer bits: it is small, and decides much."""
+
+
 def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """[linear(x) for linear in linears]; as one matmul where kernels are arrays on one device and
     x holds at least MANY vectors.

@@ -39,11 +39,26 @@ class Experts(nnx.Module):
         self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
 
 
+class SharedGate(nnx.Module):
+    """[..., D] -> [..., 1]: how much of the shared expert a token gets, in (0, 1)."""
+
+    token_share = 1.0
+    """As of a Linear."""
+
+    def __init__(self, num_features: int, *, init_std, param_dtype, dtype, rngs: nnx.Rngs):
+        kernel_D1 = init_std * jax.random.normal(rngs.params(), (num_features, 1), param_dtype)
+        self.kernel = nnx.Param(kernel_D1, axes=("embed", None))
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(x @ self.kernel[...].astype(self.dtype))
+
+
 class MoE(nnx.Module):
     """[B, T, D] -> [B, T, D] through `router.top` of E experts of F each, plus shared ones.
 
     activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS. num_shared: F of an MLP
-    that every token goes through as well.
+    that every token goes through as well; gate_shared: each token takes its own share of it.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class MoE(nnx.Module):
         *,
         activation: str = "silu",
         num_shared: int | None = None,
+        gate_shared: bool = False,
         impl: str = "auto",
         init_std: float = 0.02,
         param_dtype: Dtype = jnp.float32,
@@ -68,6 +84,7 @@ class MoE(nnx.Module):
         self.shared = (
             GatedMLP(num_features, num_shared, activation=activation, **common) if shared else None
         )
+        self.shared_gate = SharedGate(num_features, **common) if gate_shared else None
         self.num_experts = num_experts
         self.activation = activation
         self.impl = impl
@@ -81,7 +98,10 @@ class MoE(nnx.Module):
             x_BTD, choice, self.experts, activation=self.activation, impl=self.impl
         )
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
+            shared_BTD = self.shared(x_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = self.shared_gate(x_BTD) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         return y_BTD, note_balance(choice, real_BT)
 

@@ -29,12 +29,53 @@ class RMSNorm(nnx.Module):
         return normalise(x, self.scale[...], self.eps)
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * (1 + scale), rounded to x's dtype at the end (Qwen3-Next)."""
+
+    def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
+        self.scale = nnx.Param(jnp.zeros((num_features,), param_dtype), axes=("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return normalise_zero_centred(x, self.scale[...], self.eps)
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm(x) * silu(gate); the scale in at least float32, whatever the other weights are."""
+
+    def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
+        wide = jnp.promote_types(param_dtype, jnp.float32)
+        super().__init__(num_features, eps=eps, param_dtype=wide)
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        return normalise_gated(x, gate, self.scale[...], self.eps)
+
+
 # Rematerialised on its own: the backward keeps x, which is there anyway, and none of the float32
 # values in between, which take longer to store and load than to compute.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """The formula above, on arrays."""
+    """The formula of RMSNorm, on arrays."""
+    return _to_unit(x, eps).astype(x.dtype) * scale.astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def normalise_zero_centred(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """The formula of ZeroCentredRMSNorm, on arrays."""
+    unit = _to_unit(x, eps)
+    return (unit * (1 + scale.astype(unit.dtype))).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def normalise_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """The formula of GatedRMSNorm, on arrays: rounded to x's dtype before the scale and at the
+    end, as transformers does."""
+    unit = _to_unit(x, eps)
+    scaled = unit.astype(x.dtype).astype(unit.dtype) * scale.astype(unit.dtype)
+    return (scaled * jax.nn.silu(gate.astype(unit.dtype))).astype(x.dtype)
+
+
+def _to_unit(x: jax.Array, eps: float) -> jax.Array:
+    """x over the root of its mean square, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-    return normed * scale.astype(x.dtype)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -117,8 +117,12 @@ def angles(
 
 
 def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """x with dim i and i + H/2 rotated as a pair (the Hugging Face layout), in x's dtype."""
+    """x with dim i and i + H/2 rotated as a pair (the Hugging Face layout), in x's dtype. Angles
+    of fewer dims than x has rotate the first ones; the others pass."""
     cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
+    if 2 * cos.shape[-1] < x_BTNH.shape[-1]:
+        turned, passed = jnp.split(x_BTNH, [2 * cos.shape[-1]], axis=-1)
+        return jnp.concatenate([rotate(turned, angles), passed], axis=-1)
     first, second = jnp.split(x_BTNH.astype(cos.dtype), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

@@ -11,6 +11,11 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "jaxtrain.models.mixtral",
     "Qwen2ForCausalLM": "jaxtrain.models.qwen2",
     "Qwen3ForCausalLM": "jaxtrain.models.qwen3",
+    "Qwen3NextForCausalLM": "jaxtrain.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "jaxtrain.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "jaxtrain.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "jaxtrain.models.qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "jaxtrain.models.qwen3_5_moe",
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
 }
 """The built-in ones, imported when a config.json names them."""

@@ -7,9 +7,9 @@ from flax import nnx
 
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.block import PreNormBlock
+from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.router import Router
 from jaxtrain.models.decoder import DecoderConfig, Options
 from jaxtrain.models.experts import ExpertsConfig
@@ -41,6 +41,7 @@ def attention_block(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    output_gate: bool = False,
     make_mlp: MakeMLP = dense_mlp,
     attention: type[Attention] = Attention,
 ) -> PreNormBlock:
@@ -55,8 +56,18 @@ def attention_block(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm_eps=eps if qk_norm else None,
+        norm=config.norm,
+        output_gate=output_gate,
         impl=options.attention_impl,
         **common,
     )
-    norms = [RMSNorm(width, eps=eps, param_dtype=common["param_dtype"]) for _ in range(2)]
+    return pre_norm_block(config, common, mixer, make_mlp)
+
+
+def pre_norm_block(
+    config: DecoderConfig, common: Mapping[str, Any], mixer: Mixer, make_mlp: MakeMLP = dense_mlp
+) -> PreNormBlock:
+    """What mixes tokens and an MLP, each behind the family's norm."""
+    width, eps, dtype = config.hidden_size, config.rms_norm_eps, common["param_dtype"]
+    norms = [config.norm(width, eps=eps, param_dtype=dtype) for _ in range(2)]
     return PreNormBlock(norms[0], mixer, norms[1], make_mlp(config, common))

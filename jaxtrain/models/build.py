@@ -6,6 +6,7 @@ them; random ones are drawn where they live. `mesh=None` means the default devic
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,8 +26,8 @@ from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import read_object, spell
-from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor, whole
-from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.hf.ops import TIED_COPY, Entry, Piece, Tensor, whole
+from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.finite import FiniteCheck
@@ -47,11 +48,14 @@ def find_family(architecture: str) -> ModuleType:
     return plugins.find("models", architecture, known, key=key, modules=True, instead=advice)
 
 
-def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderConfig:
+def config_from_hf(
+    raw: Mapping[str, Any], place: str | None = None, folder: str | os.PathLike | None = None
+) -> DecoderConfig:
     """Config of the family that a config.json names, by `architectures` or else `model_type`; with
     a head that scores where the architecture is one of those of models.scores.
 
-    place: "package.module" or "file.py" that holds the family, as in model.family.
+    place: "package.module" or "file.py" that holds the family, as in model.family. folder: where
+    the config.json lies, whose tensors may say how they are called.
     """
     named, model_type = check_names(raw)
     base, per = split_architecture(named[0]) if named else (None, None)
@@ -61,7 +65,8 @@ def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderC
         module = find_family(base)
     else:
         known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
-        fitting = (m for m in map(find_family, known) if m.Config.model_type == model_type)
+        types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731
+        fitting = (m for m in map(find_family, known) if model_type in types(m.Config))
         module = next(fitting, None)
         if module is None:
             raise UserError(
@@ -69,6 +74,9 @@ def config_from_hf(raw: Mapping[str, Any], place: str | None = None) -> DecoderC
                 f" {', '.join(known)}; name one of them, or set model.family"
             )
     config = check_family(module, base).from_hf(raw)
+    fits = type(config).fit is not DecoderConfig.fit
+    if folder is not None and fits and any(Path(folder).glob("*.safetensors")):
+        config = config.fit(Folder(folder).tensors)
     return config if per is None else with_score(config, read_score_head(raw, per))
 
 
@@ -92,7 +100,7 @@ def check_family(module: ModuleType, architecture: str | None) -> type[DecoderCo
             " docs/extending.md"
         )
     own = module.Config.architecture
-    if architecture not in (None, own):
+    if architecture not in (None, own, *module.Config.also):
         raise UserError(
             f"config.json: architectures names {architecture!r}, but {module.__name__} holds"
             f" {own!r}; change model.family, or Config.architecture there"
@@ -110,7 +118,7 @@ def read_config(folder: str | os.PathLike, place: str | None = None) -> DecoderC
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model folder")
-    return config_from_hf(read_object(path), place)
+    return config_from_hf(read_object(path), place, folder)
 
 
 def abstract(
@@ -244,6 +252,8 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
     others = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
     model.stored = (("", common), *sorted(others.items()))
+    if any(name.startswith(model.carries) for name in dtypes):
+        model.carried_from = os.path.abspath(folder)
     return model
 
 
@@ -268,7 +278,14 @@ def save(
             plan[name] = (shape, np.dtype(chosen))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
-        write_folder(folder, dict(sorted(plan.items())), pieces)
+        files = open_carried(model)
+        carried = {} if files is None else carried_tensors(files, model.carries)
+        plan |= {name: (stored.shape, stored.dtype) for name, stored in carried.items()}
+        copied = (
+            Piece(name, stored.shape, whole(stored.shape), files.fetch(name, whole(stored.shape)))
+            for name, stored in carried.items()
+        )
+        write_folder(folder, dict(sorted(plan.items())), itertools.chain(pieces, copied))
         raw = config.to_hf()
         common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
         raw["torch_dtype"] = common
@@ -285,6 +302,30 @@ def save(
 def fixed_dtypes(entry: Entry) -> Mapping[str, Any]:
     """{tensor: dtype} of those tensors of an entry whose dtype is not that of the weights."""
     return getattr(entry.op, "dtypes", {})
+
+
+def carried_tensors(files: Folder, carries: tuple[str, ...]) -> dict[str, Stored]:
+    """The tensors of a folder that are copied into every export, not trained."""
+    return {name: found for name, found in files.tensors.items() if name.startswith(carries)}
+
+
+def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
+    """Numbers in a folder's tensors that are only carried along."""
+    found = carried_tensors(Folder(folder), config.carries) if config.carries else {}
+    return sum(math.prod(stored.shape) for stored in found.values())
+
+
+def open_carried(model: Decoder) -> Folder | None:
+    """The folder from which an export takes what no layer has; None where nothing is carried.
+    UserError where it is gone."""
+    if model.carried_from is None:
+        return None
+    if not Path(model.carried_from).is_dir():
+        raise UserError(
+            f"{model.carried_from} is gone, from which an export copies what this model only"
+            f" carries along ({', '.join(model.carries)}*); put the folder back, and export again"
+        )
+    return Folder(model.carried_from)
 
 
 def param_count(config: DecoderConfig) -> int:
@@ -305,6 +346,8 @@ def _check(
         wanted |= entry.op.shapes(shape)
         fixed |= fixed_dtypes(entry)
     found = files.tensors
+    tables = [e.op.shapes(s) for e, s in shapes.items() if e.param == "embed.embedding"]
+    table_name = next(iter(tables[0])) if tables else None
     problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
     for name, stored in found.items():
         if name in wanted:
@@ -323,15 +366,15 @@ def _check(
         elif name == TIED_COPY and config.score is not None:
             continue  # the head of the language model that it was
         elif name == TIED_COPY and config.tie_word_embeddings:
-            table = found.get("model.embed_tokens.weight")
-            if table is not None and not _equal(files, TIED_COPY, "model.embed_tokens.weight"):
+            if table_name in found and not _equal(files, TIED_COPY, table_name):
                 problems.append(
                     f"{stored.file.name}: {name} differs from the embedding, but config.json says "
                     "tie_word_embeddings=true"
                 )
-        elif whole and not name.endswith(
-            "rotary_emb.inv_freq"
-        ):  # a buffer of old transformers, not a weight
+        elif name.startswith(config.carries):
+            continue
+        # The last is a buffer of old transformers, not a weight.
+        elif whole and not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""

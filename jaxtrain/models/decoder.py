@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -33,6 +33,13 @@ class DecoderConfig:
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
+    also: ClassVar[tuple[str, ...]] = ()
+    """Further architectures whose folders the family reads."""
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    """Before attention and MLP, and behind the last layer."""
+    carries: ClassVar[tuple[str, ...]] = ()
+    """What tensors are called that no layer here has, and that every export takes along as they
+    are: a vision tower."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -59,6 +66,11 @@ class DecoderConfig:
         config = cls(**read_fields(cls, raw))
         config.check()
         return config
+
+    def fit(self, tensors: Collection[str]) -> Self:
+        """The config of a folder that holds tensors of these names, where they may be called in
+        several ways."""
+        return self
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json, for transformers 4 and 5."""
@@ -204,6 +216,10 @@ class Layered(nnx.Module):
     """A stack of layers that keeps a cache of what it read; activations are in `compute_dtype`."""
 
     stack: Stack
+    carries: tuple[str, ...] = ()
+    """See DecoderConfig."""
+    carried_from: str | None = None
+    """The folder that holds such tensors."""
 
     @property
     @abstractmethod
@@ -256,7 +272,7 @@ class Decoder(Ends, Layered):
             scan=options.scan_layers,
             rngs=rngs,
         )
-        self.norm = RMSNorm(
+        self.norm = config.norm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
         head = config.score
@@ -268,6 +284,7 @@ class Decoder(Ends, Layered):
             for name, (frequency, factor) in config.encodings().items()
         )
         self.stored: tuple[tuple[str, str], ...] = ()
+        self.carries = config.carries
         self.experts_per_token = config.experts_per_token
 
     @abstractmethod

@@ -21,7 +21,6 @@ from flax import nnx
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
-from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.models.decoder import DecoderConfig, Ends, Layered, Options
 
 
@@ -55,7 +54,7 @@ class TargetEnds(Ends):
     def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)
-        self.norm = RMSNorm(
+        self.norm = config.norm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
         tied = config.tie_word_embeddings

@@ -1,8 +1,10 @@
 """The tensor names that Hugging Face's decoders share."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Stack, Tensor, Transpose
+from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Split, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
 
 
@@ -33,6 +35,22 @@ def outer_names(config: DecoderConfig) -> list[Entry]:
     if config.score is None and not config.tie_word_embeddings:
         entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
     return entries
+
+
+def with_prefix(entries: list[Entry], prefix: str) -> list[Entry]:
+    """The entries with `prefix` in the place of "model." before their tensors."""
+
+    def rename(op: Op) -> Op:
+        if isinstance(op, Stack):
+            return Stack(tuple(rename(one) for one in op.ops))
+        found: Any = op
+        if isinstance(op, Transpose):
+            return Transpose(rename(op.op))
+        if not found.name.startswith("model."):
+            return op
+        return dataclasses.replace(found, name=prefix + found.name.removeprefix("model."))
+
+    return [Entry(entry.param, rename(entry.op)) for entry in entries]
 
 
 def score_paths(config: DecoderConfig) -> list[str]:
@@ -80,6 +98,22 @@ def mlp_names(
     ]
 
 
+def fused_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[Entry]:
+    """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]."""
+    entries = [layer_entry(kind, layers, "mlp.router.kernel", "mlp.gate.weight", transpose=True)]
+
+    def stack(ours: str, make: Callable[[str], Op]) -> None:
+        names = [f"model.layers.{layer}.mlp.experts" for layer in layers]
+        op = Stack(tuple(Transpose(make(name)) for name in names))
+        entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", op))
+
+    for place, ours in enumerate(("gate", "up")):
+        start = place * hidden
+        stack(ours, lambda name, s=start: Split(f"{name}.gate_up_proj", 1, s, 2 * hidden))
+    stack("down", lambda name: Tensor(f"{name}.down_proj"))
+    return entries
+
+
 def expert_names(
     kind: str,
     layers: Sequence[int],
@@ -105,6 +139,18 @@ def expert_names(
         )
         entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", Stack(stacks)))
     return entries
+
+
+def layer_entry(
+    kind: str, layers: Sequence[int], param: str, name: str, transpose: bool = False
+) -> Entry:
+    """A parameter of the layers that are stored as `stack.<kind>`, a tensor of each."""
+    return _layers(kind, layers, "model.", param, name, transpose)
+
+
+def linear_entries(kind: str, layers: Sequence[int], param: str, name: str) -> list[Entry]:
+    """The same of the kernel of a Linear without bias."""
+    return _linear(kind, layers, "model.", param, name, False)
 
 
 def _layers(

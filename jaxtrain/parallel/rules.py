@@ -1,7 +1,8 @@
 """The one table from logical axes to mesh axes, and what is derived from it.
 
 "length" is a row's tokens inside a layer; "sequence" the same tokens between layers, where norms
-and residuals are cut over the tensor axis, too (Korthikanti et al. 2022, arXiv:2205.05198). Rows
+and residuals are cut over the tensor axis, too (Korthikanti et al. 2022, arXiv:2205.05198);
+"row_heads" the heads of a layer that needs whole rows, and so shares its heads out twice. Rows
 are cut over the expert axis as over fsdp: what is not an expert does no work twice.
 
 Parameters carry their logical axes as metadata (`nnx.Param(value, axes=("embed", "heads"))`);
@@ -34,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "sequence": ("context", "tensor"),
     "features": (),
     "act_heads": ("tensor",),
+    "row_heads": ("tensor", "context"),
     "act_mlp": ("tensor",),
     "act_vocab": ("tensor",),
 }

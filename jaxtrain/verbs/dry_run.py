@@ -35,6 +35,13 @@ def dry_run(config: Config) -> None:
     for parts in {id(role.parts): role.parts for role in task.roles.values()}.values():
         if parts.folder is not None:
             build.check_folder(parts.folder, parts.architecture)
+            carried = build.count_carried(parts.folder, parts.architecture)
+            if carried:
+                names = ", ".join(f"{name}*" for name in parts.architecture.carries)
+                console.print(
+                    f"{carried:,} parameters ({names}) are copied into exports, not trained",
+                    markup=False,
+                )
     task.data.describe(console)
     with jax.set_mesh(task.mesh):
         show_memory(config, task, console)

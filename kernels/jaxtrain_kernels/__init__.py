@@ -2,6 +2,7 @@
 
 from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.decode_attention import decode_attention
+from jaxtrain_kernels.gated_delta import causal_conv, gated_delta
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
@@ -15,7 +16,9 @@ __all__ = [
     "Context",
     "LogProbs",
     "attention",
+    "causal_conv",
     "decode_attention",
+    "gated_delta",
     "grouped_matmul",
     "logp_gather",
     "logp_of_logits",

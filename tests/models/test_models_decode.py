@@ -11,6 +11,7 @@ from tiny_models import RAW, check_decoding
         ("qwen2_window", False, False),
         ("mistral", True, False),  # a ring of 5 slots, which a piece of a prompt fills and more
         ("qwen3_moe_mixed", True, True),
+        ("qwen3_5", True, True),
     ],
 )
 def test_prefill_and_steps_equal_full_forward(name, scan, apart):

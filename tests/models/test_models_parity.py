@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 import transformers
 from flax import nnx
-from tiny_models import RAW, documents, pack
+from tiny_models import HYBRID, RAW, documents, pack
 
 from jaxtrain.models import build
 from jaxtrain.models.build import family
@@ -21,8 +21,10 @@ def make_torch(raw, seed=0):
     config = transformers.AutoConfig.for_model(**raw)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # as drawn, heads forget within a token or two
+                parameter.uniform_(-4.6, 0.4)
+            elif parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.float().eval()
 
@@ -52,14 +54,20 @@ def relative_error(ours, theirs):
     return np.abs(np.asarray(ours) - theirs).max() / scale
 
 
-@pytest.mark.parametrize("name", RAW)
+SLOW = {"qwen3_5_moe", "qwen3_next"}  # what they have beside qwen3_5 is another layout of folders
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in RAW]
+)
 def test_parity_with_transformers(name, tmp_path):
     theirs = make_torch(RAW[name])
     theirs.save_pretrained(tmp_path / "theirs")
     model = build.load(tmp_path / "theirs")
     config = build.read_config(tmp_path / "theirs")
-    tokens = np.stack(documents(1, 40, 40))
-    batch = pack([[row] for row in tokens], 40)
+    length = 80 if name in HYBRID else 40  # more than a chunk of linear attention
+    tokens = np.stack(documents(1, length, length))
+    batch = pack([[row] for row in tokens], length)
 
     # The loss is a random linear function of the logits: no direction of theirs can go unseen.
     probe = np.random.default_rng(2).standard_normal((*tokens.shape, 97)).astype(np.float32)
@@ -77,11 +85,10 @@ def test_parity_with_transformers(name, tmp_path):
     # 1e-4 of the largest value: float32 sums in another order, through two layers and back.
     assert relative_error(logits, their_logits.detach().numpy()) < 1e-4
     flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(grads)}
-    ours = {
-        piece.name: piece.array
-        for entry in family(config).names(config)
-        for piece in entry.op.write(flat[entry.param], np.asarray)
-    }
+    ours: dict[str, np.ndarray] = {}
+    for entry in family(config).names(config):
+        for piece in entry.op.write(flat[entry.param], np.asarray):
+            ours.setdefault(piece.name, np.zeros(piece.shape))[piece.index] = piece.array
     wanted = stored_grads(theirs)
     assert set(ours) == set(wanted)
     scale = max(np.abs(grad).max() for grad in wanted.values())
@@ -94,7 +101,9 @@ def test_parity_with_transformers(name, tmp_path):
             assert relative_error(ours[tensor], grad) < 1e-4, tensor
 
 
-@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in HYBRID else n for n in RAW]
+)
 def test_export_loads_in_transformers(name, tmp_path):
     config = build.config_from_hf(RAW[name])
     model = build.init(config, seed=3)

@@ -62,7 +62,11 @@ def test_prefill_and_steps_equal_full_forward():
     check_decoding({**SIZES, **TOY})
 
 
-@pytest.mark.parametrize("raw", [TOY, RAW["mistral"]], ids=["toy", "mistral"])
+@pytest.mark.parametrize(
+    "raw",
+    [TOY, RAW["mistral"], pytest.param(RAW["qwen3_5"], marks=pytest.mark.slow)],
+    ids=["toy", "mistral", "hybrid"],
+)
 def test_the_sampler_draws_what_the_full_forward_says(raw):
     """States that are grown and given to new rows while others run; answers and one prompt are
     longer than the windows, so that rings go round."""

@@ -26,8 +26,9 @@ def toy(monkeypatch):
         (RAW["qwen3"], True),
         (RAW["mistral"], False),  # rings of 5 slots, of which a trial of 4 takes most
         ({**SIZES, **TOY}, True),  # recurrent layers between rings
+        pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
     ],
-    ids=["attention", "rings", "recurrent"],
+    ids=["attention", "rings", "recurrent", "hybrid"],
 )
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;

@@ -71,7 +71,43 @@ RAW = {
         "tie_word_embeddings": True,
     },
 }
+LINEAR = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MANY_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+HYBRID = {
+    "qwen3_5": {"model_type": "qwen3_5_text", "tie_word_embeddings": True, **LINEAR},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **LINEAR,
+        **MANY_EXPERTS,
+        "linear_num_value_heads": 6,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **LINEAR,
+        **MANY_EXPERTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mlp_only_layers": [1],
+    },
+}
+RAW |= HYBRID
 RAW = {name: {**SIZES, **raw} for name, raw in RAW.items()}
+del RAW["qwen3_5_moe"]["intermediate_size"]  # there is no dense layer
 
 
 def pack(rows: list[list[np.ndarray]], length: int) -> Batch:

@@ -120,6 +120,12 @@ def open_weights(
     servers: Servers, parts: Parts, *, delta: bool, ahead: bool = False
 ) -> WeightPublisher:
     """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
+    if parts.architecture.carries:
+        raise UserError(
+            "rollout.vllm: all weights are published in one dtype, and"
+            f" {parts.architecture.architecture} keeps some in float32; train an adapter, or set"
+            ' rollout.engine to "local"'
+        )
     entries = family(parts.architecture).names(parts.architecture)
     shapes = {}
     for path, like in abstract_params(parts)[0].items():

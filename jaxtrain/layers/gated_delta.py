@@ -1,0 +1,242 @@
+"""GatedDelta: linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464), as
+Qwen3-Next has it; its state is a matrix a head, and the tail of a convolution.
+
+    q, k, v = silu(convolution of 4 along the branch (x W));  q, k to unit length
+    S = e^g S;  S += k (beta (v - S^T k))^T;  o = S^T q;  y = (RMSNorm(o) * silu(z)) W_out
+
+This file owns the shard_map around the op: a device takes whole rows of some key heads and of the
+value heads that read them, also where tokens are cut over the context axis.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtrain_kernels import causal_conv, gated_delta
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear, multiply_together
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
+from jaxtrain.layers.norm import GatedRMSNorm
+from jaxtrain.parallel.rules import constrain, partition_spec
+
+EPS = 1e-6  # of the unit length
+
+
+class DeltaState(NamedTuple):
+    """What a row's next token needs."""
+
+    tail: jax.Array
+    """[B, taps - 1, H, F]: what went into the convolution last."""
+    S: jax.Array
+    """[B, H, R, K, V] in at least float32."""
+
+
+class TriedDelta(NamedTuple):
+    """A state, and what new tokens bring of which it is not known yet how many will stay."""
+
+    old: DeltaState
+    m_BTHF: jax.Array
+    g_BTHR: jax.Array
+    beta_BTHR: jax.Array
+
+
+class GatedDelta(Mixer):
+    """[B, T, D] -> [B, T, D] with H key heads of K dims and N value heads of V dims, R = N / H of
+    them for each key head.
+
+    The columns of `qkv` are grouped by key head: K queries, K keys, R V values. So a share of the
+    key heads is a plain cut of every parameter.
+    """
+
+    follows_trees = True
+    trials = "own"
+    preset = "attention"
+
+    def __init__(
+        self,
+        num_features: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        taps: int = 4,
+        norm_eps: float = 1e-6,
+        impl: str = "auto",
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        inner = num_value_heads * value_dim
+        width = 2 * num_key_heads * key_dim + inner
+        into = {"axes": ("embed", "heads"), **common}
+        self.qkv = Linear(num_features, width, **into)
+        self.z = Linear(num_features, inner, **into)
+        self.b = PreciseLinear(num_features, num_value_heads, **into)
+        self.a = PreciseLinear(num_features, num_value_heads, **into)
+        conv_F1W = init_std * jax.random.normal(rngs.params(), (width, 1, taps), param_dtype)
+        self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
+        wide = jnp.promote_types(param_dtype, jnp.float32)
+        decay_N = jax.random.uniform(
+            rngs.params(), (num_value_heads,), wide, minval=0.01, maxval=16.0
+        )
+        self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
+        self.dt_bias = nnx.Param(jnp.ones((num_value_heads,), param_dtype), axes=("heads",))
+        self.norm = GatedRMSNorm(value_dim, eps=norm_eps, param_dtype=param_dtype)
+        self.out = Linear(inner, num_features, axes=("heads", "embed"), **common)
+        self.num_key_heads, self.repeats = num_key_heads, num_value_heads // num_key_heads
+        self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
+        self.impl = impl
+
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> DeltaState:
+        """See Mixer; however many slots there are."""
+        H, R, K, V = self.num_key_heads, self.repeats, self.key_dim, self.value_dim
+        tail = jnp.zeros((rows, self.taps - 1, H, 2 * K + R * V), dtype)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return DeltaState(tail, jnp.zeros((rows, H, R, K, V), wide))
+
+    def place_state(self, state: DeltaState | TriedDelta | None) -> DeltaState | TriedDelta | None:
+        """See Mixer."""
+        if state is None:
+            return None
+        if isinstance(state, TriedDelta):
+            by_token = (constrain(x, "rows", None, "act_heads", None) for x in state[1:])
+            return TriedDelta(self.place_state(state.old), *by_token)
+        return DeltaState(
+            constrain(state.tail, "rows", None, "act_heads", None),
+            constrain(state.S, "rows", "act_heads", None, None, None),
+        )
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """See Mixer: of every token S^T k, k d^T and S^T q, whatever it sees."""
+        state = self.num_key_heads * self.repeats * self.key_dim * self.value_dim
+        return 6.0 * state * len(spans)
+
+    def commit_state(self, spec: LayerSpec, tried: TriedDelta, decoding: Decoding) -> DeltaState:
+        """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
+        T = tried.m_BTHF.shape[1]
+        count_B = decoding.end - decoding.start
+        token_T = jnp.arange(T, dtype=jnp.int32)
+        until_BT = jnp.where(token_T < count_B[:, None], T, 0).astype(jnp.int32)
+        _, S = self._mix(*tried[1:], until_BT, None, tried.old)
+        return DeltaState(self._move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
+
+    def __call__(
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: DeltaState | None = None
+    ) -> tuple[jax.Array, DeltaState | TriedDelta | None]:
+        context = inputs.context
+        if state is None and context.since is not None:
+            raise UserError(
+                "the layers of linear attention read each token after the one before it; tokens"
+                " that see later ones (prefix attention) are not supported for this model"
+            )
+        x_BTD = constrain(x_BTD, "rows", "length", "features")
+        H, R = self.num_key_heads, self.repeats
+        m_BTHF, z_BTHF, b_BTHR, a_BTHR = (
+            y_BTF.reshape(*x_BTD.shape[:2], H, -1)
+            for y_BTF in multiply_together(x_BTD, self.qkv, self.z, self.b, self.a)
+        )
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        rate_HR, bias_HR = (p[...].astype(wide).reshape(H, R) for p in (self.A_log, self.dt_bias))
+        g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
+        beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
+        if state is None:
+            until_BT = jnp.where(context.real(), context.until, 0)
+        else:
+            until_BT = context.until
+        out_BTHF, S = self._mix(m_BTHF, g_BTHR, beta_BTHR, until_BT, context.prev, state)
+        by_head = (*x_BTD.shape[:2], H * R, self.value_dim)
+        out_BTNV = self.norm(out_BTHF.reshape(by_head), z_BTHF.reshape(by_head))
+        y_BTD = self.out(out_BTNV.reshape(*x_BTD.shape[:2], -1))
+        y_BTD = constrain(y_BTD, "rows", "sequence", "features")
+        if state is None:
+            return y_BTD, None
+        if inputs.trial:
+            return y_BTD, TriedDelta(state, m_BTHF, g_BTHR, beta_BTHR)
+        decoding = inputs.decoding
+        tail = self._move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
+        return y_BTD, DeltaState(tail, S)
+
+    def _move_tail(self, tail, m_BTHF, count_B):
+        """The last inputs of the convolution behind `count` new ones."""
+        longer = jnp.concatenate([tail, m_BTHF.astype(tail.dtype)], axis=1)
+        places = count_B[:, None] + jnp.arange(self.taps - 1, dtype=jnp.int32)
+        return jnp.take_along_axis(longer, places[:, :, None, None], axis=1)
+
+    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, until_BT, prev_BT, state):
+        """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set."""
+        conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
+        run = functools.partial(
+            mix_heads, repeats=self.repeats, key_dim=self.key_dim, impl=self.impl
+        )
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
+        by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
+        rows, _, heads, _ = by_token
+        of_state = DeltaState(by_token, PartitionSpec(rows, heads))
+        is_tree = prev_BT is not None
+        return jax.shard_map(
+            run,
+            in_specs=(
+                by_token,
+                PartitionSpec(heads),
+                by_token,
+                by_token,
+                PartitionSpec(rows),
+                PartitionSpec(rows),
+                PartitionSpec() if state is None else of_state,
+            ),
+            out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
+            check_vma=False,
+        )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
+
+
+def mix_heads(
+    m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state, *, repeats, key_dim, impl
+):
+    """The convolution and the rule on the key heads that are here."""
+    B, T, H, F = m_BTHF.shape
+    tail = None if state is None else state.tail.reshape(B, -1, H * F)
+    flat_BTF = m_BTHF.reshape(B, T, H * F)
+    mixed_BTF = causal_conv(flat_BTF, conv_HFW.reshape(H * F, -1), prev_BT, tail)
+    mixed_BTHF = jax.nn.silu(mixed_BTF).reshape(B, T, H, F)
+    q, k, v = jnp.split(mixed_BTHF, [key_dim, 2 * key_dim], axis=-1)
+    N, V = H * repeats, v.shape[-1] // repeats
+    q, k, v = to_unit(q, key_dim**-0.5), to_unit(k, 1.0), v.reshape(B, T, N, V)
+    beta_BTN = beta_BTHR.reshape(B, T, N)
+    out_BTNV, S = gated_delta(
+        q,
+        k,
+        v,
+        g_BTHR.reshape(B, T, N),
+        beta_BTN,
+        until_BT,
+        prev_BT,
+        state=None if state is None else state.S.reshape(B, N, key_dim, V),
+        impl=impl,
+    )
+    if state is None:
+        # A document of one token looks like padding and is left out: it finds what it brings.
+        used_BT = until_BT > jnp.arange(T, dtype=jnp.int32)
+        own_BTN = jnp.repeat((q * k).astype(beta_BTN.dtype).sum(-1), repeats, axis=2) * beta_BTN
+        out_BTNV = jnp.where(
+            used_BT[..., None, None], out_BTNV, own_BTN[..., None].astype(v.dtype) * v
+        )
+    S = None if S is None else S.reshape(B, H, repeats, key_dim, V)
+    return out_BTNV.reshape(B, T, H, -1), S
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def to_unit(x: jax.Array, length: float) -> jax.Array:
+    """x along its last dim at that length, in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    unit = wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + EPS)
+    return (length * unit).astype(x.dtype)

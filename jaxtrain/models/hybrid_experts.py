@@ -1,0 +1,83 @@
+"""Hybrid families with a mixture of experts and one shared expert, of which a token takes its own
+share."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.router import Router
+from jaxtrain.models.hybrid import HybridConfig
+from jaxtrain.models.naming import (
+    expert_names,
+    fused_expert_names,
+    layer_entry,
+    linear_entries,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridExpertsConfig(HybridConfig):
+    """A HybridConfig with experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    router_aux_loss_coef: float = 0.001
+    """Only carried along: model.router_aux_loss_coef says what a run trains with."""
+    output_router_logits: bool = False
+    """Only carried along."""
+    fused_experts: bool = False
+    """Whether a folder has all experts of a layer in one tensor."""
+
+    def fit(self, tensors: Collection[str]) -> Self:
+        """Experts are stored in two ways, which the folder tells."""
+        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+        return dataclasses.replace(super().fit(tensors), fused_experts=fused)
+
+    def check(self) -> None:
+        super().check()
+        top, count = self.num_experts_per_tok, self.num_experts
+        if not 1 <= top <= count:
+            raise UserError(
+                f"config.json: num_experts_per_tok={top} must be from 1 to the {count} experts"
+            )
+
+    @property
+    def experts_per_token(self) -> tuple[int, int]:
+        return self.num_experts_per_tok, self.num_experts
+
+
+def shared_experts_mlp(
+    config: HybridExpertsConfig, common: Mapping[str, Any], *, normalise: bool
+) -> MoE:
+    """Experts and a shared one; normalise: the gates of a token sum to 1."""
+    width, count, top = config.hidden_size, config.num_experts, config.num_experts_per_tok
+    return MoE(
+        Router(width, count, top=top, normalise=normalise, **common),
+        width,
+        config.moe_intermediate_size,
+        count,
+        activation=config.hidden_act,
+        num_shared=config.shared_expert_intermediate_size,
+        gate_shared=True,
+        **common,
+    )
+
+
+def shared_expert_names(
+    config: HybridExpertsConfig, kind: str, layers: Sequence[int]
+) -> list[Entry]:
+    """A router, its experts in the folder's layout, the shared expert and its gate."""
+    if config.fused_experts:
+        entries = fused_expert_names(kind, layers, config.moe_intermediate_size)
+    else:
+        entries = expert_names(kind, layers, config.num_experts)
+    for name in ("gate", "up", "down"):
+        theirs = f"mlp.shared_expert.{name}_proj"
+        entries += linear_entries(kind, layers, f"mlp.shared.{name}", theirs)
+    gate = "mlp.shared_expert_gate.weight"
+    return [*entries, layer_entry(kind, layers, "mlp.shared_gate.kernel", gate, transpose=True)]
