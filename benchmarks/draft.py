@@ -206,6 +206,9 @@ def run_jaxtrain(options, kind: str, tell) -> None:
                 for _ in range(options.warm_up):
                     state, output = compiled(state, placed, frozen)
                     losses.append(float(output.metrics["loss"][0]))
+                alone = of_target.lower(frozen, placed).compile()
+                jax.block_until_ready(alone(frozen, placed))
+                wait(options, kind, "jaxtrain")
                 ends = []
                 for _ in range(options.steps + 2):  # two in flight, as in training
                     state, after = compiled(state, placed, frozen)
@@ -233,9 +236,7 @@ def run_jaxtrain(options, kind: str, tell) -> None:
                     anchors = np.flatnonzero(batch.streams[ANCHOR])
                     found["pairs"] = int(anchors.sum() * BLOCK + len(anchors) * BLOCK**2)
                     found["anchors"] = len(anchors)
-                tell(length, found)  # before the target alone is compiled
-                alone = of_target.lower(frozen, placed).compile()
-                jax.block_until_ready(alone(frozen, placed))
+                tell(length, found)
                 target = []
                 for _ in range(options.steps):
                     began = time.perf_counter()
@@ -273,13 +274,21 @@ def run_torch(options, kind: str, tell) -> None:
             draft = draft_peers.Eagle3(raw, count, KEPT[options.size])
             step = draft_peers.Eagle3Step(target, draft, work, how)
     say("weights drawn")
+    rows = {}
     for length in options.lengths or size["lengths"]:
         rng = np.random.default_rng(1)
         tokens = torch.from_numpy(rng.integers(2, raw["vocab_size"] - 8, (1, length)))
-        tokens = tokens.to(how.device)
         trained = torch.ones(1, length, device=how.device)
         trained[:, 0] = 0
-        found = draft_peers.measure(step, tokens, trained, options.warm_up, options.steps)
+        rows[length] = tokens.to(how.device), trained
+    firsts = {}
+    if options.gate is not None:
+        for length, row in rows.items():
+            firsts[length] = draft_peers.warm_up(step, *row, options.warm_up)
+        wait(options, kind, "torch")
+    for length, (tokens, trained) in rows.items():
+        first = firsts.get(length) or draft_peers.warm_up(step, tokens, trained, options.warm_up)
+        found = first | draft_peers.measure(step, tokens, trained, options.steps)
         name = torch.cuda.get_device_name() if cuda else "cpu"
         pairs = unrolled_pairs(length)
         if kind == "dflash":  # on average over draws
@@ -293,6 +302,16 @@ def run_torch(options, kind: str, tell) -> None:
 def say(text: str) -> None:
     """A line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def wait(options, kind: str, side: str) -> None:
+    """With --gate: tell that all is compiled and warm, and go on once that is allowed."""
+    if options.gate is None:
+        return
+    (options.gate / f"{kind}-{side}.ready").touch()
+    say(f"{kind}, {side}: ready")
+    while not (options.gate / f"{kind}-{side}.go").exists():
+        time.sleep(0.2)
 
 
 def work_out(options, kind: str, length: int, found: dict) -> dict:
@@ -373,6 +392,7 @@ def main() -> None:
         "--trace", type=Path, help="jaxtrain: folder for a profile of one step each"
     )
     parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
+    parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -379,13 +379,18 @@ class Masters:
             param.grad = None
 
 
-def measure(step, tokens, trained, warm_up: int, steps: int) -> dict:
-    """Loss of the first step, seconds of each, the target's alone, and the allocator's peak."""
+def warm_up(step, tokens, trained, count: int) -> dict:
+    """Loss of the first step, which compiles, and its seconds."""
     start = time.perf_counter()
     losses = [float(step.run(tokens, trained))]
     compile_s = time.perf_counter() - start
     print(f"first step of {tokens.shape[1]} tokens in {compile_s:.0f} s", flush=True)
-    losses += [float(step.run(tokens, trained)) for _ in range(warm_up - 1)]
+    losses += [float(step.run(tokens, trained)) for _ in range(count - 1)]
+    return {"loss": losses[0], "loss_after": losses[-1], "compile_s": compile_s}
+
+
+def measure(step, tokens, trained, steps: int) -> dict:
+    """Seconds of each step, the target's alone, and the allocator's peak."""
     cuda = tokens.is_cuda
     if cuda:
         torch.cuda.synchronize()
@@ -394,11 +399,9 @@ def measure(step, tokens, trained, warm_up: int, steps: int) -> dict:
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     target = time_calls(lambda: step.target.read(tokens, step.layers), steps, cuda)
     return {
-        "loss": losses[0],
         "seconds": seconds,
         "step_s": statistics.median(seconds),
         "target_s": statistics.median(target),
-        "compile_s": compile_s,
         "peak_gib": peak,
     }
 
