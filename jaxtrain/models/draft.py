@@ -51,6 +51,9 @@ class TargetEnds(Ends):
     """What drafts borrow of a target whose layers are elsewhere; parameters have the paths that
     they have in the whole model."""
 
+    carries: tuple[str, ...] = ()
+    """Nothing: ends are never exported."""
+
     def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
         self.embed = Embed(config.vocab_size, config.hidden_size, **common)

@@ -37,8 +37,8 @@ def open_parts(mesh, adapter=None):
 def run(parts, params, mesh):
     model = abstract_params(parts)[1](params)
     with jax.set_mesh(mesh):
-        hidden, _ = jax.jit(type(model).decode)(model, TOKENS, model.init_cache(1, 10))
-        return np.asarray(model.logits(hidden).astype(jnp.float32))
+        found = jax.jit(type(model).decode)(model, TOKENS, model.init_cache(1, 10))
+        return np.asarray(model.logits(found.hidden).astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
