@@ -120,7 +120,7 @@ def logp_of_logits_errors(case, impls, report):
         def both(logits):
             out, pull = jax.vjp(lambda x: logp_of_logits(x, targets, impl=impl), logits)
             ones = jnp.ones(targets.shape)
-            return *out, *pull(type(out)(ones, ones, ones))
+            return *out[:3], *pull(type(out)(ones, ones, ones))
 
         return [x.astype(jnp.float32) for x in both(logits.astype(dtype))]
 

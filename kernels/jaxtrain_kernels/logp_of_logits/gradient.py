@@ -28,7 +28,7 @@ def _fwd(forward, logits, targets, temperature):
 def _bwd(forward, residuals, cotangents):
     """dz = g_logp (1[target] - p) - g_entropy p (log p + entropy) + g_lse p."""
     logits, targets, temperature, entropy, lse = residuals
-    g_logp, g_entropy, g_lse = (g[:, None] for g in cotangents)
+    g_logp, g_entropy, g_lse = (g[:, None] for g in cotangents[:3])  # nothing tells `top`
     z_TV = logits.astype(accumulator(logits.dtype))
     if temperature is not None:
         z_TV = z_TV / temperature[:, None]
