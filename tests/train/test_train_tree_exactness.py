@@ -58,6 +58,26 @@ MODELS = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+HYBRIDS = {
+    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
+}
+"""Random forests and gradients of these are in tests/models/test_models_hybrid.py."""
 IMPLS = ("xla", "reference")
 ROWS, ROW_TOKENS = 2, 48
 MAX_NODES, MAX_NODE_TOKENS = 6, 4
@@ -84,8 +104,11 @@ def float64():
 
 @functools.cache
 def start(name: str):
-    """(architecture, parameters) of a model of MODELS."""
-    architecture = build.config_from_hf({**SIZES, **MODELS[name]})
+    """(architecture, parameters) of a model of MODELS or HYBRIDS."""
+    raw = {**SIZES, **{**MODELS, **HYBRIDS}[name]}
+    if "shared_expert_intermediate_size" in raw and name != "qwen3_next":
+        del raw["intermediate_size"]  # there is no dense layer
+    architecture = build.config_from_hf(raw)
     model = build.init(architecture, 0, param_dtype="float64", dtype="float64")
     params, _ = split_model(model)
     assert all(value.dtype == jnp.float64 for value in params.values())
@@ -290,9 +313,10 @@ def test_forests_that_random_ones_may_miss(forest):
 @pytest.mark.slow
 def test_every_family_that_says_it_follows_trees_trains_them_exactly():
     kinds = {build.find_family(name).Config.model_type for name in ARCHITECTURES}
-    assert kinds == {raw["model_type"] for raw in MODELS.values()}, "add the new family to MODELS"
+    known = {raw["model_type"] for raw in MODELS.values()} | set(HYBRIDS)
+    assert kinds == known, "add the new family to MODELS"
     batch, branches = build_forest(FIXED["k_of_4_beside_k_of_1"])
-    for name in ("llama", "qwen2", "qwen3_moe", "mixtral"):  # the others are above
+    for name in ("llama", "qwen2", "qwen3_moe", "mixtral", *HYBRIDS):  # the others are above
         with float64():
             params, packed, alone = functions(name, "reference", gradients=False)
             assert build.abstract(start(name)[0]).follows_trees
