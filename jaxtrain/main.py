@@ -241,6 +241,14 @@ def run_generate(argv: list[str]) -> None:
     generate_command(args)
 
 
+def read_numbers(word: str) -> list[int]:
+    """1,4,16: one word, so that overrides may stand behind it."""
+    try:
+        return [int(number) for number in word.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no list such as 1,4,16") from None
+
+
 def run_speculate(argv: list[str]) -> None:
     """Decode prompts plainly and with a draft model, in turns: whether the answers are the same,
     tokens for each pass of the model (tau), tokens per second."""
@@ -274,7 +282,11 @@ def run_speculate(argv: list[str]) -> None:
     )
     parser.add_argument("--most", type=int, help="prompts of a set, and of --input (default 128)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1], help="answers under way at once (default 1)"
+        "--rows",
+        type=read_numbers,
+        default=[1],
+        metavar="N[,N...]",
+        help="answers under way at once, such as 1,4,16 (default 1)",
     )
     parser.add_argument(
         "--repeats", type=int, default=1, help="timed passes of each kind; the median counts"

@@ -96,6 +96,11 @@ class DraftTask(TaskSection):
         """See find_draft_conflicts."""
         return find_draft_conflicts(config)
 
+    def started_from(self, config: Any) -> str:
+        """See TaskSection."""
+        target = super().started_from(config)
+        return f"{self.draft.path or 'random weights'} as a draft of {target}"
+
 
 def find_draft_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around a task that trains a draft."""

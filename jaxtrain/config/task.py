@@ -26,6 +26,11 @@ class TaskSection(Section):
         """Yield one sentence for each impossible combination with the rest of the config."""
         return iter(())
 
+    def started_from(self, config: Any) -> str:
+        """What the trained weights were at the start, for the model card."""
+        pretrained = config.model.init == "pretrained" and config.model.path
+        return config.model.path if pretrained else "random weights"
+
 
 class SFTTask(TaskSection):
     """Supervised fine-tuning: next-token negative log-likelihood of the trained tokens."""

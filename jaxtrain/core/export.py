@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
-from jaxtrain.config import Config, DraftTask
+from jaxtrain.config import Config
 from jaxtrain.config.secrets import redact
 from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
@@ -68,16 +68,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 def write_card(config: Config, step: int) -> str:
     """The model card: what it came from and every setting that differs from its default."""
     changed = redact(config.model_dump(mode="json", exclude_defaults=True))
-    trained = config.model.path if config.model.init == "pretrained" else None
-    if isinstance(config.task, DraftTask):
-        trained = f"{config.task.draft.path or 'random weights'} as a draft of {config.model.path}"
     return f"""\
 ---
 library_name: {"transformers" if config.adapter.kind == "none" else "peft"}
 tags: [jaxtrain, {config.task.kind}]
 ---
 
-Trained with jaxtrain {jaxtrain.__version__} from {trained or "random weights"}: task \
+Trained with jaxtrain {jaxtrain.__version__} from {config.task.started_from(config)}: task \
 {config.task.kind}, {step} steps.
 
 Settings that differ from the defaults:

@@ -342,7 +342,7 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     target = f"{config.model.path} --draft {folder / 'model'} --set gsm8k"
     lines += [
         "try next",
-        f"  {program} speculate {target}" if drafts else "",
+        f"  {program} speculate {target}" if drafts and config.model.path else "",
         f"  {program} generate {folder}{agent}" if writes and not drafts else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {folder}" if session.parts.adapter and writes else "",

@@ -92,8 +92,12 @@ def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
     found = capsys.readouterr()
     assert found.out == plain and "tokens a pass" in found.err
     report = tmp_path / "report.json"
-    rows = ["--input", "builtin:calculator", "--most", "3", "--rows", "1", "2"]
-    assert main(["speculate", *words, "--draft", draft, *rows, "--output", str(report)]) == 0
+    rows = ["--input", "builtin:calculator", "--most", "3", "--output", str(report)]
+    assert main(["speculate", *words, "--draft", draft, *rows, "--rows", "1;2"]) == 2
+    assert "'1;2' is no list such as 1,4,16" in capsys.readouterr().err
+    target, tokenizer, length = words  # overrides may stand behind it
+    words = [target, tokenizer, "--draft", draft, *rows, "--rows", "1,2", length]
+    assert main(["speculate", *words]) == 0
     told, (one,) = capsys.readouterr().out, json.loads(report.read_text())["sets"]
     assert "all 3 equal" in told
     assert one["prompts"] == 3 and [timing["rows"] for timing in one["timings"]] == [1, 2]
