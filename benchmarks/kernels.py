@@ -15,12 +15,14 @@ import functools
 from pathlib import Path
 
 import decode
+import delta
 import jax
 import jax.numpy as jnp
 import numpy as np
 import vocabulary
 from jaxtrain_kernels import Adapters, Context, attention, logp_gather, moe_ffn
 from jaxtrain_kernels.decode_attention import cases as decode_cases
+from jaxtrain_kernels.gated_delta import cases as delta_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
@@ -238,6 +240,7 @@ def main():
         choices=[
             "attention",
             "decode_attention",
+            "gated_delta",
             "logp_gather",
             "weighted_logp",
             "logp_of_logits",
@@ -266,6 +269,10 @@ def main():
         "decode_attention": (
             decode_cases,
             decode.decode_attention_errors if options.errors else decode.run_decode_attention,
+        ),
+        "gated_delta": (
+            delta_cases,
+            delta.gated_delta_errors if options.errors else delta.run_gated_delta,
         ),
         "moe": (moe_cases, moe_errors if options.errors else run_moe),
     }

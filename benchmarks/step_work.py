@@ -37,8 +37,49 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool, **othe
     } | other
 
 
+def _qwen3_5(hidden: int, ffn: int, layers: int, heads: tuple[int, int], **other) -> dict:
+    """The text of a Qwen3.5 with (key, value) heads of linear attention."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "linear_num_key_heads": heads[0],
+        "linear_num_value_heads": heads[1],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    } | other
+
+
+TINY_HYBRID = {
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(64, 128, 2, 4, tied=True, vocab_size=512, num_key_value_heads=2, head_dim=16),
+    "tiny-hybrid": _qwen3_5(64, 128, 4, (2, 4), **TINY_HYBRID),
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (16, 16)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),

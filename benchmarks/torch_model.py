@@ -60,6 +60,8 @@ class Norm(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    reads = "mask"
+
     def __init__(self, raw: dict):
         super().__init__()
         self.heads, self.kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
@@ -81,15 +83,19 @@ class Block(nn.Module):
         q, k, v = qkv.split(heads, 2)
         q, k = (rotate(norm(y), cos, sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        if mask is None:  # rows of one document
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        elif isinstance(mask, torch.Tensor):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        else:
-            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.heads != self.kv_heads)
+        y = attend(q, k, v, mask)
         x = x + self.out(y.transpose(1, 2).reshape(rows, length, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+
+def attend(q, k, v, mask):
+    """[B, heads, T, H] by what fits the mask."""
+    if mask is None:  # rows of one document
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if isinstance(mask, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def rotate(x, cos, sin):
@@ -102,6 +108,8 @@ def rotate(x, cos, sin):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm, head; `loss` is the weighted sum of -log p."""
 
+    norm_kind: type[nn.Module] = Norm
+
     def __init__(self, raw: dict, frequency: tuple[float, ...], options: Options):
         super().__init__()
         self.options = options
@@ -110,13 +118,17 @@ class Decoder(nn.Module):
         self.embed = nn.Parameter(torch.randn(vocabulary, width) * std)
         tied = raw["tie_word_embeddings"]
         self.head = self.embed if tied else nn.Parameter(torch.randn(vocabulary, width) * std)
-        self.blocks = nn.ModuleList(Block(raw) for _ in range(raw["num_hidden_layers"]))
-        self.norm = Norm(width, raw["rms_norm_eps"])
+        layers = range(raw["num_hidden_layers"])
+        self.blocks = nn.ModuleList(self.make_block(raw, layer) for layer in layers)
+        self.norm = self.norm_kind(width, raw["rms_norm_eps"])
         self.frequency = frequency
         if options.compile:
             for block in self.blocks:  # one compilation serves all
                 block.compile(dynamic=False)
         self.end = torch.compile(self._end, dynamic=False) if options.compile else self._end
+
+    def make_block(self, raw: dict, layer: int) -> nn.Module:
+        return Block(raw)
 
     def loss(self, rows: "Rows"):
         """Sum over tokens of weight x -log p(token | its branch)."""
@@ -125,10 +137,11 @@ class Decoder(nn.Module):
         turn = rows.positions[..., None, None] * frequency
         cos, sin = turn.cos(), turn.sin()
         for block in self.blocks:
+            sight = getattr(rows, block.reads)
             if self.options.remat == "full":
-                x = checkpoint(block, x, cos, sin, rows.mask, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, sight, use_reentrant=False)
             else:
-                x = block(x, cos, sin, rows.mask)
+                x = block(x, cos, sin, sight)
         return self.end(x, rows.prev, rows.tokens, rows.weights)
 
     def _end(self, x, prev, tokens, weights):
@@ -149,6 +162,8 @@ class Rows:
     prev: torch.Tensor
     weights: torch.Tensor
     mask: object
+    ends: torch.Tensor
+    """Where each document of the first row begins, and the row's end; what pads it is one more."""
 
 
 def put_rows(batch, device: str) -> list[Rows]:
@@ -170,11 +185,19 @@ def put_rows(batch, device: str) -> list[Rows]:
             row, slot = torch.arange(rows)[:, None, None, None], torch.arange(length)
             mask = visible(row, 0, slot[:, None], slot)
         weights = tensor(batch.weights["nll"], np.float32)
-        return Rows(
-            *(tensor(x) for x in (batch.tokens, batch.positions, batch.prev)), weights, mask
-        )
+        by_token = (tensor(x) for x in (batch.tokens, batch.positions, batch.prev))
+        ends = torch.from_numpy(find_ends(batch.prev[index, 0], batch.until[index, 0])).to(device)
+        return Rows(*by_token, weights, mask, ends)
 
     return [one(index) for index in range(len(batch.tokens))]
+
+
+def find_ends(prev: np.ndarray, until: np.ndarray) -> np.ndarray:
+    """int32 [documents + 1]: see Rows."""
+    index = np.arange(len(prev))
+    padding = (prev < 0) & (until == index + 1)
+    fresh = (prev < 0) & ~(padding & np.roll(padding, 1) & (index > 0))
+    return np.append(np.flatnonzero(fresh), len(prev)).astype(np.int32)
 
 
 class Step:
@@ -239,7 +262,12 @@ class Step:
 
 def build_step(raw: dict, frequency: tuple[float, ...], batch, options: Options) -> Step:
     """The step of a config.json's keys on the rows of a host Batch [A, B, T]."""
+    kind = Decoder
+    if raw["model_type"] == "qwen3_5_text":
+        import torch_hybrid
+
+        kind = torch_hybrid.Decoder
     torch.manual_seed(0)
     with torch.device(options.device):
-        model = Decoder(raw, frequency, options)
+        model = kind(raw, frequency, options)
     return Step(model, put_rows(batch, options.device))

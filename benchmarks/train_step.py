@@ -44,7 +44,6 @@ from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, open_pa
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.step import init_state, make_step
-from jaxtrain.layers.rope import frequencies
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import feed, row_shards
@@ -278,7 +277,7 @@ def measure_peer(setting: Setting, peer: str) -> dict:
         compile=torch.cuda.is_available(),
     )
     try:
-        frequency, _ = frequencies(architecture.head_size, dict(architecture.rope))
+        frequency, _ = architecture.encodings()["default"]
         step = torch_model.build_step(setting.raw(), tuple(frequency), packed, options)
         row |= step.measure()
     except RuntimeError as reason:

@@ -17,7 +17,7 @@ from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("step_work", "torch_model", "train_step", "gpu_profile", "loss_parity")
+NAMES = ("step_work", "torch_model", "torch_hybrid", "train_step", "gpu_profile", "loss_parity")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,85 @@ def copy_weights(model, raw: dict, params: dict) -> None:
             }
             for linear, arrays in kernels.items():
                 linear.weight.copy_(tensor(*arrays))
+
+
+def copy_hybrid_weights(model, params: dict) -> None:
+    """The same for a hybrid; projections of one input stand side by side there, and the columns of
+    q | k | v by key head here."""
+    import torch
+
+    def put(parameter, *arrays):
+        value = np.concatenate([np.asarray(array).T for array in arrays])
+        parameter.copy_(torch.from_numpy(value.reshape(parameter.shape)))
+
+    with torch.no_grad():
+        put(model.embed, params["embed.embedding"].T)
+        put(model.norm.weight, params["norm.scale"])
+        counts = {"linear": 0, "block": 0}
+        for block in model.blocks:
+            kind = "linear" if block.reads == "ends" else "block"
+            index = counts[kind]
+            counts[kind] += 1
+
+            def one(name, kind=kind, index=index):
+                return params[f"stack.{kind}.{name}"][index]
+
+            put(block.attention_norm.weight, one("attention_norm.scale"))
+            put(block.mlp.norm.weight, one("mlp_norm.scale"))
+            put(block.mlp.gate_up.weight, one("mlp.gate.kernel"), one("mlp.up.kernel"))
+            put(block.mlp.down.weight, one("mlp.down.kernel"))
+            put(block.out.weight, one("attention.out.kernel"))
+            if kind == "block":
+                put(block.q.weight, one("attention.q.kernel"))
+                put(block.kv.weight, one("attention.k.kernel"), one("attention.v.kernel"))
+                put(block.q_norm.weight, one("attention.q_norm.scale"))
+                put(block.k_norm.weight, one("attention.k_norm.scale"))
+                continue
+            H, K, width = block.H, block.K, block.N // block.H * block.V
+            places = np.arange(block.sizes[0]).reshape(H, 2 * K + width)
+            order = np.concatenate([places[:, a:b].ravel() for a, b in ((0, K), (K, 2 * K))])
+            order = np.concatenate([order, places[:, 2 * K :].ravel()])
+            into = [one("attention.qkv.kernel")[:, order]]
+            put(block.into.weight, *into, *(one(f"attention.{n}.kernel") for n in "zba"))
+            put(block.conv, one("attention.conv")[order, 0].T)
+            for name in ("A_log", "dt_bias"):
+                put(getattr(block, name), one(f"attention.{name}"))
+            put(block.scale, one("attention.norm.scale"))
+
+
+@pytest.mark.slow
+def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
+    """Loss and gradients in float32 on packed documents, from the same weights."""
+    torch_model, raw = benchmarks["torch_model"], benchmarks["step_work"].MODELS["tiny-hybrid"]
+    architecture = build.config_from_hf(raw)
+    batch = benchmarks["step_work"].WORKS["tiny-docs"].batch(architecture.vocab_size)
+    params, rebuild = split_model(build.init(architecture, 0))
+    micro = jax.tree.map(lambda leaf: leaf[0], batch)
+    loss = jax.jit(jax.value_and_grad(lambda values: nll_loss(rebuild(values), micro)[0]["nll"]))
+    value, grads = loss(params)
+
+    import torch
+
+    options = torch_model.Options(dtype=torch.float32, compile=False, device="cpu")
+    frequency, _ = architecture.encodings()["default"]
+    step = torch_model.build_step(raw, tuple(frequency), batch, options)
+    copy_hybrid_weights(step.model, params)
+    (rows,) = step.rows
+    assert rows.ends.tolist() == [0, 100, 130, 190, 207, 256]
+    peer = step.model.loss(rows)
+    peer.backward()
+    np.testing.assert_allclose(float(peer.detach()), float(value), rtol=1e-5)
+    linear, full = step.model.blocks[0], step.model.blocks[3]
+    for theirs, name, layer in (
+        (step.model.embed, "embed.embedding", None),
+        (linear.A_log, "stack.linear.attention.A_log", 0),
+        (linear.out.weight, "stack.linear.attention.out.kernel", 0),
+        (full.q.weight, "stack.block.attention.q.kernel", 0),
+        (full.mlp.down.weight, "stack.block.mlp.down.kernel", 0),
+    ):
+        ours = grads[name] if layer is None else np.asarray(grads[name][layer]).T
+        theirs = theirs.grad.numpy()
+        np.testing.assert_allclose(theirs, ours, atol=2e-4 * np.abs(theirs).max(), err_msg=name)
 
 
 @pytest.mark.slow
