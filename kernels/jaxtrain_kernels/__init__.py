@@ -2,12 +2,14 @@
 
 from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.decode_attention import decode_attention
-from jaxtrain_kernels.gated_delta import causal_conv, gated_delta
+from jaxtrain_kernels.gated_delta import gated_delta
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.grouped_matmul.ffn import Adapters
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
 from jaxtrain_kernels.logp_of_logits import logp_of_logits
+from jaxtrain_kernels.recurrence.conv import causal_conv
+from jaxtrain_kernels.ssd import ssd
 from jaxtrain_kernels.tree_attention import attention
 from jaxtrain_kernels.weighted_logp import weighted_logp
 
@@ -23,5 +25,6 @@ __all__ = [
     "logp_gather",
     "logp_of_logits",
     "moe_ffn",
+    "ssd",
     "weighted_logp",
 ]

@@ -9,7 +9,7 @@ import pytest
 from jaxtrain_kernels import causal_conv, gated_delta, testing
 from jaxtrain_kernels.gated_delta import reference, xla
 from jaxtrain_kernels.gated_delta.cases import CASES
-from jaxtrain_kernels.gated_delta.chunks import NEIGHBOUR, ROOT, count_slots, cut_rows
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT, count_slots, cut_rows
 
 CI = {case.name: case for case in CASES if "ci" in case.tags}
 NAMES = ("q", "k", "v", "g", "beta")

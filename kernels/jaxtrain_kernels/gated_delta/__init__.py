@@ -6,10 +6,7 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.gated_delta import reference, xla
-from jaxtrain_kernels.gated_delta.conv import causal_conv
 from jaxtrain_kernels.precision import accumulator
-
-__all__ = ["causal_conv", "gated_delta"]
 
 BACKENDS = {
     "xla": xla.gated_delta,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.precision import accumulator
+from jaxtrain_kernels.recurrence.decay import below_diagonal, decays, dot
 
 
 class Chunk(NamedTuple):
@@ -35,31 +35,6 @@ class Chunk(NamedTuple):
     T: jax.Array
     """[..., H, R, C, C], in the inputs' dtype, and P the same."""
     P: jax.Array
-
-
-def dot(spec: str, left: jax.Array, right: jax.Array, dtype) -> jax.Array:
-    """einsum of operands in `dtype` with wide sums; float32 operands are not rounded on the way."""
-    wide = accumulator(dtype)
-    return jnp.einsum(
-        spec,
-        left.astype(dtype),
-        right.astype(dtype),
-        preferred_element_type=wide,
-        precision=jax.lax.Precision.HIGHEST if dtype == wide else None,
-    )
-
-
-def decays(G: jax.Array) -> jax.Array:
-    """D. The mask comes before exp: above the diagonal e^(G_i - G_j) may be infinite, and its
-    gradient NaN."""
-    apart = G[..., :, None] - G[..., None, :]
-    return jnp.exp(jnp.where(below_diagonal(apart, 0), apart, -jnp.inf))
-
-
-def below_diagonal(x: jax.Array, least: int) -> jax.Array:
-    """Where x [..., i, j] has i - j >= least."""
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - axis) for axis in (2, 1))
-    return i - j >= least
 
 
 def invert(A: jax.Array) -> jax.Array:

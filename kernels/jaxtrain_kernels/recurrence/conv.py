@@ -7,13 +7,18 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def causal_conv(
-    x: jax.Array, w: jax.Array, prev: jax.Array | None = None, tail: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array,
+    prev: jax.Array | None = None,
+    tail: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """y_t = sum over j < W of w[:, W - 1 - j] * x[the token j before t on its branch]; [B, T, F].
+    """y_t = sum over j < W of w[:, W - 1 - j] * x[the token j before t on its branch] (+ bias);
+    [B, T, F].
 
-    x [B, T, F]; w [F, W], whose last tap meets the token itself. prev int32 [B, T]: the token
-    before on the branch, -1 at a root, before which all is 0. prev None: the row is a chain, behind
-    `tail` [B, W - 1, F] where that is given. Sums in the dtype of x, but at least float32.
+    x [B, T, F]; w [F, W], whose last tap meets the token itself; bias [F]. prev int32 [B, T]: the
+    token before on the branch, -1 at a root, before which all is 0. prev None: the row is a chain,
+    behind `tail` [B, W - 1, F] where that is given. Sums in the dtype of x, but at least float32.
     """
     (B, T, F), W = x.shape, w.shape[1]
     wide = accumulator(x.dtype)
@@ -22,7 +27,8 @@ def causal_conv(
         if tail is None:
             tail = jnp.zeros((B, W - 1, F), x.dtype)
         longer = jnp.concatenate([tail.astype(x.dtype), x], axis=1).astype(wide)
-        return sum(longer[:, j : j + T] * w[None, None, :, j] for j in range(W)).astype(x.dtype)
+        y = sum(longer[:, j : j + T] * w[None, None, :, j] for j in range(W))
+        return _finish(y, bias, x.dtype)
     # A place more, of zeros, for what stands before the roots.
     longer = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
     before = jnp.where(prev < 0, T, prev)
@@ -34,4 +40,10 @@ def causal_conv(
             jnp.take_along_axis(longer, hop[..., None], axis=1).astype(wide)
             * w[None, None, :, W - 1 - j]
         )
-    return y.astype(x.dtype)
+    return _finish(y, bias, x.dtype)
+
+
+def _finish(y, bias, dtype):
+    if bias is not None:
+        y += bias.astype(y.dtype)[None, None]
+    return y.astype(dtype)

@@ -55,7 +55,7 @@ def count_slots(tokens: int) -> int:
 
 def cut_rows(prev, until, size: int, lanes: int, pad: int) -> Chunks:
     """Rows cut into chunks of at most `size` tokens, dealt at their roots to `lanes` lists a row;
-    n is a multiple of `pad`. prev None: each row is a chain. See `gated_delta` for both."""
+    n is a multiple of `pad`. prev None: each row is a chain. The ops say what both are."""
     B, T = until.shape
     if prev is None:
         return _cut_chains(until, size, pad)

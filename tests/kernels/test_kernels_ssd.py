@@ -1,0 +1,168 @@
+"""Mamba-2's recurrence on forests against a float64 recurrence that runs each branch alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels import causal_conv, ssd
+from jaxtrain_kernels.ssd import reference, xla
+from test_kernels_gated_delta import FORESTS, T, pack
+
+NAMES = ("x", "dt", "A", "B", "C", "state")
+N, G, S, P = 4, 2, 6, 5
+
+
+@functools.cache
+def draw(seed=0):
+    """Arguments of two rows in float64 numpy, the state, and what the loss weighs y with."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal
+    dt, A = np.exp(normal((2, T, N)) - 2), -np.exp(normal(N))
+    dt[:, 40] = 300.0  # a token that forgets all; exp before its mask would overflow
+    B, C = normal((2, 2, T, G, S))
+    return normal((2, T, N, P)), dt, A, B, C, normal((2, N, S, P)), normal((2, T, N, P))
+
+
+def run_alone(path, x, dt, A, B, C, state):
+    """One branch of one row, token by token in numpy: {token: y [N, P]}, and the last state."""
+    H, found = state.copy(), {}
+    for t in path:
+        for n in range(N):
+            group = n // (N // G)
+            H[n] = np.exp(A[n] * dt[t, n]) * H[n] + dt[t, n] * np.outer(B[t, group], x[t, n])
+            found.setdefault(t, np.zeros((N, P)))[n] = H[n].T @ C[t, group]
+    return found, H
+
+
+def with_gradients(function):
+    """(arguments, d_y, until, prev) -> y and the gradients to all arguments."""
+
+    def run(arguments, d_y, until, prev):
+        def loss(arguments):
+            *inputs, state = arguments
+            y, _ = function(*inputs, until, prev, state=state)
+            return (y * d_y).sum(), y
+
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(list(arguments))
+        return y, *grads
+
+    return jax.jit(run)
+
+
+RUN = with_gradients(functools.partial(xla.ssd, chunk=4, lanes=3))
+RUN_LONG = with_gradients(functools.partial(xla.ssd, lanes=1))
+RUN_REFERENCE = with_gradients(reference.ssd)
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        *[(name, RUN) for name in FORESTS],
+        *[pytest.param(name, RUN_LONG, marks=pytest.mark.slow) for name in FORESTS],
+    ],
+)
+def test_a_forest_is_its_branches(name, run):
+    """Outputs against numpy; gradients, of the first states too, against autodiff of the reference
+    in float64. Each row starts from a state, so roots are not all alike."""
+    *arguments, d_y = draw()
+    rows = [pack(FORESTS[name]), pack(FORESTS["caterpillar"])]
+    until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
+    with jax.enable_x64(True):
+        given = ([jnp.asarray(one) for one in arguments], jnp.asarray(d_y), until, prev)
+        found, wanted = run(*given), RUN_REFERENCE(*given)
+    x, dt, A, B, C, state = arguments
+    for row, (_, _, branches) in enumerate(rows):
+        left = set(range(T))
+        for path in branches:
+            alone, _ = run_alone(path, x[row], dt[row], A, B[row], C[row], state[row])
+            for t in path:
+                scale = max(1, np.abs(alone[t]).max())
+                np.testing.assert_allclose(found[0][row, t], alone[t], atol=1e-13 * scale)
+            left -= set(path)
+        assert not np.asarray(found[0])[row, sorted(left)].any(), "padding gives 0"
+    for what, a, b in zip(("y", *NAMES), found, wanted, strict=True):
+        # The order of sums alone.
+        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=what)
+
+
+def test_a_row_in_pieces_ends_in_the_same_state():
+    """Prompts in pieces of any length and single tokens; what stands behind a row's end leaves no
+    trace, and a row without new tokens keeps its state bit for bit."""
+    x, dt, A, B, C, state, _ = draw()
+    step = jax.jit(ssd)
+    with jax.enable_x64(True):
+        H, seen = jnp.asarray(state), np.zeros(2, int)
+        for width, counts in [(9, [9, 5]), (1, [1, 0]), (1, [1, 1]), (9, [0, 7]), (9, [2, 9])]:
+            part = [np.ones((2, width, *one.shape[2:])) for one in (x, dt, B, C)]
+            for array, one in zip(part, (x, dt, B, C), strict=True):
+                for row, count in enumerate(counts):
+                    array[row, :count] = one[row, seen[row] : seen[row] + count]
+            until = np.where(np.arange(width) < np.array(counts)[:, None], width, 0)
+            before, (x_, dt_, B_, C_) = H, map(jnp.asarray, part)
+            y, H = step(x_, dt_, jnp.asarray(A), B_, C_, jnp.asarray(until, jnp.int32), state=H)
+            for row, count in enumerate(counts):
+                place = range(seen[row] + count)
+                alone, last = run_alone(place, x[row], dt[row], A, B[row], C[row], state[row])
+                np.testing.assert_allclose(H[row], last, atol=1e-13)
+                for t in range(count):
+                    np.testing.assert_allclose(y[row, t], alone[seen[row] + t], atol=1e-13)
+                if count == 0:
+                    np.testing.assert_array_equal(H[row], before[row])
+            seen += counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_rounding(dtype):
+    """Errors by norm beside float64: of float32 sums, and of bfloat16 operands."""
+    rng = np.random.default_rng(0)
+    until, prev, _ = pack(FORESTS["caterpillar"])
+    until, prev = (jnp.asarray(np.stack([one] * 2)) for one in (until, prev))
+    x, dt, A, B, C, state, d_y = (one.astype(np.float32) for one in draw())
+    dt = rng.uniform(0.001, 0.1, dt.shape).astype(np.float32)  # of a trained model
+    low = [jnp.asarray(x, dtype), dt, A, jnp.asarray(B, dtype), jnp.asarray(C, dtype), state]
+    found = with_gradients(xla.ssd)(low, jnp.asarray(d_y, dtype), until, prev)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(one), "float64") for one in low]
+        wide = jnp.asarray(np.asarray(jnp.asarray(d_y, dtype)), "float64")
+        wanted = RUN_REFERENCE(exact, wide, until, prev)
+    for what, a, b in zip(("y", *NAMES), found, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < (1.3e-2 if dtype == "bfloat16" else 5e-6), f"{what}: {error:.1e}"
+
+
+def test_a_convolution_has_a_bias():
+    _, prev, _ = pack(FORESTS["short nodes"])
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.standard_normal(s), "float32") for s in ((1, T, 3), (3, 4), (3,)))
+    for before in (jnp.asarray(prev)[None], None):
+        plain = causal_conv(x, w, before)
+        np.testing.assert_allclose(causal_conv(x, w, before, bias=bias), plain + bias, rtol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_modes(impl, dtype):
+    """Traced only: no dtype and no rank is promoted on the quiet."""
+    x, B = jnp.ones((1, T, 4, 8), dtype), jnp.ones((1, T, 2, 8), dtype)
+    dt, until = jnp.ones((1, T, 4), jnp.float32), jnp.full((1, T), T, jnp.int32)
+
+    def loss(x, B, prev):
+        y, _ = ssd(x, dt, -dt[0, 0], B, B, until, prev, impl=impl)
+        return y.astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for prev in (None, until - 2):
+            found = jax.eval_shape(jax.grad(loss, (0, 1)), x, B, prev)
+            assert {one.dtype for one in found} == {jnp.dtype(dtype)}
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, B = jnp.ones((1, 8, 3, 4)), jnp.ones((1, 8, 2, 4))
+    dt, until = jnp.ones((1, 8, 3)), jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="3 heads are no multiple of 2 groups"):
+        ssd(x, dt, -dt[0, 0], B, B, until)
+    with pytest.raises(ValueError, match=r"A is float32\[2\].*want float32\[3\]"):
+        ssd(x, dt, -dt[0, 0, :2], B, B, until)
