@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.gated_delta import reference, xla
+from jaxtrain_kernels.gated_delta import mosaic_gpu, reference, xla
 from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {
     "xla": xla.gated_delta,
     "reference": reference.gated_delta,
+    "mosaic_gpu": mosaic_gpu.gated_delta,
 }
 
 

@@ -1,0 +1,111 @@
+"""The Hopper backend of the gated delta rule: what it takes, the order of the walk, and its vjp.
+
+Forward: `gpu_prepare` makes T and P of every chunk, `gpu_walk` takes the states through the lists
+of chunks. A forest of more chunks than `gpu_order.capacity` is left to the loops of XLA: which of
+the two is known when the program runs.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain_kernels.gated_delta import gpu_order, gpu_parts, xla
+from jaxtrain_kernels.mosaic import num_cores, require_hopper
+
+DIM = 128  # of keys and of values
+
+
+class Options(NamedTuple):
+    """What the kernels are compiled for, beside shapes."""
+
+    chain: bool
+    lanes: int
+    """Lists that a row's trees are dealt to."""
+    parts: int = 2
+    """Thread blocks that share the columns of a head's state."""
+
+
+def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None):
+    """See `jaxtrain_kernels.gated_delta`; bfloat16, 128 dims, one GPU per call."""
+    require_hopper()
+    T, (K, V) = q.shape[1], (q.shape[-1], v.shape[-1])
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16, got {q.dtype}")
+    if (K, V) != (DIM, DIM):
+        raise NotImplementedError(f"heads of {K} and {V} dims are not of {DIM}")
+    if T == 1:
+        raise NotImplementedError("one token a row is no chunk")
+    return run(choose_options(q, v, prev is None), q, k, v, g, beta, until, prev, state)
+
+
+def choose_options(q, v, chain: bool) -> Options:
+    """As many lists as give every multiprocessor a thread block."""
+    B, N = q.shape[0], v.shape[2]
+    options = Options(chain, 1)
+    lanes = 1 if chain else max(1, min(8, num_cores() // (B * N * options.parts)))
+    return options._replace(lanes=lanes)
+
+
+def run(options, q, k, v, g, beta, until, prev, state):
+    """`gated_delta` behind its checks."""
+    B, T = until.shape
+    if state is None:
+        state = jnp.zeros((B, v.shape[2], q.shape[-1], v.shape[-1]), jnp.float32)
+    out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev)
+    return out, last if options.chain else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_delta(options, q, k, v, g, beta, state, until, prev):
+    return _choose(options, _walked, _looped, (q, k, v, g, beta, state), until, prev)
+
+
+def _choose(options, kernels, loops, arrays, until, prev):
+    """By the kernels, or by XLA where a forest has too many chunks for them."""
+    links, slots = gpu_order.order_rows(prev, until, options.lanes)
+    by_kernels = functools.partial(kernels, options, links, slots)
+    if options.chain:
+        return by_kernels(*arrays)
+    by_loops = functools.partial(loops, until, prev)
+    return lax.cond(jnp.max(links.total) <= links.start.shape[1], by_kernels, by_loops, *arrays)
+
+
+def _walked(options, links, slots, q, k, v, g, beta, state):
+    ordered = _in_order(options, links, q, k, v, g, beta)
+    T, P = gpu_parts.prepare(ordered, links)
+    out, _, _, last = gpu_parts.walk(links, ordered._replace(T=T, P=P), state, slots)
+    last = last if options.chain else jnp.zeros_like(state)
+    return gpu_order.out_of_order(links, out, options.chain, q.shape[1]), last
+
+
+def _in_order(options, links, q, k, v, g, beta) -> gpu_order.Ordered:
+    q, k, v = (gpu_order.into_order(links, x, options.chain) for x in (q, k, v))
+    g, beta = (gpu_order.by_chunk(links, x, options.chain) for x in (g, beta))
+    return gpu_order.Ordered(q, k, v, beta, jnp.cumsum(g, -1))
+
+
+def _looped(until, prev, q, k, v, g, beta, state):
+    out, last = xla.gated_delta(q, k, v, g, beta, until, prev, state=state)
+    return out, jnp.zeros_like(state) if last is None else last
+
+
+def _forward(options, q, k, v, g, beta, state, until, prev):
+    out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev)
+    # In a loop XLA would run the kernels twice: for their result, and into the stack of all layers'.
+    out, last = lax.optimization_barrier((out, last))
+    # A remat policy that saves this name spares the backward a second forward.
+    out = checkpoint_name(out, "attention_out")
+    return (out, last), (q, k, v, g, beta, state, until, prev)
+
+
+def _backward(options, residuals, cotangents):
+    *arrays, until, prev = residuals
+    _, pull = jax.vjp(functools.partial(_looped, until, prev), *arrays)
+    return *pull(cotangents), None, None
+
+
+_gated_delta.defvjp(_forward, _backward)
