@@ -137,5 +137,3 @@ def from_chunks(links: Links, x: jax.Array, chain: bool, tokens: int) -> jax.Arr
     B, n, N, _ = x.shape
     x = jnp.where(_own(links)[:, :, None], x, jnp.zeros((), x.dtype))
     return out_of_order(links, x.swapaxes(2, 3).reshape(B, n * C, N), chain, tokens)
-
-

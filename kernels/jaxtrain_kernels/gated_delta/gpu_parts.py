@@ -47,8 +47,8 @@ def walk(links: Links, ordered: Ordered, state, slots: int):
     out = jnp.zeros((B, n, *part.v.shape[2:]), jnp.float32)
     S_before = jnp.zeros((B, n, *wide.shape[1:]), jnp.float32)
 
-    def go(l, carry):
-        row, first = links.row[l], links.first[l]
+    def go(one_list, carry):
+        row, first = links.row[one_list], links.first[one_list]
 
         def step(i, carry):
             (here, kept), out, new, before = carry
@@ -67,8 +67,8 @@ def walk(links: Links, ordered: Ordered, state, slots: int):
         *arrays, last = carry
         kept = jnp.zeros((slots, *wide.shape[1:]), jnp.float32)
         carry = ((wide[row], kept), *arrays)
-        (here, _), *arrays = lax.fori_loop(0, links.count[l], step, carry)
-        return *arrays, last.at[l].set(here)
+        (here, _), *arrays = lax.fori_loop(0, links.count[one_list], step, carry)
+        return *arrays, last.at[one_list].set(here)
 
     L = len(links.row)
     last = jnp.zeros((L, *wide.shape[1:]), jnp.float32)

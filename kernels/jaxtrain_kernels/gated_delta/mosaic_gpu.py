@@ -95,7 +95,8 @@ def _looped(until, prev, q, k, v, g, beta, state):
 
 def _forward(options, q, k, v, g, beta, state, until, prev):
     out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev)
-    # In a loop XLA would run the kernels twice: for their result, and into the stack of all layers'.
+    # In a loop XLA would run the kernels twice: for their result, and into the stack of all
+    # layers'.
     out, last = lax.optimization_barrier((out, last))
     # A remat policy that saves this name spares the backward a second forward.
     out = checkpoint_name(out, "attention_out")
