@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.gated_delta.chunks import ROOT, cut_rows
+from jaxtrain_kernels.recurrence.chunks import ROOT, cut_rows
 
 C = 64
 """Tokens of a chunk: the rows of a wgmma."""
@@ -33,7 +33,7 @@ class Links(NamedTuple):
     length: jax.Array
     """[B, n]: tokens; 0 behind the last chunk."""
     source: jax.Array
-    """[B, n]: see `chunks.Chunks`, and `keep` the same."""
+    """[B, n]: see `recurrence.chunks.Chunks`, and `keep` the same."""
     keep: jax.Array
 
 
