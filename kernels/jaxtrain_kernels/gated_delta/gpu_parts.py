@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain_kernels.gated_delta import chunk as maths
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 
 
 def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
