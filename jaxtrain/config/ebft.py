@@ -1,0 +1,68 @@
+"""Section task of EBFT, structured: whole answers to prompts, rewarded by their features."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Place, Section
+
+
+class FeatureConfig(Section):
+    """The frozen network whose hidden states answers and ground truth are compared by."""
+
+    network: Place = "auto"
+    """bare: the trained model without its adapter. start: a frozen copy of the starting weights, in
+    bfloat16. auto: bare with an adapter, else start. Anything else: another model's folder or Hub
+    id, which reads the same tokens."""
+    layers: list[int | float] = [0.25, 0.5, 0.75]
+    """Whose outputs make a feature, one behind the other: whole numbers count layers from 1,
+    fractions up to 1.0 are of the network's depth, rounded down."""
+    pooling: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "last_token"
+    """From the states of a sequence to one: the last token's, the mean over all tokens, the mean
+    over the answer's, or those at 1/4, 2/4 and 3/4 of the length behind one another."""
+    whitening: bool = False
+    """Whiten each prompt's answers and its ground truth by these answers, instead of bringing all
+    to norm 1. Only answers that repeat each other then have a diversity at all."""
+    alignment_coef: float = Field(1.0, ge=0)
+    """Factor of the likeness to the ground truth in the reward."""
+    diversity_coef: float = Field(1.0, ge=0)
+    """Factor of the likeness of the answers to each other, which is taken off."""
+
+    def find_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a network of `num_layers`, counted from 0 and each once; ValueError for one
+        that it has not."""
+        found = []
+        for layer in self.layers:
+            number = layer if isinstance(layer, int) else max(int(layer * num_layers), 1)
+            if not 1 <= number <= num_layers:
+                raise ValueError(
+                    f"task.features.layers has {layer}, but the feature network has {num_layers}"
+                    " layers; name them by whole numbers from 1, or by fractions up to 1.0"
+                )
+            found.append(number - 1)
+        return tuple(dict.fromkeys(found))
+
+    def find_conflicts(self, adapter: Any) -> Iterator[str]:
+        """Yield one sentence for each impossible combination with section adapter."""
+        key = "task.features"
+        if not self.layers:
+            yield f"{key}.layers is empty; name at least one, such as 0.5"
+        for layer in self.layers:
+            if layer <= 0 or (isinstance(layer, float) and layer > 1):
+                yield (
+                    f"{key}.layers has {layer}; write whole numbers from 1, or fractions above 0"
+                    " and up to 1.0"
+                )
+        if not self.alignment_coef and not self.diversity_coef:
+            yield f"{key}.alignment_coef and diversity_coef are both 0: nothing is rewarded"
+        if self.network == "bare" and adapter.kind == "none":
+            yield (
+                f'{key}.network "bare" is the model without its adapter; set adapter.kind, or'
+                ' network to "start"'
+            )
+        if self.network == "bare" and (adapter.train_embeddings or adapter.train_head):
+            yield (
+                f'{key}.network "bare" is not frozen where adapter.train_embeddings or train_head'
+                ' trains a table in full; set it to "start"'
+            )
