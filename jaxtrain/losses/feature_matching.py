@@ -79,7 +79,9 @@ def whiten(generated_GD: jax.Array, truth_D: jax.Array) -> tuple[jax.Array, jax.
     keep_G = s_G > RANK_TOLERANCE * jnp.max(s_G, axis=-1, keepdims=True)
     inverse_G = jnp.where(keep_G, 1 / jnp.where(keep_G, s_G, 1), 0)
     U_GD = rows_GD * inverse_G[..., None]
-    nearly_one = multiply("gd,hd->gh", U_GD, U_GD) + jnp.eye(V.shape[-1], dtype=dtype) * ~keep_G[..., None]
+    nearly_one = (
+        multiply("gd,hd->gh", U_GD, U_GD) + jnp.eye(V.shape[-1], dtype=dtype) * ~keep_G[..., None]
+    )
     along_G1 = multiply("gd,d->g", U_GD, truth_D)[..., None]
     L = jnp.linalg.cholesky(nearly_one)
     along_G = jax.lax.linalg.triangular_solve(L, along_G1, left_side=True, lower=True)[..., 0]
