@@ -29,6 +29,7 @@ usage:
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
+  jaxtrain convert FILE [--output FILE]               a config of Axolotl, TRL or prime-rl as ours
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
 
 RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own options: -h after it.
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
         "export": run_export,
         "merge": run_merge,
         "plot": run_plot,
+        "convert": run_convert,
         "docs": run_docs,
         "schema": run_schema,
     }
@@ -392,6 +394,23 @@ def run_plot(argv: list[str]) -> None:
         require_writable(output, args.overwrite)
     plot_runs(args.runs, output)
     print(output)
+
+
+def run_convert(argv: list[str]) -> int:
+    """Put a config of another system into our keys."""
+    from jaxtrain.convert import SYSTEMS
+    from jaxtrain.verbs.convert import convert
+
+    parser = Parser(prog="jaxtrain convert", description=run_convert.__doc__)
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="Axolotl's YAML, prime-rl's TOML, TRL's YAML or a file with its command line (.sh)",
+    )
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="whose; told by the keys")
+    parser.add_argument("--output", type=Path, help="TOML file to write; without: the terminal")
+    args = parser.parse_args(argv)
+    return convert(args.file, args.system, args.output)
 
 
 def run_docs(argv: list[str]) -> None:

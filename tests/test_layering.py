@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["jaxtrain_kernels"],
     ["errors", "shown", "foreign", "batch"],
-    ["plugins", "sandbox"],
+    ["plugins", "sandbox", "convert"],
     ["config"],
     ["hf", "parallel"],
     ["layers"],
@@ -38,6 +38,7 @@ RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 
 WITHOUT_JAX = [
     "config",
+    "convert",
     "errors",
     "shown",
     "foreign",

@@ -13,6 +13,7 @@ from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
 from jaxtrain.config.secrets import hides
 from jaxtrain.config.tables import read_table
 from jaxtrain.config.task import TaskSection
+from jaxtrain.convert import find_hint
 from jaxtrain.errors import UserError
 from jaxtrain.shown import printable, shorten, show
 
@@ -184,13 +185,17 @@ def suggest(key: str, allowed: list[str]) -> str:
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
     if near and key not in KNOWN_ELSEWHERE:
         return f"unknown key {show(key)}; did you mean {near[0]!r}?"
-    elsewhere = KNOWN_ELSEWHERE.get(key) or next(
-        (
-            f"{name}.{key}"
-            for name, field in Config.model_fields.items()
-            if key in getattr(section_type(field.annotation), "model_fields", ())
-        ),
-        None,
+    elsewhere = (
+        KNOWN_ELSEWHERE.get(key)
+        or find_hint(key)
+        or next(
+            (
+                f"{name}.{key}"
+                for name, field in Config.model_fields.items()
+                if key in getattr(section_type(field.annotation), "model_fields", ())
+            ),
+            None,
+        )
     )
     if elsewhere:
         return f"unknown key {show(key)}; here it is {elsewhere}"

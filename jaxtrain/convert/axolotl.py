@@ -1,0 +1,330 @@
+"""Axolotl's YAML."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.shared import (
+    KERNELS,
+    TRAINER,
+    dora,
+    epochs,
+    lora_targets,
+    resume,
+    settle,
+)
+from jaxtrain.convert.trl import GRPO
+
+FORMATS = {
+    "chat_template": "chat",
+    "sharegpt": "chat",
+    "alpaca": "alpaca",
+    "completion": "completion",
+    "pretrain": "completion",
+    "input_output": "input_output",
+}
+DATASET = {
+    "name": to("name"),
+    "split": to("split"),
+    "streaming": to("streaming"),
+    "roles_to_train": by("train_on")(lambda made, value: _roles_to_train(made, value)),
+    "train_on_eos": always("an assistant's turn trains its end-of-turn token"),
+    "chat_template": by("model.chat_template")(
+        lambda made, value: _template(made, value, "the template is the model's, not a dataset's")
+    ),
+    "ds_type": always("the file's ending says it"),
+    "trust_remote_code": always("datasets with code of their own are not run"),
+    "shards": missing("split and max_rows take a part"),
+    "message_field_training": by('train_on = "per_message"')(
+        lambda made, value: made.set("train_on", "per_message")
+    ),
+    "message_field_training_detail": missing(),
+    "type": by("format")(lambda made, value: _format(made, value)),
+}
+FIELDS = {
+    "field": "text",
+    "field_messages": "messages",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_tools": "tools",
+    "message_field_role": "messages.role",
+    "message_field_content": "messages.content",
+    "message_property_mappings": "messages",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+}
+
+
+DEFAULTS = {"sequence_len": 512, "lr_scheduler": "cosine"}
+"""What Axolotl takes where a file says nothing, and this project would take something else."""
+
+
+def detect(table: Mapping[str, Any]) -> bool:
+    """Whether a table looks like this system's."""
+    return "base_model" in table
+
+
+def convert(table: Mapping[str, Any]) -> Conversion:
+    """Their config in ours."""
+    made = Conversion(table)
+    made.run(RULES, {**DEFAULTS, **table})
+    settle(made)
+    share = table.get("val_set_size")
+    if share and not table.get("test_datasets"):
+        _hold_out(made, share)
+    if table.get("train_on_inputs"):
+        for dataset in made.get("data.datasets") or []:
+            dataset.setdefault("train_on", "all")
+    return made
+
+
+def _hold_out(made: Conversion, share: float) -> None:
+    """The last rows of every dataset as held-out data."""
+    datasets, held = made.get("data.datasets") or [], []
+    for dataset in datasets:
+        split = dataset.get("split", "train")
+        if "[" in split:
+            made.said.append(("val_set_size", f"{dataset['path']}: split {split!r} is cut already"))
+            continue
+        cut = f"{round(100 * (1 - share))}%" if share < 1 else f"-{int(share)}"
+        dataset["split"] = f"{split}[:{cut}]"
+        held.append({**dataset, "split": f"{split}[{cut}:]"})
+    if held:
+        made.set("data.eval_datasets", held)
+        made.said.append(("val_set_size", "the last rows are held out, not random ones"))
+
+
+def _read_datasets(key: str) -> Rule:
+    def apply(made: Conversion, value: Any) -> None:
+        made.set(key, [_read_dataset(made, d) for d in value or [] if isinstance(d, Mapping)])
+
+    return Rule(key, apply)
+
+
+def _read_dataset(made: Conversion, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry; what has no counterpart is noted with the others."""
+    path, files = theirs.get("path"), theirs.get("data_files")
+    if files and path in ("json", "csv", "parquet", "arrow", "text", None):
+        path = files if isinstance(files, str) else files[0]
+        if not isinstance(files, str) and len(files) > 1:
+            made.said.append(("datasets.data_files", "a dataset here is one file or one folder"))
+    one = Conversion(theirs, {"path": path})
+    kind = theirs.get("type")
+    named = {**theirs, **(kind if isinstance(kind, Mapping) else {})}
+    flat: dict[str, Any] = {}
+    for name, ours in FIELDS.items():
+        found = named.get(name)
+        if isinstance(found, Mapping):
+            flat |= {f"{ours}.{key}": column for key, column in found.items()}
+        elif found not in (None, ours):
+            flat[ours] = found
+    rest = {k: v for k, v in theirs.items() if k not in ("path", "data_files", "roles", *FIELDS)}
+    one.run(DATASET, rest, prefix="datasets.")
+    if flat:
+        one.set("fields", flat)
+    if roles := theirs.get("roles"):
+        one.set("roles", {name: ours for ours, names in roles.items() for name in _list(names)})
+    made.missed += one.missed
+    made.said += one.said
+    return one.table
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _format(made: Conversion, value: Any) -> None:
+    if isinstance(value, Mapping):
+        made.set("format", "alpaca")
+        return
+    name = str(value).split(".")[0].split(":")[0]
+    if name in FORMATS:
+        # A preference pair has its columns; which they are is seen in the data.
+        if "." not in str(value):
+            made.set("format", FORMATS[name])
+    else:
+        made.miss('format "auto" tells from the columns, or name a function of your own')
+
+
+def _roles_to_train(made: Conversion, value: Any) -> None:
+    if set(_list(value)) - {"assistant", "gpt", "model"}:
+        made.miss('train_on knows "assistant", "all", "last" and "per_message"')
+
+
+def _template(made: Conversion, value: Any, note: str = "") -> None:
+    if value in (None, "tokenizer_default") or value == "jinja":
+        return
+    if isinstance(value, str) and value.startswith("tokenizer_default"):
+        made.say("the tokenizer's own template is used; without one there is an error")
+        return
+    made.miss(note or "model.chat_template is a file with a Jinja template; save it and name it")
+
+
+@by("adapter.kind")
+def _adapter(made: Conversion, value: Any) -> None:
+    if value in ("lora", "qlora") and made.get("adapter.kind") is None:
+        made.set("adapter.kind", "lora")
+    if value == "qlora":
+        made.set("adapter.quantize", "nf4")
+    if value not in ("lora", "qlora", None):
+        made.miss("adapter.kind is lora or dora")
+
+
+@by("task.kind and task.loss or task.objective")
+def _rl(made: Conversion, value: Any) -> None:
+    if value in ("grpo", "gdpo"):
+        made.set("task.kind", "rl")
+        made.set("task.objective", value)
+        if made.get("sampling.temperature") is None:
+            made.set("sampling.temperature", 1.0)
+    elif value in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo"):
+        made.set("task.kind", "preference")
+        made.set("task.loss", {"dpo": "sigmoid"}.get(value, value))
+    elif value:
+        made.miss("see docs/config.md for the tasks")
+
+
+@by('task.kind = "reward_model"')
+def _reward_model(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("task.kind", "reward_model")
+
+
+@by('task.kind = "reward_model" with task.labels = "steps"')
+def _process_reward_model(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("task.kind", "reward_model")
+        made.set("task.labels", "steps")
+
+
+@by("sections task, rollout and sampling")
+def _trl(made: Conversion, value: Any) -> None:
+    made.run(GRPO | TRL_ONLY, value or {}, prefix="trl.")
+    if value and value.get("use_vllm") and value.get("vllm_server_port"):
+        host = value.get("vllm_server_host") or "127.0.0.1"
+        made.set("rollout.vllm.servers", [f"http://{host}:{value['vllm_server_port']}"])
+
+
+TRL_ONLY = {"use_data_producer": always('rollout.mode = "prefetch" or "async"')}
+
+RULES: dict[str, Rule] = {
+    **TRAINER,
+    "base_model": to("model.path"),
+    "tokenizer_config": to("model.tokenizer"),
+    "base_model_config": missing("config.json stands in the folder of model.path"),
+    "model_type": always("config.json names it"),
+    "tokenizer_type": always("the tokenizer's files name it"),
+    "num_epochs": epochs,
+    "micro_batch_size": to("data.micro_batch_size"),
+    "batch_size": to("data.global_batch_size"),
+    "eval_batch_size": always("held-out rows use data.micro_batch_size"),
+    "sequence_len": to("data.sequence_len"),
+    "sample_packing": to("data.packing"),
+    "eval_sample_packing": always("held-out data are packed as training data are"),
+    "pad_to_sequence_len": always("rows always have data.sequence_len tokens"),
+    "sample_packing_group_size": always("data.packing_window samples are looked ahead at"),
+    "sample_packing_bin_size": always("rows are filled as far as they go"),
+    "multipack_real_batches": always("rows are packed, documents stay apart"),
+    "excess_length_strategy": to("data.too_long", {"drop": "drop", "truncate": "truncate"}),
+    "dataset_prepared_path": always("data.cache keeps what was tokenised"),
+    "dataset_processes": to("data.num_workers"),
+    "shuffle_merged_datasets": to("data.shuffle"),
+    "datasets": _read_datasets("data.datasets"),
+    "pretraining_dataset": _read_datasets("data.datasets"),
+    "test_datasets": _read_datasets("data.eval_datasets"),
+    "val_set_size": by("data.eval_datasets: a split such as train[95%:]")(lambda made, value: None),
+    "train_on_inputs": by('train_on = "all" of a dataset')(lambda made, value: None),
+    "group_by_length": always("packing leaves nothing to group"),
+    "chat_template": by("model.chat_template")(_template),
+    "chat_template_jinja": by("model.chat_template, a file")(
+        lambda made, value: made.miss("save it as a file and name it in model.chat_template")
+    ),
+    "special_tokens": missing("the tokenizer's own are used"),
+    "tokens": missing("add them to the tokenizer and its model's folder first"),
+    "adapter": _adapter,
+    "lora_model_dir": to("adapter.path"),
+    "lora_target_linear": lora_targets,
+    "lora_fan_in_fan_out": always("layouts are known by family"),
+    "peft_use_dora": dora,
+    "peft_use_rslora": to("adapter.rslora"),
+    "lora_mlp_kernel": KERNELS,
+    "lora_qkv_kernel": KERNELS,
+    "lora_o_kernel": KERNELS,
+    "flash_attention": KERNELS,
+    "flex_attention": KERNELS,
+    "sdp_attention": KERNELS,
+    "xformers_attention": KERNELS,
+    "s2_attention": missing(),
+    "flash_attn_cross_entropy": KERNELS,
+    "flash_attn_rms_norm": KERNELS,
+    "cut_cross_entropy": KERNELS,
+    "liger_rope": KERNELS,
+    "liger_rms_norm": KERNELS,
+    "liger_glu_activation": KERNELS,
+    "liger_fused_linear_cross_entropy": KERNELS,
+    "plugins": by("nothing: kernels are built in, other plugins are entry points")(
+        lambda made, value: _plugins(made, value)
+    ),
+    "fsdp": always("parallel.fsdp takes all devices unless it is told otherwise"),
+    "fsdp_config": always("parallel.fsdp takes all devices unless it is told otherwise"),
+    "fsdp_version": always("parallel.fsdp takes all devices unless it is told otherwise"),
+    "dp_shard_size": to("parallel.fsdp"),
+    "dp_replicate_size": to("parallel.data"),
+    "tensor_parallel_size": to("parallel.tensor"),
+    "context_parallel_size": to("parallel.context"),
+    "sequence_parallel_degree": to("parallel.context"),
+    "expert_parallel_size": to("parallel.expert"),
+    "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
+    "evals_per_epoch": missing("eval.every counts steps"),
+    "saves_per_epoch": missing("checkpoint.every counts steps"),
+    "eval_strategy": always("eval.every says when"),
+    "save_strategy": always("checkpoint.every says when"),
+    "early_stopping_patience": missing(),
+    "load_best_model_at_end": missing("checkpoint.best_metric keeps the best one"),
+    "save_safetensors": always("it is the only form"),
+    "save_only_model": missing("checkpoints are whole; run.output_dir/model holds the weights"),
+    "auto_resume_from_checkpoints": resume,
+    "wandb_project": to("log.wandb_project"),
+    "wandb_name": to("log.wandb_name"),
+    "wandb_run_id": always("a resumed run keeps its own id"),
+    "wandb_entity": missing("set WANDB_ENTITY"),
+    "wandb_mode": missing("set WANDB_MODE"),
+    "wandb_watch": missing(),
+    "wandb_log_model": missing(),
+    "use_tensorboard": to("log.tensorboard"),
+    "strict": always("unknown keys are always refused"),
+    "debug": always("`jaxtrain preprocess` shows samples"),
+    "unfrozen_parameters": missing(),
+    "rl": _rl,
+    "rl_beta": to("task.beta"),
+    "dpo_beta": to("task.beta"),
+    "orpo_alpha": to("task.beta"),
+    "dpo_label_smoothing": to("task.label_smoothing"),
+    "dpo_use_weighting": to("task.use_weighting"),
+    "rpo_alpha": to("task.cpo_alpha"),
+    "cpo_alpha": to("task.cpo_alpha"),
+    "simpo_gamma": to("task.simpo_gamma"),
+    "kto_desirable_weight": to("task.desirable_weight"),
+    "kto_undesirable_weight": to("task.undesirable_weight"),
+    "precompute_ref_log_probs": by('task.reference = "precomputed"')(
+        lambda made, value: made.set("task.reference", "precomputed") if value else None
+    ),
+    "reward_model": _reward_model,
+    "process_reward_model": _process_reward_model,
+    "center_rewards_coefficient": to("task.center_rewards_coefficient"),
+    "trl": _trl,
+}
+"""Every key that is known."""
+
+BUILT_IN = ("liger", "cut_cross_entropy")
+"""Parts of the names of plugins whose kernels are built in here."""
+
+
+def _plugins(made: Conversion, value: Any) -> None:
+    for name in _list(value or []):
+        if not any(part in str(name) for part in BUILT_IN):
+            made.miss(
+                f"{name}: see docs/config.md for what is built in, docs/extending.md for more"
+            )

@@ -1,0 +1,159 @@
+"""From the keys of another system to ours: rules, what they made, and the file that is written."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from jaxtrain.shown import shorten, show
+
+Apply: TypeAlias = "Callable[[Conversion, Any], None]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key."""
+
+    hint: str
+    """What it is here, for people: a key, or why there is none."""
+    apply: Apply
+    key: str | None = None
+    """Ours, where it is one key."""
+
+
+def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> Rule:
+    """The same under another name; `values`: theirs and ours, others have no counterpart."""
+
+    def apply(made: "Conversion", value: Any) -> None:
+        if value is None:
+            return
+        if values is None:
+            made.set(key, value)
+        elif isinstance(value, str | bool | int | float) and value in values:
+            made.set(key, values[value])
+        else:
+            allowed = ", ".join(dict.fromkeys(map(str, values)))
+            made.miss(f"{key} here, which has nothing for it (converted are {allowed})")
+        if note:
+            made.say(note)
+
+    return Rule(f"{key} ({note})" if note else key, apply, key)
+
+
+def always(reason: str) -> Rule:
+    """Nothing has to be set for it here."""
+    return Rule(f"not needed: {reason}", lambda made, value: None)
+
+
+def missing(reason: str = "there is no such thing here yet") -> Rule:
+    """It changes what is trained, and has no counterpart."""
+
+    def apply(made: "Conversion", value: Any) -> None:
+        if value not in (None, False, 0, [], {}, ""):
+            made.miss(reason)
+
+    return Rule(f"nothing: {reason}", apply)
+
+
+def by(hint: str) -> Callable[[Apply], Rule]:
+    """A rule from a function of (conversion, value)."""
+    return lambda apply: Rule(hint, apply)
+
+
+@dataclass
+class Conversion:
+    """A config of ours on its way, from a table of theirs."""
+
+    theirs: Mapping[str, Any]
+    table: dict[str, Any] = field(default_factory=dict)
+    """Ours, nested."""
+    missed: list[tuple[str, Any, str]] = field(default_factory=list)
+    """(key, value, why) of what has no counterpart."""
+    said: list[tuple[str, str]] = field(default_factory=list)
+    """(key, what to know about it)."""
+    _at: tuple[str, Any] = ("", None)
+
+    def run(self, rules: Mapping[str, Rule], theirs: Mapping[str, Any], prefix: str = "") -> None:
+        """Apply the rules to every key of a table of theirs, in its order."""
+        for key, value in theirs.items():
+            before, self._at = self._at, (prefix + str(key), value)
+            rule = rules.get(key)
+            if rule is None:
+                self.miss("unknown to this converter")
+            else:
+                rule.apply(self, value)
+            self._at = before
+
+    def set(self, key: str, value: Any) -> None:
+        """Put a value under a dotted key of ours; the last one counts."""
+        table = self.table
+        *path, last = key.split(".")
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+
+    def get(self, key: str) -> Any:
+        """What stands under a dotted key of ours; None: nothing."""
+        value: Any = self.table
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def miss(self, why: str) -> None:
+        """The key at hand has no counterpart."""
+        self.missed.append((*self._at, why))
+
+    def say(self, text: str) -> None:
+        """Something to know about the key at hand."""
+        self.said.append((self._at[0], text))
+
+    def write(self, head: str) -> str:
+        """The config as TOML, below what has no counterpart, each in a comment."""
+        lines = [f"# {line}" for line in head.splitlines()]
+        lines += [f"# {key}: {text}" for key, text in self.said]
+        if self.missed:
+            lines += ["#", "# No counterpart:"]
+            lines += [f"#   {key} = {_one_line(value)}: {why}" for key, value, why in self.missed]
+        return "\n".join(lines) + "\n" + "\n".join(_toml(self.table)) + "\n"
+
+
+def _one_line(value: Any) -> str:
+    return shorten(show(value), 80)
+
+
+def _toml(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Lines of a table: its values, then its tables."""
+    inner = {key: value for key, value in table.items() if _is_section(value)}
+    for key, value in table.items():
+        if key not in inner and value is not None:
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in inner.items():
+        name = f"{path}{_key(key)}"
+        if isinstance(value, list):
+            for entry in value:
+                yield from ("", f"[[{name}]]", *_toml(entry, f"{name}."))
+        else:
+            yield from ("", f"[{name}]", *_toml(value, f"{name}."))
+
+
+def _is_section(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(entry, dict) for entry in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _key(key: str) -> str:
+    plain = key.replace("_", "").replace("-", "")
+    return key if plain.isascii() and plain.isalnum() else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(entry) for entry in value) + "]"
+    if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):
+        return str(value)
+    # A JSON text is a TOML text once DEL is escaped as well.
+    return json.dumps(value).replace("\x7f", "\\u007f")

@@ -1,0 +1,207 @@
+"""What the tables of several systems share: trainers of Hugging Face's kind name alike."""
+
+from typing import Any
+
+from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+
+SCHEDULES = {
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+OPTIMIZERS = {
+    "adamw": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_torch_8bit": "adamw",
+    "adamw_bnb_8bit": "adamw",
+    "adamw_8bit": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw",
+    "adafactor": "adafactor",
+    "lion_pytorch": "lion",
+    "lion_8bit": "lion",
+    "lion_32bit": "lion",
+    "paged_lion_8bit": "lion",
+    "paged_lion_32bit": "lion",
+    "muon": "muon",
+    "sgd": "sgd",
+}
+KERNELS = always("the kernel follows from model, data and device")
+OBJECTIVES = {
+    name: name
+    for name in (
+        *("grpo", "dr_grpo", "bnpo", "dapo", "gdpo", "gspo", "cispo", "rloo", "sapo", "luspo"),
+        *("vespo", "gmpo"),
+    )
+}
+
+
+def dot(section: str, *names: str) -> dict[str, Rule]:
+    """Keys that are called the same here, in one section."""
+    return {name: to(f"{section}.{name}") for name in names}
+
+
+@by("optim.name")
+def optimizer(made: Conversion, value: Any) -> None:
+    to("optim.name", OPTIMIZERS).apply(made, value)
+    if isinstance(value, str) and "8bit" in value:
+        made.say("the optimizer's state is not in 8 bits here")
+
+
+@by("model.compute_dtype")
+def bf16(made: Conversion, value: Any) -> None:
+    if value in (True, "auto", "full", "true"):
+        made.set("model.compute_dtype", "bfloat16")
+    elif value is False and not made.theirs.get("fp16"):
+        made.set("model.compute_dtype", "float32")
+
+
+@by("model.compute_dtype (bfloat16 or float32)")
+def fp16(made: Conversion, value: Any) -> None:
+    if value is True:
+        made.set("model.compute_dtype", "bfloat16")
+        made.say("there is no float16 here; bfloat16 needs no loss scaling")
+
+
+@by("model.remat")
+def checkpointing(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("model.remat", "full")
+        made.say('model.remat = "save_attention" or "dots" recompute less, where memory allows')
+
+
+@by("log.tensorboard or log.wandb_project")
+def report_to(made: Conversion, value: Any) -> None:
+    wanted = value if isinstance(value, list) else [value]
+    if "tensorboard" in wanted or "all" in wanted:
+        made.set("log.tensorboard", True)
+    if ("wandb" in wanted or "all" in wanted) and made.get("log.wandb_project") is None:
+        made.set("log.wandb_project", made.theirs.get("wandb_project") or "huggingface")
+    if rest := [name for name in wanted if name not in ("tensorboard", "wandb", "all", "none")]:
+        made.miss(f"log.sinks can name a class of your own for {', '.join(map(str, rest))}")
+
+
+@by("run.resume")
+def resume(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("run.resume", "auto")
+        made.say("a run goes on from the newest checkpoint in its own run.output_dir")
+
+
+def steps(key: str) -> Rule:
+    """A number of steps; a share of the run has no counterpart."""
+
+    def apply(made: Conversion, value: Any) -> None:
+        if isinstance(value, float) and value < 1:
+            made.miss(f"{key} counts steps")
+        elif value:
+            made.set(key, int(value))
+
+    return Rule(key, apply, key)
+
+
+@by("adapter.target")
+def lora_targets(made: Conversion, value: Any) -> None:
+    made.set("adapter.target", "all-linear" if value in (True, "all-linear") else value)
+
+
+@by("adapter.train_embeddings and adapter.train_head")
+def train_whole(made: Conversion, value: Any) -> None:
+    names = {"embed_tokens": "adapter.train_embeddings", "lm_head": "adapter.train_head"}
+    for name in value or []:
+        if name in names:
+            made.set(names[name], True)
+        else:
+            made.miss(f"{name!r}: only embed_tokens and lm_head can be trained in full")
+
+
+@by('adapter.quantize = "nf4"')
+def load_4bit(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("adapter.quantize", "nf4")
+
+
+@by('adapter.quantize = "int8"')
+def load_8bit(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("adapter.quantize", "int8")
+
+
+@by('adapter.kind = "dora"')
+def dora(made: Conversion, value: Any) -> None:
+    if value:
+        made.set("adapter.kind", "dora")
+
+
+TRAINER: dict[str, Rule] = {
+    **dot("optim", "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
+    **dot("optim", "warmup_ratio", "gradient_accumulation_steps"),
+    **dot("run", "output_dir", "seed"),
+    "max_steps": by("run.max_steps")(lambda made, value: _max_steps(made, value)),
+    "optim": optimizer,
+    "optimizer": optimizer,
+    "lr_scheduler": to("optim.lr_scheduler", SCHEDULES),
+    "lr_scheduler_type": to("optim.lr_scheduler", SCHEDULES),
+    "adam_beta1": to("optim.beta1"),
+    "adam_beta2": to("optim.beta2"),
+    "adam_epsilon": to("optim.eps"),
+    "bf16": bf16,
+    "fp16": fp16,
+    "tf32": always("products of bfloat16 need none; float32 ones are not rounded"),
+    "gradient_checkpointing": checkpointing,
+    "gradient_checkpointing_kwargs": always("model.remat says all"),
+    "save_steps": steps("checkpoint.every"),
+    "save_total_limit": to("checkpoint.keep"),
+    "eval_steps": steps("eval.every"),
+    "logging_steps": steps("log.every"),
+    "report_to": report_to,
+    "resume_from_checkpoint": resume,
+    "attn_implementation": KERNELS,
+    "deepspeed": always("parallel.fsdp shards weights, gradients and optimizer state"),
+    "torch_compile": always("every step is compiled"),
+    "use_liger_kernel": always("the head's loss never makes an array of tokens x vocabulary"),
+    "ddp_timeout": to("parallel.meet_timeout"),
+    "ddp_find_unused_parameters": always("gradients of one program"),
+    "dataloader_num_workers": to("data.num_workers"),
+    "remove_unused_columns": always("columns that are not read cost nothing"),
+    "trust_remote_code": always("foreign code is never run for a model; see docs/extending.md"),
+    "neftune_noise_alpha": missing(),
+    "lora_dropout": missing(),
+    "loraplus_lr_ratio": missing(),
+    "push_to_hub": missing("upload run.output_dir/model with `hf upload`"),
+    "hub_model_id": missing("upload run.output_dir/model with `hf upload`"),
+    "lora_r": to("adapter.rank"),
+    "lora_alpha": to("adapter.alpha"),
+    "lora_target_modules": lora_targets,
+    "lora_modules_to_save": train_whole,
+    "load_in_4bit": load_4bit,
+    "load_in_8bit": load_8bit,
+}
+
+
+def _max_steps(made: Conversion, value: Any) -> None:
+    """It outweighs a number of epochs, which theirs allow beside it."""
+    if isinstance(value, int) and value > 0:
+        made.set("run.max_steps", value)
+        made.table["run"].pop("num_epochs", None)
+
+
+@by("run.num_epochs")
+def epochs(made: Conversion, value: Any) -> None:
+    if value and not made.get("run.max_steps"):
+        made.set("run.num_epochs", value)
+
+
+def settle(made: Conversion) -> None:
+    """What follows from several keys together: quantised weights carry an adapter, and a server
+    takes an adapter as such."""
+    if made.get("adapter.quantize") and not made.get("adapter.kind"):
+        made.set("adapter.kind", "lora")
+    if made.get("rollout.engine") == "vllm" and made.get("adapter.kind") == "lora":
+        made.set("rollout.vllm.sync", "lora")

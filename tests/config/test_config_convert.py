@@ -1,0 +1,184 @@
+"""`jaxtrain convert`: configs of other systems in our keys, and what is said of the rest."""
+
+import tomllib
+
+import pytest
+
+from jaxtrain.config.docs import list_keys, list_sections
+from jaxtrain.config.load import load_config, suggest
+from jaxtrain.convert import SYSTEMS, axolotl, find_hint, prime_rl, trl
+from jaxtrain.convert.conversion import Conversion, Rule
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+
+AXOLOTL = """
+base_model: some/model
+load_in_4bit: true
+adapter: qlora
+lora_r: 8
+lora_dropout: 0.05
+lora_target_linear: true
+datasets:
+  - path: teknium/cleaned
+    type: alpaca
+  - path: json
+    data_files: chats.jsonl
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles: {assistant: [gpt, model]}
+val_set_size: 0.1
+train_on_inputs: true
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+bf16: auto
+flash_attention: true
+evals_per_epoch: 4
+surprise: 3
+"""
+COMMAND = """
+CUDA_VISIBLE_DEVICES=0 trl grpo --model_name_or_path some/model \\
+  --dataset_name some/data --reward_funcs rewards.py:right length --reward_weights 1 0.5 \\
+  --use_vllm --vllm_server_port 8001 --max_steps 10 --use_peft --lora_r 4 --no_shuffle_dataset
+"""
+PRIME = """
+max_steps = 100
+[model]
+name = "some/model"
+[orchestrator]
+batch_size = 512
+rollouts_per_example = 16
+sampling.max_tokens = 64
+[[orchestrator.env]]
+id = "some/env"
+[trainer.optim]
+lr = 3e-6
+[trainer.model.lora]
+rank = 8
+"""
+
+
+def convert(tmp_path, name, text):
+    """(exit code, the file that was written, as a table)."""
+    source, output = tmp_path / name, tmp_path / "ours.toml"
+    source.write_text(text)
+    code = main(["convert", str(source), "--output", str(output)])
+    return code, tomllib.loads(output.read_text()), output
+
+
+def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
+    code, ours, output = convert(tmp_path, "config.yml", AXOLOTL)
+    assert code == 0
+    assert ours["adapter"] == {"quantize": "nf4", "kind": "lora", "rank": 8, "target": "all-linear"}
+    first, second = ours["data"]["datasets"]
+    assert first == {
+        "path": "teknium/cleaned",
+        "format": "alpaca",
+        "split": "train[:90%]",
+        "train_on": "all",
+    }
+    assert second["path"] == "chats.jsonl"
+    assert second["fields"] == {
+        "messages": "conversations",
+        "messages.role": "from",
+        "messages.content": "value",
+    }
+    assert second["roles"] == {"gpt": "assistant", "model": "assistant"}
+    assert [d["split"] for d in ours["data"]["eval_datasets"]] == ["train[90%:]"] * 2
+    # Axolotl's own defaults, which are not ours.
+    assert ours["data"]["sequence_len"] == 512
+    assert load_config(output).optim.name == "adamw"
+    said = capsys.readouterr().out
+    for part in ("lora_dropout = 0.05", "evals_per_epoch = 4", "surprise = 3", "8 bits"):
+        assert part in said
+    assert "flash_attention" not in said and "load_in_4bit" not in said
+    with pytest.raises(UserError, match="exists"):
+        from jaxtrain.verbs.convert import convert as verb
+
+        verb(tmp_path / "config.yml", None, output)
+
+
+def test_a_trl_command_line_with_trl_s_defaults(tmp_path):
+    code, ours, output = convert(tmp_path, "run.sh", COMMAND)
+    assert code == 0
+    assert ours["task"] == {"kind": "rl", "objective": "dapo", "beta": 0.0}
+    assert ours["rollout"]["group_size"] == 8 and ours["rollout"]["engine"] == "vllm"
+    assert ours["rollout"]["vllm"] == {"servers": ["http://127.0.0.1:8001"], "sync": "lora"}
+    assert ours["rewards"] == [
+        {"function": "rewards.py:right", "weight": 1.0},
+        {"function": "length", "weight": 0.5},
+    ]
+    assert ours["run"] == {"max_steps": 10}  # and no 3 epochs beside them
+    assert ours["data"]["shuffle"] is False
+    assert ours["adapter"]["rank"] == 4 and ours["adapter"]["kind"] == "lora"
+    config = load_config(output)
+    assert config.optim.learning_rate == 1e-6 and config.sampling.temperature == 1.0
+
+
+def test_a_prime_rl_file_tells_what_it_still_needs(tmp_path, capsys):
+    code, ours, _ = convert(tmp_path, "rl.toml", PRIME)
+    assert code == 1
+    assert ours["rollout"] == {"group_size": 16, "prompts_per_step": 32}
+    assert ours["adapter"] == {"rank": 8, "kind": "lora"}
+    assert ours["optim"]["learning_rate"] == 3e-6 and ours["sampling"]["max_new_tokens"] == 64
+    said = capsys.readouterr().out
+    assert "orchestrator.env" in said and "data.datasets is empty" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.yml", "x: 1", "--from"),
+        ("a.yml", "[1, 2", "not valid YML"),
+        ("a.sh", "python train.py --lr 1", "names what it runs"),
+        ("a.sh", "trl dpo --x 'open", "command line"),
+    ],
+)
+def test_what_is_no_config_of_theirs_is_refused(tmp_path, capsys, name, text, part):
+    (tmp_path / name).write_text(text)
+    assert main(["convert", str(tmp_path / name)]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_every_key_that_the_tables_name_exists_here():
+    """A key that is renamed here must be renamed there."""
+    ours = set()
+    for title, section in list_sections():
+        place = title.split(" ")[0].strip("[]")
+        ours |= {f"{place}.{key}" for key, *_ in list_keys(section)}
+    tables = [system.RULES for system in SYSTEMS.values()]
+    tables += [trl.GRPO, *(v for v in vars(prime_rl).values() if isinstance(v, dict))]
+    rules = [r for t in tables for r in t.values() if isinstance(r, Rule) and r.key is not None]
+    assert len(rules) > 150
+    assert {rule.key for rule in rules} <= ours
+    inner = {f"data.datasets.{rule.key}" for rule in axolotl.DATASET.values() if rule.key}
+    assert inner and inner <= ours
+
+
+def test_values_without_counterpart_are_told():
+    made = Conversion({})
+    made.run(trl.RULES, {"optim": "galore_adamw", "lr_scheduler_type": "polynomial"})
+    assert [key for key, *_ in made.missed] == ["optim", "lr_scheduler_type"]
+    assert "adamw" in made.missed[0][2]
+
+
+def test_keys_of_other_systems_are_answered_with_ours():
+    assert find_hint("evals_per_epoch") and find_hint("no_such_key") is None
+    assert "sampling.max_new_tokens" in suggest("max_completion_length", ["seed"])
+    assert "kernel follows" in suggest("flash_attention", ["seed"])
+
+
+@pytest.mark.slow
+def test_the_defaults_are_trl_s():
+    """Of the installed TRL, where it is installed."""
+    module = pytest.importorskip("trl", reason="the test extra installs TRL")
+    from dataclasses import fields
+
+    for method, defaults in trl.DEFAULTS.items():
+        name = {"reward": "RewardConfig"}.get(method, f"{method.upper()}Config")
+        theirs = {f.name: f.default for f in fields(getattr(module, name))}
+        wanted = trl.COMMON_DEFAULTS | defaults
+        if method in ("grpo", "rloo"):
+            wanted |= trl.SAMPLING_DEFAULTS
+        assert {key: theirs[key] for key in wanted} == wanted, method
