@@ -139,8 +139,12 @@ def find_conflicts(config: Config):
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.at_start and not evaluates:
         yield "eval.at_start has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
-    if config.eval.every and not evaluates:
-        yield "eval.every has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
+    for key in ("every", "per_epoch"):
+        if getattr(config.eval, key) and not evaluates:
+            yield f"eval.{key} has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
+    for name, section in (("eval", config.eval), ("checkpoint", config.checkpoint)):
+        if section.per_epoch and not run.num_epochs:
+            yield f"{name}.per_epoch needs run.num_epochs; by run.max_steps, set {name}.every"
     yield from find_adapter_conflicts(config.adapter)
     yield from find_reward_conflicts(config)
     yield from find_eval_set_conflicts(config)

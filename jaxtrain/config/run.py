@@ -110,6 +110,8 @@ class CheckpointConfig(Section):
     every: int = Field(200, ge=1)
     """Steps between checkpoints. The last step, a stop by signal and an end by an error always save
     one: after an error the last good state."""
+    per_epoch: float | None = Field(None, gt=0, le=1e6)
+    """Also save so many times in each of run.num_epochs, evenly."""
     every_minutes: float | None = Field(30.0, gt=0, le=SECONDS)
     """Also save when so many minutes have passed since the last checkpoint, after the round that is
     under way; null: only by steps."""

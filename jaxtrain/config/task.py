@@ -151,6 +151,8 @@ class EvalConfig(Section):
 
     every: int | None = Field(None, ge=1)
     """Steps between evaluations; unset: only at the end."""
+    per_epoch: float | None = Field(None, gt=0, le=1e6)
+    """Also evaluate so many times in each of run.num_epochs, evenly; 0.5: every second epoch."""
     at_start: bool = False
     """Also evaluate before the first step."""
     max_batches: int | None = Field(None, ge=1)

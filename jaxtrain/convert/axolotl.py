@@ -12,6 +12,7 @@ from jaxtrain.convert.shared import (
     lora_targets,
     resume,
     settle,
+    strategy,
 )
 from jaxtrain.convert.trl import GRPO
 
@@ -277,10 +278,10 @@ RULES: dict[str, Rule] = {
     "sequence_parallel_degree": to("parallel.context"),
     "expert_parallel_size": to("parallel.expert"),
     "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
-    "evals_per_epoch": missing("eval.every counts steps"),
-    "saves_per_epoch": missing("checkpoint.every counts steps"),
-    "eval_strategy": always("eval.every says when"),
-    "save_strategy": always("checkpoint.every says when"),
+    "evals_per_epoch": to("eval.per_epoch"),
+    "saves_per_epoch": to("checkpoint.per_epoch"),
+    "eval_strategy": strategy("eval.per_epoch"),
+    "save_strategy": strategy("checkpoint.per_epoch"),
     "early_stopping_patience": missing(),
     "load_best_model_at_end": missing("checkpoint.best_metric keeps the best one"),
     "save_safetensors": always("it is the only form"),

@@ -106,6 +106,16 @@ def steps(key: str) -> Rule:
     return Rule(key, apply, key)
 
 
+def strategy(key: str) -> Rule:
+    """When: by steps, which other keys tell, or once an epoch."""
+
+    def apply(made: Conversion, value: Any) -> None:
+        if value == "epoch":
+            made.set(key, 1)
+
+    return Rule(f"{key}, or by steps", apply, key)
+
+
 @by("adapter.target")
 def lora_targets(made: Conversion, value: Any) -> None:
     made.set("adapter.target", "all-linear" if value in (True, "all-linear") else value)

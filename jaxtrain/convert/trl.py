@@ -13,6 +13,7 @@ from jaxtrain.convert.shared import (
     load_4bit,
     lora_targets,
     settle,
+    strategy,
 )
 from jaxtrain.errors import UserError
 from jaxtrain.shown import show
@@ -162,8 +163,8 @@ RULES: dict[str, Rule] = {
     "completion_only_loss": by("train_on of a dataset")(
         lambda made, value: _dataset(made, {"train_on": "assistant" if value else "all"})
     ),
-    "eval_strategy": always("eval.every says when"),
-    "save_strategy": always("checkpoint.every says when"),
+    "eval_strategy": strategy("eval.per_epoch"),
+    "save_strategy": strategy("checkpoint.per_epoch"),
     "logging_strategy": always("log.every says when"),
     "run_name": to("log.wandb_name"),
     "use_peft": by('adapter.kind = "lora"')(

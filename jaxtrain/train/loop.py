@@ -31,7 +31,7 @@ from jaxtrain.run.sinks import Sinks
 from jaxtrain.run.watchdog import Signals, Watchdog
 from jaxtrain.tasks import make_task
 from jaxtrain.train.evaluate import Evaluation
-from jaxtrain.train.saving import Saves
+from jaxtrain.train.saving import Saves, is_due
 from jaxtrain.train.session import Session, open_session, start_state
 from jaxtrain.train.step_metrics import Pending, StepReader
 
@@ -106,7 +106,7 @@ def train(config: Config, command: list[str]) -> int:
 
 def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
     """The run's checkpoints by section `checkpoint`."""
-    options = config.checkpoint.model_dump(exclude={"every", "every_minutes"})
+    options = config.checkpoint.model_dump(exclude={"every", "per_epoch", "every_minutes"})
     return Checkpoints(folder / "checkpoints", **options, say=sinks.say, saved=sinks.saved)
 
 
@@ -247,17 +247,14 @@ class Loop:
 
     def act(self, before: int) -> None:
         """Whatever is due after the steps `before` + 1 to the current one."""
-        last = self.session.step == self.session.rounds.total_steps
-        if (last and self.evaluated < self.session.step) or self.due(
-            self.config.eval.every, before
-        ):
+        step, total, options = self.session.step, self.session.rounds.total_steps, self.config.eval
+        last = step == total
+        times = (options.per_epoch or 0) * (self.config.run.num_epochs or 0)
+        if (last and self.evaluated < step) or is_due(step, before, options.every, times, total):
             self.report()
             self.evaluate()
         if not last and self.saves.due(before):
             self.save()
-
-    def due(self, every: int | None, before: int) -> bool:
-        return bool(every) and self.session.step // every > before // every
 
     def report(self) -> None:
         """Read and report the step that is still pending; raises NotFinite if it is not."""

@@ -10,6 +10,7 @@ Of several processes all save, or none: process 0 alone looks at the clock, and 
 one of them has seen (agree.py) ends the run without a save, which would wait for the others.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,15 @@ from jaxtrain.train.session import Session
 
 LOOK_EVERY = 8
 """Steps between two looks of several processes at process 0's clock, where steps may be short."""
+
+
+def is_due(step: int, before: int, every: int | None, times: float, total: int) -> bool:
+    """Whether something falls on the steps `before` + 1 to `step`: what comes every so many steps,
+    or so many times, evenly, in a run of `total` steps."""
+    if every and step // every > before // every:
+        return True
+    passed = (math.floor(done * times / total + 1e-9) for done in (step, before))
+    return next(passed) > next(passed)
 
 
 class NotFinite(RunStopped):
@@ -63,10 +73,12 @@ class Saves:
 
     def due(self, before: int) -> bool:
         """Whether to save after the steps `before` + 1 to the current one; all processes alike."""
-        step, every = self.session.step, self.config.checkpoint.every
+        step, options = self.session.step, self.config.checkpoint
         if step == before:
             return False
-        return step // every > before // every or self.is_time()
+        times = (options.per_epoch or 0) * (self.config.run.num_epochs or 0)
+        total = self.session.rounds.total_steps
+        return is_due(step, before, options.every, times, total) or self.is_time()
 
     def is_time(self) -> bool:
         """Whether checkpoint.every_minutes have passed since a save, on process 0's clock."""

@@ -35,6 +35,7 @@ optimizer: adamw_bnb_8bit
 bf16: auto
 flash_attention: true
 evals_per_epoch: 4
+early_stopping_patience: 2
 surprise: 3
 """
 COMMAND = """
@@ -86,11 +87,12 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
     }
     assert second["roles"] == {"gpt": "assistant", "model": "assistant"}
     assert [d["split"] for d in ours["data"]["eval_datasets"]] == ["train[90%:]"] * 2
+    assert ours["eval"] == {"per_epoch": 4}
     # Axolotl's own defaults, which are not ours.
     assert ours["data"]["sequence_len"] == 512
     assert load_config(output).optim.name == "adamw"
     said = capsys.readouterr().out
-    for part in ("lora_dropout = 0.05", "evals_per_epoch = 4", "surprise = 3", "8 bits"):
+    for part in ("lora_dropout = 0.05", "early_stopping_patience = 2", "surprise = 3", "8 bits"):
         assert part in said
     assert "flash_attention" not in said and "load_in_4bit" not in said
     with pytest.raises(UserError, match="exists"):
@@ -164,7 +166,7 @@ def test_values_without_counterpart_are_told():
 
 
 def test_keys_of_other_systems_are_answered_with_ours():
-    assert find_hint("evals_per_epoch") and find_hint("no_such_key") is None
+    assert find_hint("evals_per_epoch") == "eval.per_epoch" and find_hint("no_such_key") is None
     assert "sampling.max_new_tokens" in suggest("max_completion_length", ["seed"])
     assert "kernel follows" in suggest("flash_attention", ["seed"])
 

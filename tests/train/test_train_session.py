@@ -15,6 +15,7 @@ from jaxtrain.rewards import pool
 from jaxtrain.rollout.local import engine
 from jaxtrain.tasks import make_task, rl
 from jaxtrain.train import session
+from jaxtrain.train.saving import is_due
 
 SFT = {
     **tomllib.loads(MODEL),
@@ -116,3 +117,19 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
     with pytest.raises(UserError, match="it is broken"):
         session.open_session(config, make_task(config), lambda line: None)
     assert told == ["open", "close"]
+
+
+def test_what_comes_so_often_an_epoch_is_even_and_lands_on_the_last_step():
+    """Of 10 steps in 2 epochs: twice an epoch, every second one, three times; rounds of 4 steps."""
+
+    def steps(times, total, stride=1, every=None):
+        ends = range(stride, total + 1, stride)
+        return [end for end in ends if is_due(end, end - stride, every, times, total)]
+
+    assert steps(4, 10) == [3, 5, 8, 10]
+    assert steps(1, 10) == [10]
+    assert steps(3, 10) == [4, 7, 10]
+    assert steps(0, 10) == [] and steps(0, 10, every=4) == [4, 8]
+    assert steps(4, 12, stride=4) == [4, 8, 12]
+    # 49 x 49 / 49: no share of a step is lost to rounding.
+    assert len(steps(49, 49)) == 49 and len(steps(7, 1001)) == 7
