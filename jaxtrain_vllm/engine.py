@@ -145,4 +145,5 @@ def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] 
         getattr(model, "packed_modules_mapping", None) or {},
         read_shapes(model_config.model),
         bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
+        getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None),
     )

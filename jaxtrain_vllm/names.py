@@ -1,8 +1,8 @@
 """The Hugging Face tensors that a served model is made of, to be compared with the trainer's.
 
-Names come from the model itself, taken apart where vLLM fuses. Shapes come from the headers of the
-files that it was started from: layers on CPU are repacked and those of a rank cut, so the model
-cannot tell them.
+Names come from the model itself, taken apart where vLLM fuses and with the files' prefixes where it
+has others. Shapes come from the headers of the files that it was started from: layers on CPU are
+repacked and those of a rank cut, so the model cannot tell them.
 """
 
 import json
@@ -14,14 +14,21 @@ Shapes = dict[str, list[int]]
 
 
 def describe(
-    parameters: Iterable[str], fused: Mapping[str, Sequence[str]], stored: Shapes, tied: bool
+    parameters: Iterable[str],
+    fused: Mapping[str, Sequence[str]],
+    stored: Shapes,
+    tied: bool,
+    prefixes: Mapping[str, str | None] | None = None,
 ) -> dict[str, list[int] | None]:
     """{name: shape, None where it is not known} of all tensors.
 
     parameters: names in the served model. fused: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
-    stored: what the files hold. tied: whether the head is the embedding.
+    stored: what the files hold. tied: whether the head is the embedding. prefixes: what names begin
+    with in files and in the served model, such as {"model.visual.": "visual."}; None: left out.
     """
     found: dict[str, list[int] | None] = {}
+    names = {_served(name, prefixes or {}): name for name in stored}
+    stored = {served: stored[name] for served, name in names.items() if served is not None}
     for name in parameters:
         name = name.replace(".base_layer.", ".")
         module, _, leaf = name.rpartition(".")
@@ -33,8 +40,19 @@ def describe(
         found |= {part: stored.get(part) for part in parts}
     if tied:
         # On CPU the head is listed, but only as a copy of the embedding.
-        found.pop("lm_head.weight", None)
-    return found
+        for name in [name for name in found if name.endswith("lm_head.weight")]:
+            del found[name]
+    return {names.get(name, name): shape for name, shape in found.items()}
+
+
+def _served(name: str, prefixes: Mapping[str, str | None]) -> str | None:
+    """A file's name in the served model, as vLLM's WeightsMapper makes it."""
+    for theirs, ours in prefixes.items():
+        if name.startswith(theirs):
+            if ours is None:
+                return None
+            name = ours + name.removeprefix(theirs)
+    return name
 
 
 def read_shapes(model: str) -> Shapes:

@@ -67,6 +67,8 @@ def assemble(
     if folder is not None and is_main_process() and (problem := find_problem(folder)):
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     architecture = choose_head(build.config_from_hf(raw, config.model.family, folder), score)
+    if folder is None or config.model.init == "random":
+        architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
     if score is not None:
         architecture = name_padding(architecture, tokenizer)

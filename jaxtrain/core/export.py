@@ -29,7 +29,14 @@ def export_model(held: Held, config: Config, folder: Path, dtype: str | None = N
     writes = is_main_process()
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if parts.adapter is None:
-            build.save(held.model(), parts.architecture, unfinished, dtype=dtype)
+            model = held.model()
+            build.save(model, parts.architecture, unfinished, dtype=dtype)
+            if writes and held.step and (stale := build.count_stale(model, parts.architecture)):
+                names = ", ".join(f"{prefix}*" for prefix in parts.architecture.goes_stale)
+                print(
+                    f"{folder}: {stale} tensors ({names}) guess from hidden states of the model"
+                    " before training; they are copied as they were, and guess worse now"
+                )
         else:
             base = config.model.path
             write_peft(params, parts.architecture, parts.adapter, unfinished, base, dtype)

@@ -118,14 +118,14 @@ def eval_batches(
     recipe: Recipe,
     rows: int,
     done: Callable[[Counts], None] = lambda counts: None,
+    opened: Part | None = None,
 ) -> Iterator[Batch]:
     """Batches [1, B, T] of every example of a held-out dataset once; the last one is padded.
 
-    done: gets the counts of what was read.
+    done: gets the counts of what was read. opened: the dataset, where it was opened already.
     """
-    part = recipe.open_held_out(dataset)
     return eval_part_batches(
-        part,
+        opened or recipe.open_held_out(dataset),
         data,
         rows=rows,
         row_tokens=recipe.row_tokens,

@@ -88,6 +88,7 @@ def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
             f"{config.architecture}: names() of {family(config).__name__} has no tensor for a head"
             " that scores; build it on jaxtrain.models.naming.outer_names"
         )
+    changed.check()
     return changed
 
 
@@ -313,6 +314,12 @@ def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
     """Numbers in a folder's tensors that are only carried along."""
     found = carried_tensors(Folder(folder), config.carries) if config.carries else {}
     return sum(math.prod(stored.shape) for stored in found.values())
+
+
+def count_stale(model: Decoder, config: DecoderConfig) -> int:
+    """Tensors that an export copies, but that belong to the weights from before the training."""
+    files = open_carried(model)
+    return 0 if files is None else len(carried_tensors(files, config.goes_stale))
 
 
 def open_carried(model: Decoder) -> Folder | None:

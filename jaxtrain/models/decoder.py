@@ -40,6 +40,8 @@ class DecoderConfig:
     carries: ClassVar[tuple[str, ...]] = ()
     """What tensors are called that no layer here has, and that every export takes along as they
     are: a vision tower."""
+    goes_stale: ClassVar[tuple[str, ...]] = ()
+    """Those of `carries` that go by hidden states which training changes."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -99,6 +101,9 @@ class DecoderConfig:
         self.encodings()
         self.layers()
 
+    def check_drawn(self) -> None:
+        """UserError where weights drawn at random leave something of the folder out."""
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
@@ -117,6 +122,12 @@ class DecoderConfig:
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         """`rope.frequencies` of each position encoding that layers() names."""
         return {"default": frequencies(self.head_size, dict(self.rope))}
+
+    @property
+    def media_tokens(self) -> Mapping[int, str]:
+        """{token id that stands for an image or a video: its key in config.json}, which is no text
+        to train on."""
+        return {}
 
     @property
     def experts_per_token(self) -> tuple[int, int] | None:

@@ -41,6 +41,7 @@ SAID: dict[str, tuple[Any, ...]] = {
 }
 """Attributes that transformers' config classes do not know, and the values that are computed here;
 none: any number."""
+MEDIA = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 NOT_AROUND = {"text_config", "dtype", "torch_dtype", "transformers_version"}
 ROTATED_ONCE = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 """Of rope_parameters: the first is read here; the others set rows, columns and time of images
@@ -53,6 +54,7 @@ class HybridConfig(DecoderConfig):
 
     norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
     carries: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
+    goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
     text_type: ClassVar[str]
     """model_type of the text alone, by which transformers reads its attributes."""
 
@@ -129,10 +131,24 @@ class HybridConfig(DecoderConfig):
             )
         if self.score is not None and self.around is not None:
             raise UserError(
-                f"{self.architecture}: a model that scores cannot keep the vision tower of a"
-                " multimodal folder; export the text alone first"
+                f"{self.architecture}: a model that scores has no place for the vision tower of a"
+                " multimodal folder; start from its text alone: transformers.AutoModelForCausalLM"
+                ".from_pretrained(FOLDER).save_pretrained(TEXT)"
             )
         super().check()
+
+    def check_drawn(self) -> None:
+        if self.around is not None:
+            raise UserError(
+                f"{self.architecture}: the vision tower of a multimodal config cannot be drawn at"
+                f' random here; give what is in text_config alone, with architectures ["'
+                f'{self.architecture}"]'
+            )
+
+    @property
+    def media_tokens(self) -> Mapping[int, str]:
+        raw = {} if self.around is None else json.loads(self.around)
+        return {raw[key]: key for key in MEDIA if type(raw.get(key)) is int}
 
     def layers(self) -> tuple[LayerSpec, ...]:
         return tuple(LayerSpec(self.kind(layer)) for layer in range(self.num_hidden_layers))

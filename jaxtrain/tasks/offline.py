@@ -16,6 +16,7 @@ from jaxtrain.data.pipeline import Recipe, Source, eval_batches, open_source, pl
 from jaxtrain.data.readers import Part
 from jaxtrain.data.steps import count_part
 from jaxtrain.data.tally import describe_controls, describe_counts
+from jaxtrain.data.text_only import only_text
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
@@ -55,19 +56,22 @@ class OfflineData:
             "microsteps": count_microsteps(config, parts.mesh),
         }
         epochs, total_steps = config.run.num_epochs, config.run.max_steps
-        self.say, opened = say, None
+        self.say, media, counted = say, parts.architecture.media_tokens, total_steps is None
+        open_part = self._open_cached if counted else self._open
+        opened = [only_text(open_part(one, parts), media) for one in config.data.datasets]
         if total_steps is None:
             assert epochs is not None, "the config has one of the two"
             say("counting steps: tokenising and packing the data once")
-            opened = [self._open_cached(dataset, parts) for dataset in config.data.datasets]
             total_steps, counts = plan_steps(
                 config.data, self.recipe, **shape, num_epochs=epochs, opened=opened
             )
             say(f"{total_steps} steps in {epochs:g} epochs")
             self.tell(counts, f"data of {epochs:g} epochs")
         source = open_source(config.data, self.recipe, **shape, num_epochs=epochs, opened=opened)
-        tell = self.tell if opened is None else None
-        return OfflineRounds(source, total_steps, tell)
+        return OfflineRounds(source, total_steps, None if counted else self.tell)
+
+    def _open(self, dataset: DatasetConfig, parts: Parts) -> Part:
+        return self.recipe.open(dataset)
 
     def _open_cached(self, dataset: DatasetConfig, parts: Parts) -> Part:
         """The dataset, tokenised, if it can be kept on disk."""
@@ -101,7 +105,8 @@ class OfflineData:
                 self._told.add(key)
                 self.tell(counts, f"held-out {dataset.path}")
 
-        return eval_batches(dataset, self.config.data, self.recipe, rows, done)
+        part = only_text(self.recipe.open_held_out(dataset), parts.architecture.media_tokens)
+        return eval_batches(dataset, self.config.data, self.recipe, rows, done, part)
 
     def show(self, console: Console, num_samples: int) -> None:
         """See task.Data."""

@@ -18,9 +18,14 @@ from jaxtrain.adapters.peft import adapter_entries, short_name
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.core.optim import is_vector, muon_dimensions
+from jaxtrain.data.readers import Part
+from jaxtrain.data.rows import to_tree
+from jaxtrain.data.sample import Dropped, Sample
+from jaxtrain.data.text_only import only_text
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.parameters import split_model
+from jaxtrain.models.scores import ScoreHead, name_labels
 from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
@@ -228,3 +233,28 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
     np.testing.assert_allclose(found, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=5e-5 * float(np.abs(b).max()))
+
+
+def test_what_multimodal_folders_cannot_be_used_for(tmp_path):
+    write_folder(tmp_path / "in")
+    config = build.read_config(tmp_path / "in")
+    with pytest.raises(UserError, match="vision tower of a multimodal folder; start from its text"):
+        build.with_score(config, ScoreHead("sequence", name_labels(1)))
+    with pytest.raises(UserError, match="vision tower of a multimodal config cannot be drawn"):
+        config.check_drawn()
+    assert build.count_stale(build.load(tmp_path / "in"), config) == 2
+    assert config.media_tokens == {90: "image_token_id", 91: "video_token_id"}
+    flat = build.config_from_hf(RAW["qwen3_5"])
+    flat.check_drawn()
+    assert not flat.media_tokens
+
+
+def test_rows_with_tokens_of_images_are_refused_by_their_place():
+    media = {90: "image_token_id"}
+    samples = {"a": [Sample(np.array([1, 89, 91]), np.ones(3))], "b": [Dropped("empty")]}
+    samples["c"] = [to_tree(Sample(np.array([4, 90]), np.ones(2)))]
+    part = only_text(Part("data", samples, lambda row, origin: samples[row]), media)
+    assert part.tokenise("a", "data row 0") == samples["a"]
+    assert part.tokenise("b", "data row 1") == samples["b"]
+    with pytest.raises(UserError, match=r"data row 2: token 90 \(image_token_id\) stands for"):
+        part.tokenise("c", "data row 2")

@@ -1,6 +1,7 @@
 """A real vLLM server as a child, small models for it, and what our own model says of its answers.
 
-JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM.
+JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM, JAXTRAIN_VLLM_PATH a folder with
+what that environment lacks, if anything.
 """
 
 import asyncio
@@ -57,16 +58,19 @@ def free_port() -> int:
 class RealServer:
     """`python -m jaxtrain_vllm.serve` as a child."""
 
-    def __init__(self, model: Path, sync: str, log: Path):
+    def __init__(self, model: Path, sync: str, log: Path, *extra: str, dtype: str = "float32"):
+        """extra: options of vLLM's."""
         self.model, self.sync, self.log = model, sync, log
+        self.extra = ["--dtype", dtype, *extra]
         self.port = free_port()
         self.start()
 
     def start(self) -> None:
         command = [PYTHON, "-m", "jaxtrain_vllm.serve", "--model", str(self.model)]
         command += ["--port", str(self.port), "--sync", self.sync, "--"]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        command += [*self.extra, "--enforce-eager", "--max-model-len", "512"]
+        paths = [str(ROOT), *filter(None, [os.environ.get("JAXTRAIN_VLLM_PATH")])]
+        env = {**os.environ, "PYTHONPATH": ":".join(paths), "VLLM_CPU_KVCACHE_SPACE": "1"}
         self.process = subprocess.Popen(
             command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT,
             cwd=self.log.parent, start_new_session=True,

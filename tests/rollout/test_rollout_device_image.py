@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollout_publish import HELD, SHAPES, assert_holds, bits, draw_params, open_servers
 from test_rollout_vllm import ask
-from test_rollout_weight_image import ENTRIES, draw, plain, tensor_shapes
+from test_rollout_weight_image import ENTRIES, WIDE, draw, plain, tensor_shapes
 
 from jaxtrain.errors import RunStopped
 from jaxtrain.hf.ops import Entry, Split, Tensor, Transpose
@@ -35,11 +35,11 @@ from jaxtrain_vllm.lent import LentMemory  # noqa: E402
 NAMED = [Entry(name, Tensor(name)) for name in SHAPES]
 
 
-def open_image(entries, shapes, dtype, cuda):
+def open_image(entries, shapes, dtype, cuda, wide=()):
     def rows(params, homes):
-        return list_rows(params, entries, dtype, homes)
+        return list_rows(params, entries, dtype, homes, wide)
 
-    return DeviceImage(shapes, dtype, rows, cuda)
+    return DeviceImage(shapes, dtype, rows, cuda, wide)
 
 
 def read(image, cuda):
@@ -48,8 +48,8 @@ def read(image, cuda):
     memory = LentMemory(described["memory"], "cpu", cuda)
     tensors = memory.read(described["tensors"])
     integers = {n: t.bits.to_torch(t.shape, t.dtype) for n, t in tensors.items()}
-    kind = "int16" if image.dtype != "float32" else "int32"
-    found = {n: t.view(getattr(torch, kind)).numpy().ravel() for n, t in integers.items()}
+    kinds = {2: torch.int16, 4: torch.int32}
+    found = {n: t.view(kinds[t.itemsize]).numpy().ravel() for n, t in integers.items()}
     checksum = memory.checksum(tensors)
     memory.close()
     return found, checksum
@@ -71,8 +71,8 @@ def test_a_worker_reads_what_was_laid_out(dtype, sharded, monkeypatch):
     over their memory; the sum of pieces is that of plain steps."""
     monkeypatch.setattr(lent, "CHUNK_BYTES", 24)
     monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.SMALL_BYTES", 0)
-    cuda = HostCuda()
-    image = open_image(ENTRIES, tensor_shapes(), dtype, cuda)
+    cuda, wide = HostCuda(), WIDE if dtype == "bfloat16" else ()
+    image = open_image(ENTRIES, tensor_shapes(), dtype, cuda, wide)
     for seed in (0, 1):
         params, given = draw(seed), {}
         mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -85,7 +85,7 @@ def test_a_worker_reads_what_was_laid_out(dtype, sharded, monkeypatch):
         assert image.state.state() == (-1, 0)
         checksum = image.seal(seed)
         assert image.state.state() == (seed, checksum)
-        wanted = plain(params, dtype)
+        wanted = plain(params, dtype, wide)
         found, same = read(image, cuda)
         assert set(found) == set(wanted) and checksum == same == add_up(wanted)
         assert checksum == wire.combine_sums(wanted, {n: wire.add_up(t) for n, t in wanted.items()})

@@ -439,3 +439,44 @@ def test_settings_that_can():
     for sync, adapter in (("lora", "lora"), ("full", "none"), ("delta", "none")):
         config = VllmConfig(servers=["http://a", "http://b"], sync=sync, listen="10.0.0.7")
         assert not list(find_vllm_conflicts(config, adapter, "async"))
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_a_served_hybrid_has_the_names_of_its_folder(multimodal):
+    """Parameters of vLLM's Qwen3.5 classes and their mappers, from vLLM's source; what no run
+    trains may be listed."""
+    long, inner = "model.language_model.", "language_model.model." if multimodal else "model."
+    fused = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}
+    prefixes = {"model.language_model.": inner, "mtp.": None}
+    if multimodal:
+        prefixes |= {"model.visual.": "visual.", "lm_head.": "language_model.lm_head."}
+    linear = "layers.0.linear_attn."
+    parts = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj"]
+    trained = [f"{long}{linear}{part}.weight" for part in parts] + [f"{long}{linear}A_log"]
+    trained += [f"{long}embed_tokens.weight", "lm_head.weight"]
+    stored = {name: [2, 2] for name in (*trained, "model.visual.attn.qkv.weight", "mtp.fc.weight")}
+    served = [
+        f"{inner}{linear}{part}.weight" for part in ("in_proj_qkvz", "in_proj_ba", *parts[4:])
+    ]
+    served += [f"{inner}{linear}A_log", f"{inner}embed_tokens.weight"]
+    served.append("language_model.lm_head.weight" if multimodal else "lm_head.weight")
+    if multimodal:
+        served.append("visual.attn.qkv.weight")
+    found = describe(served, fused, stored, tied=False, prefixes=prefixes)
+    extra = {"model.visual.attn.qkv.weight"} if multimodal else set()
+    assert found == {name: [2, 2] for name in {*trained, *extra}}
+    assert "lm_head.weight" not in describe(served, fused, stored, tied=True, prefixes=prefixes)
+    fake = FakeVllm(tensors=found)
+    shapes = dict.fromkeys(trained, (2, 2))
+    with open_servers([fake]) as (_, servers, _):
+        wide = {f"{long}{linear}A_log"}
+        carried = ("model.visual.", "mtp.")
+        sent = {name: np.full((2, 2), 0.1, np.float32) for name in trained}
+        publisher = WeightPublisher(
+            servers, pieces, shapes, delta=False, wide=wide, carried=carried
+        )
+        publisher.publish(0, sent)
+        held = fake.shelves[0].tensors
+        assert {name for name, tensor in held.items() if tensor.dtype == "float32"} == wide
+        np.testing.assert_array_equal(held[min(wide)].bits.view(np.float32), np.float32(0.1))
+        publisher.close()

@@ -49,9 +49,12 @@ def tensor_shapes():
     return shapes
 
 
-def plain(params, dtype):
+WIDE = {f"{i}.norm" for i in range(3)}
+
+
+def plain(params, dtype, wide=()):
     pieces = (p for entry in ENTRIES for p in entry.op.write(params[entry.param], np.asarray))
-    return collect(pieces, tensor_shapes(), dtype)
+    return collect(pieces, tensor_shapes(), dtype, wide)
 
 
 def assert_same(found, wanted):
@@ -61,14 +64,14 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    "dtype, small, base, room",
+    "dtype, small, base, room, wide",
     [
-        ("bfloat16", 0, "host", 1),
-        ("float16", 2**26, "device", 1000),
-        ("bfloat16", 0, "device", 5),  # some pieces change more than there is room for
+        ("bfloat16", 0, "host", 1, WIDE),  # some tensors are float32 all the same
+        ("float16", 2**26, "device", 1000, ()),
+        ("bfloat16", 0, "device", 5, WIDE),  # some pieces change more than there is room for
     ],
 )
-def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, monkeypatch):
+def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, monkeypatch):
     """Layer by layer and at once, rounded alike; chunks of a few items; then what changed, found by
     the host or by the device."""
     monkeypatch.setattr("jaxtrain.rollout.vllm.device_layout.LEAST_ROOM", room)
@@ -78,14 +81,17 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, monkey
     monkeypatch.setattr(image_module, "AHEAD_BYTES", 100)
     first, second = draw(0), draw(1)
     second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
-    held = Image(tensor_shapes(), dtype)
+    held = Image(tensor_shapes(), dtype, wide)
     kept = Kept() if base == "device" else None
-    for params, old in ((first, None), (second, plain(first, dtype))):
+    for params, old in ((first, None), (second, plain(first, dtype, wide))):
         given, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
-        pieces = list_pieces(given, ENTRIES, dtype, kept, compare=compare)
+        pieces = list_pieces(given, ENTRIES, dtype, kept, compare=compare, wide=wide)
         changes = held.take(pieces, compare=compare)
-        wanted = plain(params, dtype)
+        wanted = plain(params, dtype, wide)
         assert_same(held.tensors, wanted)
+        for name, tensor in held.tensors.items():
+            assert tensor.dtype == ("float32" if name in wide else dtype)
+            assert tensor.bits.flags.aligned
         if old is None:
             continue
         assert changes is not None

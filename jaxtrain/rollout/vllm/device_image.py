@@ -11,12 +11,12 @@ it was written meanwhile: what `image.Image` has in front of its bits.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.rollout.vllm.image import AHEAD_BYTES, look_ahead
+from jaxtrain.rollout.vllm.image import AHEAD_BYTES, choose_dtypes, look_ahead, measure_all
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.cuda import CudaError
 from jaxtrain_vllm.segment import Segment
@@ -53,7 +53,8 @@ class Block(NamedTuple):
 
 
 class DeviceImage:
-    """All tensors of a model as raw bits of `dtype`, in blocks on the GPUs that train it.
+    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32, in blocks
+    on the GPUs that train it.
 
     list_rows(params, homes): all of the model; homes: which device of `list_devices` each tensor
     is wanted on. cuda: `jaxtrain_vllm.cuda.Cuda`, or what stands in for it. All may raise
@@ -66,12 +67,11 @@ class DeviceImage:
         dtype: str,
         list_rows: Callable[[Any, Mapping[str, Any]], Iterable[Rows]],
         cuda: Any,
+        wide: Collection[str] = (),
     ):
-        self.shapes, self.dtype, self._list_rows, self._cuda = dict(shapes), dtype, list_rows, cuda
-        items = wire.ITEM_BYTES[dtype]
-        self.sizes = {
-            name: int(np.prod(shape, dtype=np.int64)) * items for name, shape in shapes.items()
-        }
+        self.shapes, self._list_rows, self._cuda = dict(shapes), list_rows, cuda
+        self.dtypes = choose_dtypes(shapes, dtype, wide)
+        self.sizes = measure_all(shapes, self.dtypes)
         self.state = Segment.create(0)
         self._spots: dict[str, Spot] = {}
         self._blocks: list[Block] = []
@@ -118,7 +118,10 @@ class DeviceImage:
                 found.copy_to_host_async()
         for name, found in self._sums:
             sums[name] += int(found)
-        tensors = {n: wire.Tensor(s, self.dtype, np.empty(0)) for n, s in self.shapes.items()}
+        tensors = {
+            name: wire.Tensor(shape, self.dtypes[name], np.empty(0))
+            for name, shape in self.shapes.items()
+        }
         checksum = wire.combine_sums(tensors, sums)
         self.state.seal(version, checksum)
         return checksum
@@ -127,8 +130,8 @@ class DeviceImage:
         """What a worker needs to open it, and where it finds each tensor: parts of a message."""
         blocks = [{"handle": block.handle.hex(), "bytes": block.size} for block in self._blocks]
         tensors = [
-            {"name": name, "shape": list(shape), "dtype": self.dtype, **self._spots[name]._asdict()}
-            for name, shape in self.shapes.items()
+            {"name": n, "shape": list(s), "dtype": self.dtypes[n], **self._spots[n]._asdict()}
+            for n, s in self.shapes.items()
         ]
         return {"memory": {"state": self.state.described, "blocks": blocks}, "tensors": tensors}
 

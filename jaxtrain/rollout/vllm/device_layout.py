@@ -5,7 +5,7 @@ time, so that little device memory is needed, and all layers run one compiled fu
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,10 @@ def list_pieces(
     kept: Kept | None = None,
     *,
     compare: bool = False,
+    wide: Collection[str] = (),
 ) -> Iterator[Piece]:
-    """All Hugging Face tensors of a model in `dtype`, rounded to nearest even.
+    """All Hugging Face tensors of a model in `dtype`, those named in `wide` in float32, rounded to
+    nearest even.
 
     Of one process their arrays are jax's, on their way into host memory which the device writes
     directly; with `compare` what has changed in them since the pieces that were `kept`. Of several
@@ -62,24 +64,36 @@ def list_pieces(
     """
     for entry in entries:
         value = params[entry.param]
+        sent = sent_as(entry, value, dtype, wide)
         if value.is_fully_addressable:
-            for piece in lay_out(entry.op, value, dtype):
+            for piece in lay_out(entry.op, value, sent):
                 if kept is None:
                     yield piece._replace(array=_to_pinned(piece.array))
                 else:
                     yield kept.replace(piece, compare=compare)
         else:
-            yield from entry.op.write(value, partial(_gather, dtype=dtype))
+            yield from entry.op.write(value, partial(_gather, dtype=sent))
+
+
+def sent_as(entry: Entry, value: Any, dtype: str, wide: Collection[str]) -> str:
+    """What the tensors of a parameter are sent as: all in float32, or none."""
+    if not wide:
+        return dtype
+    return "float32" if any(name in wide for name in entry.op.shapes(value.shape)) else dtype
 
 
 def list_rows(
-    params: Params, entries: list[Entry], dtype: str, homes: Mapping[str, Any]
+    params: Params,
+    entries: list[Entry],
+    dtype: str,
+    homes: Mapping[str, Any],
+    wide: Collection[str] = (),
 ) -> Iterator[Rows]:
-    """All Hugging Face tensors of a model of one process in `dtype`, on the device where each is
-    wanted; CudaError for a part of a tensor that is not whole rows of it."""
+    """All Hugging Face tensors of a model of one process in `dtype` (of `wide` in float32), on the
+    device where each is wanted; CudaError for a part of a tensor that is not whole rows of it."""
     for entry in entries:
         value = params[entry.param]
-        for piece in _write_all(entry.op, value, dtype):
+        for piece in _write_all(entry.op, value, sent_as(entry, value, dtype, wide)):
             array: Any = piece.array
             if any(
                 (part.start, part.stop) != (0, size)

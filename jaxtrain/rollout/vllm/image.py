@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,6 +33,25 @@ Place = int | tuple[int, ...]
 """Where a job's part begins in its tensor: flat where it is contiguous there, else by index."""
 Part = tuple[np.ndarray, np.ndarray]
 """(flat positions, new values) of some changes."""
+
+
+def as_numpy(dtype: str) -> np.dtype:
+    """numpy's dtype of a name on the wire."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def choose_dtypes(names: Iterable[str], dtype: str, wide: Collection[str]) -> dict[str, str]:
+    """{tensor: what it is sent as}, the wider ones first: end to end, all of them are aligned."""
+    chosen = {name: "float32" if name in wide else dtype for name in names}
+    return dict(sorted(chosen.items(), key=lambda item: -wire.ITEM_BYTES[item[1]]))
+
+
+def measure_all(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> dict[str, int]:
+    """{tensor: its bytes}."""
+    return {
+        name: int(np.prod(shapes[name], dtype=np.int64)) * wire.ITEM_BYTES[dtype]
+        for name, dtype in dtypes.items()
+    }
 
 
 class Found(NamedTuple):
@@ -58,18 +77,20 @@ class Found(NamedTuple):
 
 
 class Image:
-    """All tensors of a model as raw bits of `dtype`."""
+    """All tensors of a model as raw bits of `dtype`, those named in `wide` of float32."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str):
-        self.target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        bits = wire.BITS[wire.ITEM_BYTES[dtype]]
-        sizes = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
-        self.segment = Segment.create(sum(sizes.values()) * bits.itemsize)
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: str, wide: Collection[str] = ()
+    ):
+        dtypes = choose_dtypes(shapes, dtype, wide)
+        sizes = measure_all(shapes, dtypes)
+        self.segment = Segment.create(sum(sizes.values()))
         self.tensors: dict[str, wire.Tensor] = {}
-        room, start = self.segment.room.view(bits), 0
-        for name, shape in shapes.items():
-            found = room[start : start + sizes[name]]
-            self.tensors[name] = wire.Tensor(tuple(shape), dtype, found)
+        start = 0
+        for name, chosen in dtypes.items():
+            found = self.segment.room[start : start + sizes[name]]
+            bits = found.view(wire.BITS[wire.ITEM_BYTES[chosen]])
+            self.tensors[name] = wire.Tensor(tuple(shapes[name]), chosen, bits)
             start += sizes[name]
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
 
@@ -119,7 +140,8 @@ class Image:
             if not flat:
                 place = (piece.index[0].start + start, *(part.start for part in piece.index[1:]))
             stop = start + rows
-            yield Write(self.target, old[start:stop], new[start:stop], tensor, place)
+            target = as_numpy(tensor.dtype)
+            yield Write(target, old[start:stop], new[start:stop], tensor, place)
 
     def _join(self, name: str, parts: list[Part]) -> wire.Changes:
         tensor = self.tensors[name]

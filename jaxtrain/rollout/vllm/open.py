@@ -5,9 +5,11 @@ would hold.
 """
 
 import collections
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +92,10 @@ def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params
     if is_main_process():
         return lambda params: params
     entries = family(parts.architecture).names(parts.architecture)
+    wide = find_wide(parts)
 
     def take_part(params: Params) -> Params:
-        collections.deque(list_pieces(params, entries, dtype), maxlen=0)
+        collections.deque(list_pieces(params, entries, dtype, wide=wide), maxlen=0)
         return {}
 
     return take_part
@@ -120,29 +123,40 @@ def open_weights(
     servers: Servers, parts: Parts, *, delta: bool, ahead: bool = False
 ) -> WeightPublisher:
     """Publishes all weights of a run without adapters. ahead: while the trainer goes on."""
-    if parts.architecture.carries:
-        raise UserError(
-            "rollout.vllm: all weights are published in one dtype, and"
-            f" {parts.architecture.architecture} keeps some in float32; train an adapter, or set"
-            ' rollout.engine to "local"'
-        )
     entries = family(parts.architecture).names(parts.architecture)
     shapes = {}
     for path, like in abstract_params(parts)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(like.shape)
     dtype, device = servers.config.weight_dtype, None
+    wide = find_wide(parts)
     if servers.config.transport == "device":
-        device = open_device_image(shapes, dtype, entries, servers.say)
+        device = open_device_image(shapes, dtype, entries, servers.say, wide)
     kept = Kept() if delta and servers.config.delta_base == "device" else None
+    write = partial(list_pieces, entries=entries, dtype=dtype, kept=kept, wide=wide)
     return WeightPublisher(
         servers,
-        lambda params: list_pieces(params, entries, dtype, kept),
+        write,
         shapes,
         delta=delta,
         ahead=ahead,
-        find=kept and (lambda params: list_pieces(params, entries, dtype, kept, compare=True)),
+        find=kept and partial(write, compare=True),
         device=device,
+        wide=wide,
+        carried=parts.architecture.carries,
+    )
+
+
+def find_wide(parts: Parts) -> frozenset[str]:
+    """The tensors that are float32 whatever model.param_dtype is, such as the decay of a layer of
+    linear attention: they are sent so, too."""
+    low = dataclasses.replace(parts, options={**parts.options, "param_dtype": "bfloat16"})
+    shapes, _ = abstract_params(low)
+    return frozenset(
+        name
+        for entry in family(parts.architecture).names(parts.architecture)
+        if shapes[entry.param].dtype == "float32"
+        for name in entry.op.shapes(shapes[entry.param].shape)
     )
 
 
@@ -151,6 +165,7 @@ def open_device_image(
     dtype: str,
     entries: list[Entry],
     say: Callable[[str], None],
+    wide: frozenset[str] = frozenset(),
 ) -> DeviceImage | None:
     """Room for all weights on the trainer's GPUs; None, and a line why, where that cannot be."""
     try:
@@ -163,7 +178,11 @@ def open_device_image(
         say(f"rollout.vllm.transport device: {error}; weights go through the host's memory")
         return None
     return DeviceImage(
-        shapes, dtype, lambda params, homes: list_rows(params, entries, dtype, homes), cuda
+        shapes,
+        dtype,
+        lambda params, homes: list_rows(params, entries, dtype, homes, wide),
+        cuda,
+        wide,
     )
 
 

@@ -14,17 +14,16 @@ run.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import TIED_COPY, Piece
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.device_image import DeviceImage
-from jaxtrain.rollout.vllm.image import Image
+from jaxtrain.rollout.vllm.image import Image, as_numpy, choose_dtypes
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.publish import (
     CONTROL_SECONDS,
@@ -65,7 +64,9 @@ class WeightPublisher:
     """`types.Publisher` by TCP.
 
     write(params): the pieces of all Hugging Face tensors, of any float dtype. shapes: their names
-    and shapes. dtype: what is sent. delta: send only changes where that is less.
+    and shapes. dtype: what is sent; wide: the names of those that are sent in float32 all the same.
+    carried: what the names begin with of tensors that servers have and no run trains. delta: send
+    only changes where that is less.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class WeightPublisher:
         ahead: bool = False,
         find: Callable[[Any], Iterable[Piece]] | None = None,
         device: DeviceImage | None = None,
+        wide: Collection[str] = (),
+        carried: tuple[str, ...] = (),
     ):
         """find: like `write`, but what has changed since the last call of either (`image.Found`).
         ahead: `publish` returns once the weights are copied, and servers take them meanwhile.
@@ -85,6 +88,7 @@ class WeightPublisher:
         config = servers.config
         self.servers, self.write, self.shapes = servers, write, dict(shapes)
         self.find, self.device = find, device
+        self.wide, self.carried = frozenset(wide), carried
         self._left: list[DeviceImage] = []
         """Device images of no further use, which servers may still have open."""
         self.dtype, self.delta, self.ahead = config.weight_dtype, delta, ahead
@@ -170,7 +174,7 @@ class WeightPublisher:
     @property
     def _image(self) -> Image:
         if self.image is None:
-            self.image = Image(self.shapes, self.dtype)
+            self.image = Image(self.shapes, self.dtype, self.wide)
         return self.image
 
     @contextlib.contextmanager
@@ -327,6 +331,8 @@ class WeightPublisher:
         for name, shape in theirs.items():
             if name == TIED_COPY and tied:
                 continue
+            if name.startswith(self.carried):
+                continue
             if name not in self.shapes:
                 problems.append(f"only there: {name}")
             elif shape is not None and tuple(shape) != self.shapes[name]:
@@ -457,16 +463,22 @@ class WeightPublisher:
 
 
 def collect(
-    pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], dtype: str
+    pieces: Iterable[Piece],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    wide: Collection[str] = (),
 ) -> dict[str, wire.Tensor]:
-    """Pieces put together as bits of `dtype`, rounded to nearest even as the trainer's cast is: in
-    plain steps what `image.Image` holds."""
-    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    found = {n: wire.Tensor(s, dtype, wire.empty_bits(s, dtype)) for n, s in shapes.items()}
+    """Pieces put together as bits of `dtype` (of `wide` of float32), rounded to nearest even as the
+    trainer's cast is: in plain steps what `image.Image` holds."""
+    found = {
+        name: wire.Tensor(shapes[name], sent, wire.empty_bits(shapes[name], sent))
+        for name, sent in choose_dtypes(shapes, dtype, wide).items()
+    }
     missing = {name: tensor.bits.size for name, tensor in found.items()}
     for piece in pieces:
         tensor = found[piece.name]
         assert piece.shape == tensor.shape, f"{piece.name}: {piece.shape} is not {tensor.shape}"
+        target = as_numpy(tensor.dtype)
         tensor.bits.view(target).reshape(tensor.shape)[piece.index] = piece.array.astype(target)
         missing[piece.name] -= piece.array.size
     assert not any(missing.values()), f"unwritten parts: {[n for n, m in missing.items() if m]}"

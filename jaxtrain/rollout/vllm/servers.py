@@ -431,7 +431,8 @@ class Servers:
         """Log-prob of the one token that top_k 1 leaves: 0 exactly where log-probs are taken after
         truncation."""
         sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
-        body = build_request(route, [1], sampling, (), max_tokens=1, seed=0, model=model)
+        # Two tokens: a lone one ends vLLM 0.32 where a CPU runs layers of linear attention.
+        body = build_request(route, [1, 1], sampling, (), max_tokens=1, seed=0, model=model)
         raw = call(url, "POST", route, body, timeout=timeout)
         try:
             return parse_answer(route, json.dumps(raw).encode(), 1).logprobs[0]

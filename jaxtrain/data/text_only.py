@@ -1,0 +1,59 @@
+"""Tokens that stand for images and videos: rows that hold one are refused where a model is trained
+on its text alone."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.readers import Part, Tokenise
+from jaxtrain.data.sample import Sample
+from jaxtrain.data.tree import Forest, Tree, TreeGroup
+from jaxtrain.errors import UserError
+
+MediaTokens = Mapping[int, str]
+"""{token id: its key in config.json}."""
+
+
+def find_media(tokens: Any, media: MediaTokens) -> str:
+    """What is wrong with ids of which one stands for an image or a video; empty: nothing."""
+    found = np.isin(tokens, [*media]).nonzero()[0]
+    if not len(found):
+        return ""
+    token = int(np.asarray(tokens)[found[0]])
+    return f"token {token} ({media[token]}) stands for an image or a video, and only text is read"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOnly:
+    """`readers.Tokenise` that raises UserError for a row with such a token."""
+
+    tokenise: Tokenise
+    media: MediaTokens
+
+    def __call__(self, row: Any, origin: str) -> Sequence[Any]:
+        items = self.tokenise(row, origin)
+        for tokens in list_tokens(items):
+            if problem := find_media(tokens, self.media):
+                raise UserError(f"{origin}: {problem}; leave the row out")
+        return items
+
+
+def only_text(part: Part, media: MediaTokens) -> Part:
+    """The dataset, with such rows refused."""
+    if not media:
+        return part
+    return dataclasses.replace(part, tokenise=TextOnly(part.tokenise, media))
+
+
+def list_tokens(items: Sequence[Any]) -> Iterator[np.ndarray]:
+    """All runs of tokens in what became of a row."""
+    for item in items:
+        match item:
+            case Sample():
+                yield item.tokens
+            case Tree():
+                yield from (node.tokens for node in item.nodes)
+            case Forest() | TreeGroup():
+                yield from list_tokens(item.trees)
