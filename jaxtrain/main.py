@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jaxtrain
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.shown import printable, show
 
@@ -33,7 +34,8 @@ usage:
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
 
 RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own options: -h after it.
-`python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key.
+`python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key, `--version`
+what is installed.
 """
 
 
@@ -71,6 +73,8 @@ def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         verb, rest = argv[0], argv[1:]
     try:
+        if argv == ["--version"]:
+            return tell_version()
         if verb not in verbs:
             raise UserError(f"unknown verb {show(verb)}; the verbs are {', '.join(verbs)}")
         return verbs[verb](rest) or 0
@@ -85,6 +89,17 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def tell_version() -> int:
+    """What is installed here."""
+    import importlib.metadata
+    import platform
+
+    found = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
+    own = f"jaxtrain {jaxtrain.__version__}, python {platform.python_version()}"
+    print(", ".join([own, *found]))
+    return 0
 
 
 def run_train(argv: list[str]) -> int:

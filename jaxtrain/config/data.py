@@ -17,7 +17,7 @@ class DatasetConfig(Section):
     """One source of examples: an entry of data.datasets or data.eval_datasets."""
 
     path: Place
-    """File (jsonl, json, csv, parquet, arrow), folder of such files, Hub id, or
+    """File (jsonl, json, csv, parquet, arrow, txt), folder of such files, Hub id, or
     "builtin:calculator" (conversations that the project generates), "builtin:calculator_pairs"
     (right answers against wrong ones), or for task tree "builtin:caterpillar" (random trees)."""
     name: str | None = None

@@ -1,6 +1,6 @@
 """JSON files as rows: JSON lines by an index of byte offsets, JSON arrays in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,12 +22,14 @@ TOO_LARGE = f"a row of more than {MOST_ROW >> 20} MiB"
 class JsonlRows:
     """Rows of a JSON-lines file, read when asked for; 20 bytes of memory a row."""
 
+    holds = "JSON lines"
+
     def __init__(self, path: str) -> None:
         self.path = str(path)
         self.starts, self.lengths, self.lines = _index(self.path)
         self._file: BinaryIO | None = None
         if not len(self.starts):
-            raise UserError(f"{self.path} is empty: it holds no JSON lines")
+            raise UserError(f"{self.path} is empty: it holds no {self.holds}")
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -40,7 +42,12 @@ class JsonlRows:
             self._file = open(self.path, "rb")
         self._file.seek(int(self.starts[index]))
         line = self._file.read(int(self.lengths[index]))
-        return parse_line(line, self.path, int(self.lines[index]))
+        return self.parse(line, self.path, int(self.lines[index]))
+
+    @staticmethod
+    def parse(line: bytes, path: str, number: int) -> dict[str, Any]:
+        """One row of the file."""
+        return parse_line(line, path, number)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -105,8 +112,11 @@ def open_json(path: str) -> JsonlRows | JsonRows:
     return JsonRows(path)
 
 
-def read_lines(path: str) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file from first to last."""
+def read_lines(
+    path: str, parse: Callable[[bytes, str, int], dict[str, Any]] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Rows of a file of lines from first to last; JSON lines, unless `parse` reads them."""
+    parse = parse or parse_line
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(MOST_ROW + 1):
@@ -116,7 +126,7 @@ def read_lines(path: str) -> Iterator[dict[str, Any]]:
                 whole = rest.endswith(b"\n")
                 line = b""
             if line.strip() or not line:
-                yield parse_line(line, path, number) if line else Unreadable(TOO_LARGE)
+                yield parse(line, path, number) if line else Unreadable(TOO_LARGE)
 
 
 def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:

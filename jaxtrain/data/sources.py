@@ -5,6 +5,7 @@ which can only be iterated, from any start. Nothing is loaded as a whole but jso
 
     jsonl      an index of byte offsets; a row is read and parsed when it is asked for
     parquet    datasets' memory-mapped arrow cache         arrow      memory-mapped
+    txt        as jsonl, a line a row
     json csv   in memory                                   Hub        datasets
 """
 
@@ -30,6 +31,7 @@ from jaxtrain.data.tables import (
     open_saved,
     prune,
 )
+from jaxtrain.data.text import TextRows
 from jaxtrain.errors import UserError
 from jaxtrain.shown import show
 
@@ -39,6 +41,7 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     ".csv": CsvRows,
     ".parquet": open_parquet,
     ".arrow": open_arrow,
+    ".txt": TextRows,
 }
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
@@ -173,8 +176,8 @@ class FileStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
-            if file.endswith(".jsonl"):
-                yield from read_lines(file)
+            if file.endswith((".jsonl", ".txt")):
+                yield from read_lines(file, TextRows.parse if file.endswith(".txt") else None)
             else:
                 rows = _open(Path(file), "train")
                 yield from (rows[index] for index in range(len(rows)))
@@ -267,6 +270,8 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
             f" data, or a pattern, such as {folder / '*.jsonl'}"
         )
     files = sorted(file for file in found if file.suffix in OPENERS and file.is_file())
+    # Beside other data a text is a licence or a note.
+    files = [file for file in files if file.suffix != ".txt"] or files
     if not files:
         raise UserError(f"no data in {folder}: expected files ending in {', '.join(OPENERS)}")
     named = re.compile(rf"(^|[._/-]){re.escape(split)}([._/-]|$)")

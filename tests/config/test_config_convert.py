@@ -184,3 +184,11 @@ def test_the_defaults_are_trl_s():
         if method in ("grpo", "rloo"):
             wanted |= trl.SAMPLING_DEFAULTS
         assert {key: theirs[key] for key in wanted} == wanted, method
+
+
+def test_version_tells_what_is_installed(capsys):
+    import jaxtrain
+
+    assert main(["--version"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"jaxtrain {jaxtrain.__version__}, python 3.") and ", jax 0." in told

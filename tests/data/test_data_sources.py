@@ -235,7 +235,7 @@ def test_json_in_its_forms(tmp_path, text, wanted):
         ("a.parquet", b"nonsense", "not a readable parquet"),
         ("a.arrow", b"nonsense", "not a readable arrow"),
         ("a.arrow", b"ARROW1nonsense", "not a readable arrow"),
-        ("a.txt", b"hello", r"unknown kind of file.*\.jsonl, \.json"),
+        ("a.doc", b"hello", r"unknown kind of file.*\.jsonl, \.json"),
         ("a", b"hello", "unknown kind of file"),
     ],
 )
@@ -336,3 +336,19 @@ def test_a_folder_without_end_is_not_walked(tmp_path, monkeypatch):
         (tmp_path / f"{number}.jsonl").write_text("{}")
     with pytest.raises(UserError, match="more than 3 files and folders"):
         sources._find(str(tmp_path), "train")
+
+
+def test_lines_of_a_text_file_are_rows(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufefffirst line\r\n\n  \n second é\nlast".encode())
+    want = [{"text": "first line"}, {"text": " second é"}, {"text": "last"}]
+    rows = opened(path)
+    assert [rows[i] for i in range(len(rows))] == want
+    assert list(opened(path, streaming=True)) == want
+    assert rows.origin(1) == "a.txt line 4"
+    (tmp_path / "b.txt").write_bytes(b"fine\n\xff\xff\n")
+    with pytest.raises(UserError, match="b.txt line 2 is not UTF-8"):
+        opened(tmp_path / "b.txt")[1]
+    # Beside data it is a note.
+    write(tmp_path / "train.jsonl", ROWS[:4])
+    assert len(opened(tmp_path)) == 4
