@@ -156,11 +156,10 @@ def test_the_command_line_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_tree_is_up_to_date():
+def test_the_tree_is_up_to_date():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        from make_readme_tree import insert
+        from make_tree import PLACE, write_page
     finally:
         sys.path.pop(0)
-    readme = (ROOT / "README.md").read_text()
-    assert readme == insert(readme), "run python scripts/make_readme_tree.py"
+    assert PLACE.read_text() == write_page(), "run python scripts/make_tree.py"

@@ -1,6 +1,6 @@
-"""Write README.md's tree, a phrase per file, from the first lines of the modules' docstrings.
+"""Write docs/tree.md, a phrase per file, from the first lines of the modules' docstrings.
 
-python scripts/make_readme_tree.py          rewrite README.md
+python scripts/make_tree.py
 """
 
 import ast
@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- tree: scripts/make_readme_tree.py -->\n```\n", "```\n<!-- end of tree -->"
+PLACE = ROOT / "docs/tree.md"
+HEAD = "# The tree\n\nA phrase for each file. This page is generated: `python scripts/make_tree.py`.\n"
 WIDTH = 46
 
 
@@ -51,12 +52,10 @@ def entry(name: str, phrase: str) -> str:
     return f"{name:<{WIDTH}} {phrase}".rstrip()
 
 
-def insert(readme: str) -> str:
-    """README.md's text with the tree between its marks replaced."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + render() + END + rest.split(END)[1]
+def write_page() -> str:
+    """The whole page."""
+    return f"{HEAD}\n```\n{render()}```\n"
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(insert(path.read_text()))
+    PLACE.write_text(write_page())
