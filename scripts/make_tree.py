@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "docs/tree.md"
-HEAD = "# The tree\n\nA phrase for each file. This page is generated: `python scripts/make_tree.py`.\n"
+HEAD = (
+    "# The tree\n\nA phrase for each file. This page is generated: `python scripts/make_tree.py`.\n"
+)
 WIDTH = 46
 
 
