@@ -44,6 +44,8 @@ class Role:
     trained model's current ones without its adapter."""
     in_loss: bool = True
     """Whether the loss gets this model; False for one that only `Task.prepare` asks."""
+    dtype: str | None = None
+    """Of a copy of the start: what its floats are stored in; None: as the trained model's."""
     tables: Callable[[], Mapping[str, Any]] | None = None
     """Of the trained role: {path: array} for tables that the data decide about, asked for when a
     run begins, on every process."""
@@ -69,7 +71,13 @@ class Roles:
                     other, self._rebuild[name] = abstract_params(role.parts)
                     self.frozen_shapes |= prefix(name, other)
                 case "start":
-                    self.frozen_shapes |= prefix(name, self.trained_shapes)
+                    stored = {
+                        path: jax.ShapeDtypeStruct(
+                            one.shape, stored_as(one.dtype, role.dtype), sharding=one.sharding
+                        )
+                        for path, one in self.trained_shapes.items()
+                    }
+                    self.frozen_shapes |= prefix(name, stored)
                 case "moving":
                     self.copy_shapes |= prefix(name, self.trained_shapes)
                 case "bare":
@@ -96,11 +104,23 @@ class Roles:
             match role.weights:
                 case "own":
                     frozen |= prefix(name, open_params(role.parts, seed))
-                case "start":  # a copy: the step donates what it trains
-                    frozen |= prefix(name, jax.tree.map(jnp.copy, start) if trained else start)
+                case "start":
+                    frozen |= prefix(name, self._copy(start, role.dtype, donated=trained))
                 case "moving" if trained:
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
+
+    def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
+        """The starting weights in another dtype. donated: by the step that trains them, so that
+        the copy must be one."""
+        found = {}
+        for path, value in start.items():
+            stored = stored_as(value.dtype, dtype)
+            if stored != value.dtype:
+                found[path] = value.astype(stored)
+            else:
+                found[path] = jnp.copy(value) if donated else value
+        return found
 
     def _fill(self, tables: Params) -> Params:
         """The trained role's tables with what the data say."""
@@ -155,6 +175,11 @@ class Held:
     def model(self, role: str | None = None) -> Any:
         """The role's model around its parameters."""
         return self.roles.rebuild(role or self.roles.trained)(self.params(role))
+
+
+def stored_as(dtype: Any, wanted: str | None) -> Any:
+    """What an array of `dtype` is stored in where floats shall be `wanted`."""
+    return wanted if wanted and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def prefix(role: str, params: Params) -> Params:

@@ -4,16 +4,21 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.roles import Held
 from jaxtrain.losses.distillation import likeliest_tokens
 from jaxtrain.losses.divergence import TopK
+from jaxtrain.losses.feature_matching import pool
 from jaxtrain.losses.logp import token_logp
 from jaxtrain.models.build import to_host
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.feed import feed
+
+POOLING = "pooling"
+"""Stream: how much a token counts in each of the features that are asked for."""
 
 
 class Scorer:
@@ -38,6 +43,16 @@ class Scorer:
         found = score(held.params(role), self._place(batch, held))
         return {layer: np.asarray(to_host(value)) for layer, value in found.items()}
 
+    def features(
+        self, batch: Batch, role: str, layers: Sequence[int], places: int = 1
+    ) -> np.ndarray:
+        """float32 [A, B, S, places * C * D]: the outputs of C layers, one behind the other, pooled
+        over each of S sequences by streams[POOLING] [A, B, T, S * places], a weight a token."""
+        held = self.held()
+        score = make_features(held.roles.rebuild(role), tuple(layers), places)
+        fed = self._place(batch, held, (POOLING,))
+        return np.asarray(to_host(score(held.params(role), fed)))
+
     def scores(self, batch: Batch, role: str) -> np.ndarray:
         """[A, B, T, n]: what the head of a role's model, one that scores, says at every token."""
         held = self.held()
@@ -52,8 +67,10 @@ class Scorer:
         return np.asarray(to_host(found.ids)), np.asarray(to_host(found.logp))
 
     @staticmethod
-    def _place(batch: Batch, held: Held) -> Batch:
-        bare = batch._replace(weights={}, streams={}, denoms={})
+    def _place(batch: Batch, held: Held, names: Sequence[str] = ()) -> Batch:
+        """On the mesh, with these streams alone."""
+        streams = {name: batch.streams[name] for name in names}
+        bare = batch._replace(weights={}, streams=streams, denoms={})
         return feed(bare, held.roles.parts.mesh)
 
 
@@ -90,6 +107,25 @@ def make_hidden(
     def score(params: Params, batch: Batch) -> dict[int, jax.Array]:
         model = rebuild(params)
         return jax.lax.map(lambda micro: model.hidden(micro, layers).captured, batch)
+
+    return jax.jit(score)
+
+
+@functools.lru_cache(maxsize=32)
+def make_features(
+    rebuild: Rebuild, layers: tuple[int, ...], places: int
+) -> Callable[[Params, Batch], jax.Array]:
+    """Compiled once `(params, batch [A, B, T]) -> features float32 [A, B, S, places * C * D]`."""
+
+    def pooled(model, micro: Batch) -> jax.Array:
+        weights_BTN = micro.streams[POOLING]
+        weights_BNT = jnp.swapaxes(weights_BTN, 1, 2)
+        shape = (weights_BNT.shape[0], -1, places, weights_BNT.shape[2])
+        return pool(model.captured(micro, layers), weights_BNT.reshape(shape))
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        model = rebuild(params)
+        return jax.lax.map(lambda micro: pooled(model, micro), batch)
 
     return jax.jit(score)
 
