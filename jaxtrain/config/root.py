@@ -135,6 +135,10 @@ def find_conflicts(config: Config):
     yield from find_size_conflicts(config)
     yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.sets
+    if config.eval.patience and not config.checkpoint.best_metric:
+        yield 'eval.patience needs checkpoint.best_metric, such as "eval/loss"'
+    if config.eval.patience and not (config.eval.every or config.eval.per_epoch):
+        yield "eval.patience needs evaluations on the way; set eval.every or eval.per_epoch"
     if config.checkpoint.best_metric and not evaluates:
         yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
     if config.eval.at_start and not evaluates:

@@ -155,6 +155,11 @@ class EvalConfig(Section):
     """Also evaluate so many times in each of run.num_epochs, evenly; 0.5: every second epoch."""
     at_start: bool = False
     """Also evaluate before the first step."""
+    patience: int | None = Field(None, ge=1)
+    """End the run after so many evaluations in a row in which checkpoint.best_metric was not better
+    than its best value before; unset: train to the end."""
+    min_delta: float = Field(0.0, ge=0)
+    """patience: by how much it must be better to count."""
     max_batches: int | None = Field(None, ge=1)
     """Evaluate at most this many batches of each held-out dataset."""
     sets: list[EvalSetConfig] = []

@@ -282,7 +282,9 @@ RULES: dict[str, Rule] = {
     "saves_per_epoch": to("checkpoint.per_epoch"),
     "eval_strategy": strategy("eval.per_epoch"),
     "save_strategy": strategy("checkpoint.per_epoch"),
-    "early_stopping_patience": missing(),
+    "early_stopping_patience": to(
+        "eval.patience", note='needs checkpoint.best_metric, such as "eval/loss"'
+    ),
     "load_best_model_at_end": missing("checkpoint.best_metric keeps the best one"),
     "save_safetensors": always("it is the only form"),
     "save_only_model": missing("checkpoints are whole; run.output_dir/model holds the weights"),

@@ -22,6 +22,7 @@ from jaxtrain.models.draft import DraftConfig
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.problem_sets import open_problem_sets
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.folder import RunFolder
@@ -30,6 +31,7 @@ from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.sinks import Sinks
 from jaxtrain.run.watchdog import Signals, Watchdog
 from jaxtrain.tasks import make_task
+from jaxtrain.train.early_stop import EarlyStop, read_values
 from jaxtrain.train.evaluate import Evaluation
 from jaxtrain.train.saving import Saves, is_due
 from jaxtrain.train.session import Session, open_session, start_state
@@ -130,6 +132,7 @@ class Loop:
         self.shapes: set[tuple[int, ...]] = set()
         self.evaluated = -1
         """The last step that was evaluated."""
+        self.early_stop = open_early_stop(self.config, session)
         self.latest: dict[str, float] = {}
         self.round: dict[str, float] = {}
         """Numbers about rounds that wait for the next line."""
@@ -155,6 +158,9 @@ class Loop:
             session.rounds.ready(session)
             self.evaluate()
         while session.step < session.rounds.total_steps and not self.stopping():
+            if self.early_stop is not None and self.early_stop.reached:
+                self.sinks.say(self.early_stop.describe())
+                break
             before = session.step
             if not self.train_round(profile):
                 break
@@ -289,6 +295,8 @@ class Loop:
         self.reader.restart()
         if found:
             self.latest = {**self.latest, **found}
+            if self.early_stop is not None:
+                self.early_stop.look(found)
             self.sinks.evaluated(self.session.step, found)
 
     def save(self) -> None:
@@ -297,6 +305,19 @@ class Loop:
         with self.watchdog.phase("saving a checkpoint"):
             self.saves.save(self.latest)
         self.reader.restart()
+
+
+def open_early_stop(config: Config, session: Session) -> EarlyStop | None:
+    """By section `eval`, with what earlier attempts of the run have seen."""
+    options, kept = config.eval, config.checkpoint
+    if options.patience is None or kept.best_metric is None:
+        return None
+    stop = EarlyStop(kept.best_metric, kept.best_mode, options.patience, options.min_delta)
+    path = session.folder / "metrics.jsonl"
+    seen = broadcast("earlier evaluations", lambda: list(read_values(path, kept.best_metric)))
+    for value in seen if session.start else []:
+        stop.look({kept.best_metric: value})
+    return stop
 
 
 def describe_start(session: Session) -> str:

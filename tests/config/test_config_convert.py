@@ -35,7 +35,7 @@ optimizer: adamw_bnb_8bit
 bf16: auto
 flash_attention: true
 evals_per_epoch: 4
-early_stopping_patience: 2
+neftune_noise_alpha: 5
 surprise: 3
 """
 COMMAND = """
@@ -92,7 +92,7 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
     assert ours["data"]["sequence_len"] == 512
     assert load_config(output).optim.name == "adamw"
     said = capsys.readouterr().out
-    for part in ("lora_dropout = 0.05", "early_stopping_patience = 2", "surprise = 3", "8 bits"):
+    for part in ("lora_dropout = 0.05", "neftune_noise_alpha = 5", "surprise = 3", "8 bits"):
         assert part in said
     assert "flash_attention" not in said and "load_in_4bit" not in said
     with pytest.raises(UserError, match="exists"):
