@@ -25,7 +25,8 @@ from jaxtrain.config.load import validate_config
 from jaxtrain.data.template import end_of_turn_ids, load_tokenizer, prompt_tokens
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.local.sampler import LocalSampler, Request
+from jaxtrain.rollout.local.requests import Request
+from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.slots import unstack
 from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.rollout.types import Sampling

@@ -60,6 +60,7 @@ class Model:
         self.name = os.fspath(name)
         trained = open_trained(os.path.expanduser(self.name), list(overrides))
         self.config, self.held = trained.config, trained.held
+        self.open_sampler = trained.task.sampler
         parts = self.held.roles.parts
         if isinstance(parts.architecture, DraftConfig):
             raise UserError(
@@ -83,7 +84,7 @@ class Model:
         The first token, which nothing predicts, has 0: the sum is that of the rest given it.
         temperature: what logits are divided by.
         """
-        self.require_language()
+        self.require_next_token()
         if temperature is not None and not 0 < temperature < float("inf"):
             raise UserError(f"temperature {temperature!r} must be a number above 0")
         role = self.held.roles.trained
@@ -98,7 +99,7 @@ class Model:
 
         All of them lie in the host's memory: 4 n V bytes a text.
         """
-        self.require_language()
+        self.require_next_token()
         score = make_logits(self.held.roles.rebuild(self.held.roles.trained))
         nothing = np.zeros((0, self.vocab_size), np.float32)
         return self._run(self.encode(texts), score, LEAST_ROW, nothing)
@@ -135,15 +136,27 @@ class Model:
                 f"{self.name} is a reward model: it scores texts (jaxtrain score) and writes none"
             )
 
+    def require_next_token(self) -> None:
+        """UserError for a model that does not predict the next token of a text."""
+        self.require_language()
+        if self.open_sampler is not None:
+            raise UserError(
+                f"{self.name} was trained with task.kind {self.config.task.kind!r}: it predicts no"
+                " next token, so that texts have no log-probs by it and no draft can guess for it;"
+                " `jaxtrain generate` and `jaxtrain eval` work with it"
+            )
+
     def sampler(self, raw: bool, draft: str | None = None) -> LocalSampler:
         """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
         folder of a draft model for speculative decoding: the same answers sooner."""
         self.require_language()
         model = self.held.model()
         if draft is not None:
+            self.require_next_token()
             parts = self.held.roles.parts
             model = Drafted(model, open_draft(draft, parts, self.mesh, "the draft"))
-        return LocalSampler(
+        make = self.open_sampler or LocalSampler
+        return make(
             model,
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,

@@ -3,6 +3,7 @@
 from jaxtrain.config.adapter import AdapterConfig
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.config.dflash import DFlashTask
+from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask, TeacherConfig
 from jaxtrain.config.draft import DraftConfig, DraftTask, TargetConfig
 from jaxtrain.config.eagle3 import Eagle3Task
@@ -30,6 +31,7 @@ __all__ = [
     "DistillationTask",
     "DraftConfig",
     "DraftTask",
+    "DiffusionTask",
     "Eagle3Task",
     "EnvConfig",
     "EvalConfig",

@@ -9,6 +9,7 @@ from jaxtrain.config.base import Problems, Section
 from jaxtrain.config.bounds import PASS_TOKENS, STEP_TOKENS, TOKENS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.dflash import DFlashTask
+from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.eagle3 import Eagle3Task
 from jaxtrain.config.env import EnvConfig
@@ -44,6 +45,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "preference": PreferenceTask,
     "dflash": DFlashTask,
     "eagle3": Eagle3Task,
+    "diffusion": DiffusionTask,
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -64,6 +66,7 @@ Task = Annotated[
     | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[DFlashTask, Tag("dflash")]
     | Annotated[Eagle3Task, Tag("eagle3")]
+    | Annotated[DiffusionTask, Tag("diffusion")]
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

@@ -4,7 +4,9 @@ All checks that need no weights happen first, so that a mistake costs seconds.
 """
 
 import dataclasses
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from jaxtrain.adapters.storage import quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.hf.config_checks import TASK
 from jaxtrain.hf.files import read_object
 from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.tokenizer import find_differences
@@ -32,6 +35,7 @@ from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
+from jaxtrain.shown import show
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def assemble(
     if folder is not None and is_main_process() and (problem := find_problem(folder)):
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     architecture = choose_head(build.config_from_hf(raw, config.model.family, folder), score)
+    check_kind(config.task.kind, raw, "model.path")
     if folder is None or config.model.init == "random":
         architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
@@ -90,6 +95,7 @@ def assemble_beside(
     where it reads other tokens. key: the section that names it. score: as for `assemble`, but the
     folder must have such a head."""
     folder, raw = find_architecture(model)
+    check_kind(None, raw, key)
     architecture = choose_head(build.config_from_hf(raw, model.family, folder), score, key)
     if score is not None and architecture.score.drawn:
         raise UserError(f"{key} holds {architecture.architecture}, which gives no scores")
@@ -273,6 +279,26 @@ def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") ->
             " such a head"
         )
     return found
+
+
+def check_kind(kind: str | None, raw: Mapping[str, Any], key: str) -> None:
+    """UserError for a folder that says another method reads it: as what else it would be taken for,
+    its tokens mean nothing. kind: the method's; None: of no method that folders name."""
+    named = (raw.get(TASK) or {}).get("kind")
+    if named is not None and named != kind:
+        raise UserError(
+            f"{key} holds a model of task.kind {show(named)}, which predicts no next token; set"
+            f" task.kind to it, name another model, or, to train it as a causal one after all, take"
+            f" {TASK} out of its config.json"
+        )
+
+
+def keep_task(architecture: Any, section: Mapping[str, Any], **ids: int) -> Any:
+    """The architecture with what its exports say of the method that reads them: the section task
+    that opens them, and ids of tokens."""
+    kept = {**dict(architecture.kept), TASK: json.dumps(section, sort_keys=True)}
+    kept |= {name: str(index) for name, index in ids.items()}
+    return dataclasses.replace(architecture, kept=tuple(kept.items()))
 
 
 def name_padding(architecture: Any, tokenizer: Any) -> Any:

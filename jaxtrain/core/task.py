@@ -183,6 +183,10 @@ class Task:
     """(live, steps done before the round): once its last step was made."""
     evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
+    sampler: Callable[..., Any] | None = None
+    """Who writes answers with the trained model: made and used as rollout.local's LocalSampler, for
+    which None stands. A method with another one has a model that predicts no next token: whatever
+    goes by next tokens (log-probs of texts, drafts, other methods beginning with it) is refused."""
     export: Callable[..., None] = export_model
     """(held, config, folder, dtype): write what the run gives; see export.export_model."""
 

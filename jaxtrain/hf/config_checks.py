@@ -12,7 +12,9 @@ from typing import Any, get_args, get_origin
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import describe, spell
 
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+TASK = "jaxtrain_task"
+"""What a folder says of the method that reads it: the keys of its section task."""
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "use_cache", TASK)
 """Say nothing about the network; carried along for export."""
 SIZES = {
     "vocab_size": 2**24,
@@ -161,6 +163,8 @@ def check_kept(raw: Mapping[str, Any]) -> None:
         value = raw.get(key)
         if key == "use_cache":
             fits, allowed = value is None or isinstance(value, bool), "true or false"
+        elif key == TASK:
+            fits, allowed = value is None or isinstance(value, dict), "a table of keys"
         else:
             ids = value if isinstance(value, list) else [] if value is None else [value]
             fits = all(type(item) is int and abs(item) < 2**31 for item in ids)

@@ -178,6 +178,32 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
+class Grown:
+    """`op`, of which only the first `stored` rows are there: the others are their mean."""
+
+    op: Op
+    stored: int
+
+    def shapes(self, shape):
+        return self.op.shapes((self.stored, *shape[1:]))
+
+    def read(self, fetch, index):
+        rows, rest = index[0], index[1:]
+        parts, stop = [], min(rows.stop, self.stored)
+        if rows.start < stop:
+            parts.append(self.op.read(fetch, (slice(rows.start, stop), *rest)))
+        missing = rows.stop - max(rows.start, self.stored)
+        if missing > 0:
+            everything = self.op.read(fetch, (slice(0, self.stored), *rest))
+            mean = everything.astype(np.float32).mean(0, keepdims=True)
+            parts.append(np.repeat(mean, missing, 0).astype(everything.dtype))
+        return np.concatenate(parts)
+
+    def write(self, array, host):
+        raise NotImplementedError("what was grown is written whole")
+
+
+@dataclasses.dataclass(frozen=True)
 class KeptIds:
     """Ascending ids [P] of those below `total` that a draft model can say: `d2t` int64 [P], how far
     each lies behind its index, and `t2d` bool [total], whether an id is one of them."""

@@ -41,6 +41,7 @@ class Attention(Mixer):
     """
 
     follows_trees = True
+    both_sides = True
     state_axes = ("rows", None, "kv_heads", None)
     trials = "own"
     preset = "attention"
@@ -157,7 +158,8 @@ class Attention(Mixer):
             # A ring holds only what is within the window, and softmax does not ask for an order.
             first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
             stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
-            until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(stop_BT, S), 0)
+            until_BT = end_B1 if decoding.both_sides else stop_BT
+            until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(until_BT, S), 0)
             since_BT = jnp.maximum(until_BT - (window or S), 0)
             return attend_cached(q_BTNH, *written, until_BT, since_BT, **see), written
         see |= {"window": window, "impl": self.impl}

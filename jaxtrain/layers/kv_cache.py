@@ -66,9 +66,10 @@ def whole_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Contex
     """Who sees the S slots after the new tokens were written."""
     B, T = positions_BT.shape
     slots_S = jnp.arange(S, dtype=jnp.int32)
+    since_BS = jnp.maximum(slots_S - decoding.start[:, None], 0)
     return Context(
         until=jnp.where(slots_S < decoding.end[:, None], T, 0).astype(jnp.int32),
-        since=jnp.maximum(slots_S - decoding.start[:, None], 0),
+        since=jnp.zeros_like(since_BS) if decoding.both_sides else since_BS,
         positions=positions_BT,
         key_positions=jnp.broadcast_to(slots_S, (B, S)),
     )

@@ -42,6 +42,9 @@ class Decoding(NamedTuple):
     """int32 [B]: tokens that the state has seen."""
     end: jax.Array
     """int32 [B]: tokens that it will have seen."""
+    both_sides: bool = False
+    """Whether the new tokens see all tokens up to `end`, later ones too. What lies behind them was
+    read before, so that `end` may be beyond the last of them."""
 
 
 class LayerInputs(NamedTuple):
@@ -71,6 +74,8 @@ class Mixer(nnx.Module):
     follows_trees: ClassVar[bool] = False
     """Whether a token depends on its own branch alone (through `until` or `prev` of the Context),
     so that packed documents and branches are what they would be alone."""
+    both_sides: ClassVar[bool] = False
+    """Whether tokens see later ones where the Context (`since`) or Decoding lets them."""
     state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
     """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
     trials: ClassVar[Literal["rerun", "own", "none"]] = "rerun"

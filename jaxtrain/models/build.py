@@ -26,7 +26,7 @@ from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import read_object, spell
-from jaxtrain.hf.ops import TIED_COPY, Entry, Piece, Tensor, whole
+from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
@@ -211,7 +211,7 @@ def read_params(
     _, state = nnx.split(abstract(config, part, **options))
     flat = dict(nnx.to_flat_state(state))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
-    entries = {entry.param: entry for entry in family(config).names(config)}
+    entries = stored_entries(config)
     paths = {path: entries[".".join(map(str, path))] for path in flat}
     assert part is not None or len(paths) == len(entries), "names() and Model differ"
     stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
@@ -228,6 +228,16 @@ def read_params(
     check.close()
 
 
+def stored_entries(config: DecoderConfig) -> dict[str, Entry]:
+    """{parameter: its entry} as the folder that a config is to be read from has them."""
+    found = {entry.param: entry for entry in family(config).names(config)}
+    for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
+        if param in found:
+            stored = config.vocab_size - config.grown
+            found[param] = found[param]._replace(op=Grown(found[param].op, stored))
+    return found
+
+
 def _is_drawn(entry: Entry, config: DecoderConfig) -> bool:
     """Whether the folder that a config is to be read from has no such parameter."""
     return config.score is not None and config.score.drawn and entry.param.startswith("score.")
@@ -237,7 +247,7 @@ def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
     """Raise UserError as `load` does, where a folder's tensors are not those of the config; reads
     the headers, and of a tied head that is stored twice both tables."""
     _, state = nnx.split(abstract(config))
-    entries = {entry.param: entry for entry in family(config).names(config)}
+    entries = stored_entries(config)
     flat = nnx.to_flat_state(state)
     shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
     stored = {entry: shape for entry, shape in shapes.items() if not _is_drawn(entry, config)}

@@ -59,6 +59,9 @@ class DecoderConfig:
     """Hugging Face's rope_parameters as sorted items."""
     kept: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
+    grown: int = 0
+    """Rows of the vocabulary, the last ones, that the folder to read does not have: each begins as
+    the mean of those that it has."""
     score: ScoreHead | None = None
     """The head that scores in the place of the one that predicts tokens; None: a language model."""
 
@@ -314,6 +317,11 @@ class Decoder(Ends, Layered):
         return self.embed.dtype
 
     @property
+    def both_sides(self) -> bool:
+        """Whether tokens can see later ones, in every layer and as far as the text goes."""
+        return all(mixer.both_sides and spec.window is None for spec, mixer in self.stack.mixers())
+
+    @property
     def follows_trees(self) -> bool:
         """Whether packed documents and branches are what they would be alone, in every layer."""
         return all(mixer.follows_trees for _, mixer in self.stack.mixers())
@@ -346,6 +354,7 @@ class Decoder(Ends, Layered):
         *,
         capture: Sequence[int] = (),
         trial: bool = False,
+        both_sides: bool = False,
     ) -> Decoded:
         """The next T tokens of every row, and the cache behind them.
 
@@ -353,10 +362,13 @@ class Decoder(Ends, Layered):
         default all; what stands behind them is seen by no later token, and its states mean
         nothing. The caller keeps within the slots of the cache. capture: layers, counted from 0.
         trial: it is not known yet how many tokens stay; in the place of the cache comes a Trial.
+        both_sides: the tokens see all those up to the end, later ones too; `counts_B` may then go
+        beyond them, over what the cache has of an earlier reading.
         """
         T = tokens_BT.shape[1]
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
+        decoding = decoding._replace(both_sides=both_sides)
         found, states = self._run(
             tokens_BT,
             context,

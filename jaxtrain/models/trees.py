@@ -1,4 +1,4 @@
-"""Whether a model may see several branches or documents in one row."""
+"""Whether a model may see several branches or documents in one row, and later tokens."""
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -22,3 +22,21 @@ def require_trees(config: DecoderConfig, found: str, fix: str, key: str = "model
             f"{found}, but {key} is {config.architecture}, which has layers that pass something"
             f" from one branch or document of a row to the next; {fix}, or choose another {key}"
         )
+
+
+def require_both_sides(config: DecoderConfig, found: str, key: str = "model.path") -> None:
+    """UserError unless all layers of the model can see later tokens as well as earlier ones.
+
+    found: what asks for it ('task.kind "diffusion" fills in what is masked from both sides').
+    """
+    model = build.abstract(config)
+    if model.both_sides:
+        return
+    windows = {spec.window for spec, _ in model.stack.mixers() if spec.window is not None}
+    said = "layers that run along the text and see no later token"
+    if windows:
+        said = f"layers that look only {min(windows)} tokens back"
+    raise UserError(
+        f"{found}, but {key} is {config.architecture}, which has {said}; choose a model whose layers"
+        " are all full attention"
+    )

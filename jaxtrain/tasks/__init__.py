@@ -13,6 +13,7 @@ METHODS = {
     "preference": "jaxtrain.tasks.preference",
     "dflash": "jaxtrain.tasks.dflash",
     "eagle3": "jaxtrain.tasks.eagle3",
+    "diffusion": "jaxtrain.tasks.diffusion",
 }
 
 

@@ -115,7 +115,8 @@ class Evaluation:
     def open_sampler(self, model: Any) -> LocalSampler:
         """The run's one sampler, with these weights: it compiles once."""
         if self.sampler is None:
-            self.sampler = LocalSampler(
+            make = self.task.sampler or LocalSampler
+            self.sampler = make(
                 model,
                 end_of_turn_ids(self.parts.tokenizer),
                 max_len=self.parts.architecture.max_position_embeddings,

@@ -1,5 +1,6 @@
 """A model that was trained: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,15 +9,17 @@ from jaxtrain.adapters.peft import open_peft
 from jaxtrain.adapters.peft_config import TASK_SUFFIXES
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.config.root import OUTSIDE, find_tag
 from jaxtrain.config.tables import MOST_BYTES
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.task import Task
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
-from jaxtrain.hf.config_checks import check_names
+from jaxtrain.hf.config_checks import TASK, check_kept, check_names
 from jaxtrain.hf.files import read_object
 from jaxtrain.run.checkpoint import load_checkpoint
+from jaxtrain.shown import show
 from jaxtrain.tasks import make_task
 from jaxtrain.tasks.reward_model import find_section
 
@@ -92,13 +95,28 @@ def alone(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def find_weights(path: Path, name: str) -> tuple[str, dict[str, str], dict[str, str]]:
+def read_section(raw: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Section task of a config.json: what an export wrote there, or what its architecture says.
+    UserError for a method that is not built in: a stranger's folder names no code to run."""
+    check_kept(raw)
+    if section := raw.get(TASK):
+        if find_tag(section) == OUTSIDE:
+            raise UserError(
+                f"{place}: {TASK} names task.kind {show(section.get('kind'))}, which is not built"
+                " in; take it out, or open the run itself"
+            )
+        return section
+    named = check_names(raw)[0] if raw else []
+    return find_section(named[0]) if named else {}
+
+
+def find_weights(path: Path, name: str) -> tuple[str, dict[str, str], dict[str, Any]]:
     """(model.path, section adapter, section task) for a name that is no run: a PEFT folder names
     its base, a reward model the method that scores."""
     if not (path / PEFT_CONFIG).is_file():
         file = find_folder(name, weights=True) / "config.json"
-        named = check_names(read_object(file))[0] if file.is_file() else []
-        return name, {}, find_section(named[0]) if named else {}
+        raw = read_object(file) if file.is_file() else {}
+        return name, {}, read_section(raw, str(file))
     peft = open_peft(path)
     base = peft.config.get("base_model_name_or_path")
     if not base:

@@ -75,7 +75,7 @@ class Scoring(Protocol):
 def make_scoring(model: Model, dataset: DatasetConfig, args: argparse.Namespace) -> Scoring:
     """What the model says of rows of the dataset; UserError where it has nothing to say."""
     if args.top_k is not None:
-        model.require_language()
+        model.require_next_token()
         if not 1 <= args.top_k <= model.vocab_size:
             raise UserError(f"score: --top-k {args.top_k} must be 1 to {model.vocab_size}")
         return TeacherScores(model, dataset, args.top_k)

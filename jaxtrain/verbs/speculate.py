@@ -20,7 +20,8 @@ from jaxtrain.data.template import TemplateFailed, encode, end_of_turn_ids, prom
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local.drafts import open_draft
-from jaxtrain.rollout.local.sampler import LocalSampler, Request
+from jaxtrain.rollout.local.requests import Request
+from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.slots import unstack
 from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.run.belongings import require_writable, write_output
@@ -63,7 +64,7 @@ class Pair:
 
     def __init__(self, model: Model, draft: str, sampling: SamplingConfig, raw: bool):
         self.model, self.sampling, self.raw = model, sampling, raw
-        model.require_language()
+        model.require_next_token()
         parts = model.held.roles.parts
         self.draft = open_draft(draft, parts, model.mesh, "--draft")
         with jax.set_mesh(model.mesh):

@@ -1,4 +1,4 @@
-"""LocalEngine: a LocalSampler for coroutines, its chunks drawn in a thread of their own.
+"""LocalEngine: a sampler for coroutines, its chunks drawn in a thread of their own.
 
     coroutine ── generate ─┐                    thread "sampler"
     coroutine ── generate ─┼─ add ─> requests ─> LocalSampler.step ─> ended ─> futures
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.rollout.acceptance import Acceptance
-from jaxtrain.rollout.local.sampler import LocalSampler, Request
+from jaxtrain.rollout.local.requests import Request, Requests
 from jaxtrain.rollout.local.slots import unstack
 from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
@@ -29,7 +29,7 @@ PATIENCE = 3
 class LocalEngine:
     """`types.Engine` in the training process; see the module's docstring."""
 
-    def __init__(self, sampler: LocalSampler):
+    def __init__(self, sampler: Requests):
         self.sampler = sampler
         self._asked = 0
         self._counted: Acceptance | None = None

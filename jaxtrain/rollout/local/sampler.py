@@ -11,18 +11,15 @@ draws the same tokens in fewer passes: `speculation.py`.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtrain.errors import UserError
 from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local.draws import find_kind, read_draws
+from jaxtrain.rollout.local.requests import Request, Requests
 from jaxtrain.rollout.local.slots import (
     CHUNK,
     Entry,
@@ -35,7 +32,6 @@ from jaxtrain.rollout.local.slots import (
     keep,
 )
 from jaxtrain.rollout.local.speculation import Drafted, speculate_chunk
-from jaxtrain.rollout.types import Completion, FinishReason, Sampling
 
 PROMPT_TOKENS = 32768
 """Slots of prompts that are read at once, which bounds the memory of their activations."""
@@ -43,34 +39,7 @@ REFILL = 8
 """A chunk ends early when one row in so many has ended in it."""
 
 
-@dataclass(eq=False)
-class Request:
-    """A prompt to continue, and what was drawn of its answer."""
-
-    prompt: Sequence[int]
-    sampling: Sampling
-    ends: tuple[int, ...]
-    """Tokens that end the answer, those of the sampler among them."""
-    number: int
-    """With sampling.seed it determines the noise."""
-    limit: int
-    """Tokens that may be drawn."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """Of each speculative cycle: 1 + the guesses accepted."""
-    next_version: int = -1
-    """Of the weights that drew the token which has not been handed out yet."""
-    finish_reason: FinishReason = "length"
-    aborted: bool = False
-
-    @property
-    def completion(self) -> Completion:
-        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions)
-
-
-class LocalSampler:
+class LocalSampler(Requests):
     """Continues prompts with a model of `jaxtrain.models`.
 
     `use` swaps the weights, also while answers are under way: what they have read stays as the
@@ -92,96 +61,14 @@ class LocalSampler:
     ):
         """mesh: where the weights lie, by default the one that is set where `step` is called.
         draft_rows: a draft guesses only while no more rows are busy; 0: always."""
-        self.eos_ids = frozenset(eos_ids)
-        self.pad_id = pad_id
-        self.max_len = max_len
-        self.max_batch = max_batch
-        self.to_text = to_text
-        self.mesh = mesh
+        super().__init__(
+            model, eos_ids, pad_id, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
+        )
         self.draft_rows = draft_rows
-        self.acceptance: Acceptance | None = None
-        """Of all cycles so far; None before the first."""
-        self._weights: tuple[Any, int] = (model, -1)
-        self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = []
         self._rows: Rows | None = None
         self._size = (0, 0, 0)
         """Rows, slots and ends of `_rows`."""
-
-    def use(self, model: Any, version: int = -1) -> None:
-        """Sample from these weights from the next chunk on; a model of the same shape compiles
-        nothing. May be called from any thread."""
-        self._weights = (model, version)
-
-    def on_mesh(self) -> AbstractContextManager:
-        """Where the sampler's programs run."""
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-
-    @property
-    def version(self) -> int:
-        """What `use` was told of the weights."""
-        return self._weights[1]
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        stop_ids: Iterable[int] = (),
-        draws: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """One Completion per prompt, in order; see `types.Completion` for its log-probs.
-
-        Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
-        seed and the prompt's number in `draws` (by default its index) alone, not on which rows
-        share its batch. Raises UserError for an empty prompt, one that leaves no room, and stop
-        texts without `to_text`.
-        """
-        stop_ids = tuple(stop_ids)
-        numbers = range(len(prompts)) if draws is None else draws
-        requests = [
-            self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
-            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
-        ]
-        # Prompts of like length together: less padding where they are read.
-        for request in sorted(requests, key=lambda one: len(one.prompt)):
-            self.add(request)
-        while self.busy:
-            self.step()
-        return [request.completion for request in requests]
-
-    def request(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        stop_ids: Iterable[int] = (),
-        number: int = 0,
-        name: str = "the prompt",
-    ) -> Request:
-        """A checked request, to be added; raises UserError as `generate` does."""
-        vocab_size = self._weights[0].head().shape[0]
-        if not 0 < len(prompt) < self.max_len:
-            raise UserError(
-                f"{name} has {len(prompt)} tokens; it needs at least 1 and at most "
-                f"{self.max_len - 1}, to leave room for an answer within {self.max_len}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise UserError(
-                f"{name} holds token {max(prompt)}, the model has {vocab_size}; use "
-                "the tokenizer that belongs to the model"
-            )
-        if sampling.stop and self.to_text is None:
-            raise UserError("sampling.stop: stop texts need the sampler's to_text function")
-        ends = tuple(sorted({*self.eos_ids, *stop_ids}))
-        limit = min(sampling.max_new_tokens, self.max_len - len(prompt))
-        return Request(prompt, sampling, ends, number, limit)
-
-    def add(self, request: Request) -> None:
-        """Let a request wait for a row."""
-        self._waiting.append(request)
-
-    def abort(self, request: Request) -> None:
-        """Give up a request; its row is free after the next step, which does not return it."""
-        request.aborted = True
 
     def drop_all(self) -> None:
         """Forget all requests, as after an error."""
@@ -351,19 +238,6 @@ class LocalSampler:
         for row, one in there:
             one.lengths += lengths_BN[row][lengths_BN[row] > 0].tolist()
         self.acceptance.add(lengths_BN.ravel(), tokens, seconds)
-
-    def _find_stop(self, tokens: list[int], seen: int, stop: Sequence[str]) -> int | None:
-        """Number of tokens after which the text first holds a stop text; None: it does not."""
-        if not stop:
-            return None
-
-        def holds(count: int) -> bool:
-            text = self.to_text(tokens[:count])
-            return any(word in text for word in stop)
-
-        if not holds(len(tokens)):
-            return None
-        return next(count for count in range(seen + 1, len(tokens) + 1) if holds(count))
 
 
 def find_end(requests: Sequence[Request], start: int) -> int:
