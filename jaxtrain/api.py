@@ -34,6 +34,7 @@ from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import feed, row_shards
 from jaxtrain.rollout.local.drafts import open_draft
+from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.speculation import Drafted
 from jaxtrain.rollout.types import Completion
@@ -146,7 +147,7 @@ class Model:
                 " `jaxtrain generate` and `jaxtrain eval` work with it"
             )
 
-    def sampler(self, raw: bool, draft: str | None = None) -> LocalSampler:
+    def sampler(self, raw: bool, draft: str | None = None) -> Requests:
         """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
         folder of a draft model for speculative decoding: the same answers sooner."""
         self.require_language()
@@ -155,7 +156,7 @@ class Model:
             self.require_next_token()
             parts = self.held.roles.parts
             model = Drafted(model, open_draft(draft, parts, self.mesh, "the draft"))
-        make = self.open_sampler or LocalSampler
+        make: Callable[..., Requests] = self.open_sampler or LocalSampler
         return make(
             model,
             end_of_turn_ids(self.tokenizer, raw),

@@ -90,6 +90,7 @@ def model_flops(matmul_params: float, tokens: float, mixing: float) -> float:
 def count_work(batch: Batch) -> tuple[int, np.ndarray]:
     """(tokens of a host Batch that are not padding; for each of them how many tokens see it)."""
     until = np.asarray(batch.until)
-    spans = until - np.arange(until.shape[-1])
-    real = (np.asarray(batch.prev) >= 0) | (spans > 1)
+    index = np.arange(until.shape[-1])
+    real = (np.asarray(batch.prev) >= 0) | (until > index + 1)
+    spans = until - (index if batch.since is None else np.asarray(batch.since))
     return int(real.sum()), spans[real]

@@ -108,7 +108,7 @@ def mask_held_out(batch: Batch, noise: Noise, seed: int, draws: int) -> list[Bat
     """A held-out batch masked `draws` times, by the seed and its own tokens: always alike. The
     numbers of masked tokens of each document lie evenly between one and all."""
     found, noise = find_documents(batch), replace(noise, weighted=True)
-    rng = np.random.default_rng([seed, zlib.crc32(np.ascontiguousarray(batch.tokens))])
+    rng = np.random.default_rng([seed, zlib.crc32(batch.tokens.tobytes())])
     first = rng.random(len(found.length))
     order = rng.permutation(draws)
     masked = []

@@ -101,7 +101,7 @@ class Cut:
         room = min(self.padding, self.sequence_len - len(tokens))
         if room <= 0 or int(tokens[-1]) not in self.ends or not weights[-1]:
             return sample
-        seed = zlib.crc32(np.ascontiguousarray(tokens, np.int32))
+        seed = zlib.crc32(tokens.astype(np.int32).tobytes())
         more = int(np.random.default_rng(seed).integers(0, room + 1))
         return dataclasses.replace(
             sample,

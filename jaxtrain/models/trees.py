@@ -37,6 +37,6 @@ def require_both_sides(config: DecoderConfig, found: str, key: str = "model.path
     if windows:
         said = f"layers that look only {min(windows)} tokens back"
     raise UserError(
-        f"{found}, but {key} is {config.architecture}, which has {said}; choose a model whose layers"
-        " are all full attention"
+        f"{found}, but {key} is {config.architecture}, which has {said}; choose a model whose"
+        " layers are all full attention"
     )

@@ -106,8 +106,8 @@ def with_mask(config: Config, task: DiffusionTask, parts: Parts) -> tuple[Parts,
     if grown := found.rows - rows:
         if parts.adapter is not None:
             raise UserError(
-                f"{found.told}, which an adapter's base does not have; name a token that is there as"
-                " task.mask_token_id, or train without adapter"
+                f"{found.told}, which an adapter's base does not have; name a token that is there"
+                " as task.mask_token_id, or train without adapter"
             )
         architecture = dataclasses.replace(architecture, vocab_size=found.rows, grown=grown)
     elif parts.adapter is not None and not config.adapter.train_embeddings and is_main_process():

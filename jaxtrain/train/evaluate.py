@@ -19,6 +19,7 @@ from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
 from jaxtrain.rollout.local.engine import LocalEngine
+from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import EvaluationWeights
 from jaxtrain.rollout.problem_sets import ProblemSets
@@ -52,7 +53,7 @@ class Evaluation:
         self.should_stop = should_stop
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
-        self.sampler: LocalSampler | None = None
+        self.sampler: Requests | None = None
         self.weights = EvaluationWeights(self.parts)
 
     def run(self, held: Held, scorer: Scorer) -> dict[str, float]:
@@ -112,10 +113,10 @@ class Evaluation:
             self.sampler.use(None)
         return found
 
-    def open_sampler(self, model: Any) -> LocalSampler:
+    def open_sampler(self, model: Any) -> Requests:
         """The run's one sampler, with these weights: it compiles once."""
         if self.sampler is None:
-            make = self.task.sampler or LocalSampler
+            make: Callable[..., Requests] = self.task.sampler or LocalSampler
             self.sampler = make(
                 model,
                 end_of_turn_ids(self.parts.tokenizer),

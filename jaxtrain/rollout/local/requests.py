@@ -167,8 +167,10 @@ class Requests(ABC):
         if not stop:
             return None
 
-        def holds(count: int) -> bool:
-            text = self.to_text(tokens[:count])
+        assert self.to_text is not None, "request() asks for it"
+
+        def holds(count: int, to_text: Any = self.to_text) -> bool:
+            text = to_text(tokens[:count])
             return any(word in text for word in stop)
 
         if not holds(len(tokens)):
