@@ -112,11 +112,14 @@ def build_optimizer(
     raise AssertionError(optim.name)
 
 
+VECTORS = ("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias")
+
+
 def is_vector(path: str) -> bool:
     """Whether a parameter is a norm scale, a bias, a decay rate, the taps of a convolution by
     channel or DoRA's magnitude (stacked: more axes)."""
     name = path.rsplit(".", 1)[-1]
-    return name in ("bias", "scale", "magnitude", "A_log", "dt_bias", "conv") or "norm" in name
+    return name in VECTORS or "norm" in name
 
 
 def is_embedding(path: str) -> bool:

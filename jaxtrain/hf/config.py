@@ -58,13 +58,15 @@ def hf_defaults(model_type: str) -> dict[str, Any]:
 def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for the dataclass `cls` from the content of a config.json.
 
-    Every field of `cls` but those in OWN is named as in config.json.
+    Every field of `cls` but those in OWN is named as in config.json, or as `cls.renamed` says.
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
     hints = get_type_hints(cls)
+    hints |= {theirs: hints[ours] for ours, theirs in cls.renamed.items()}
     names = {field.name for field in dataclasses.fields(cls)} - OWN
+    names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
     for key, value in raw.items():
         if key in names or key in IGNORED or key in ROPE:
@@ -87,7 +89,8 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     used = {key: raw[key] for key in raw if key in names or key in ROPE or key in KEPT}
     try:
         full = _config_class(model_type).from_dict(json.loads(json.dumps(used))).to_dict()
-        rope = {key: value for key, value in full["rope_parameters"].items() if value is not None}
+        stated = full.get("rope_parameters") or {}
+        rope = {key: value for key, value in stated.items() if value is not None}
     except Exception as error:  # transformers checks as it likes
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"config.json ({model_type}): {said[:500]}") from error
@@ -97,6 +100,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
             check_value(name, _thaw(value), hints[name])
     check_total(values)
     check_rope({"rope_parameters": rope})
+    values |= {ours: values.pop(theirs) for ours, theirs in cls.renamed.items() if theirs in values}
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
     values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
     return values
@@ -107,14 +111,16 @@ def write_fields(config: Any) -> dict[str, Any]:
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": config.model_type}
     for field in dataclasses.fields(config):
         if field.name not in OWN:
-            raw[field.name] = _thaw(getattr(config, field.name))
+            name = config.renamed.get(field.name, field.name)
+            raw[name] = _thaw(getattr(config, field.name))
     if config.head_dim is None:  # families without the attribute divide by a null
         del raw["head_dim"]
     rope = {key: _thaw(value) for key, value in config.rope}
-    raw["rope_parameters"] = rope
-    raw["rope_theta"] = rope["rope_theta"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    if rope:
+        raw["rope_parameters"] = rope
+        raw["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
     raw.update({key: json.loads(value) for key, value in config.kept})
     return raw
 

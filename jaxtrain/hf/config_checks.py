@@ -28,9 +28,25 @@ SIZES = {
     "num_experts": 2**14,
     "num_local_experts": 2**14,
     "num_experts_per_tok": 2**14,
+    "n_routed_experts": 2**14,
+    "shared_intermediate_size": 2**22,
+    "moe_shared_expert_intermediate_size": 2**22,
+    "moe_latent_size": 2**20,
+    "mamba_num_heads": 2**14,
+    "mamba_n_heads": 2**14,
+    "mamba_head_dim": 2**14,
+    "mamba_d_head": 2**14,
+    "n_groups": 2**14,
+    "mamba_n_groups": 2**14,
+    "ssm_state_size": 2**14,
+    "mamba_d_state": 2**14,
+    "conv_kernel": 2**8,
+    "mamba_d_conv": 2**8,
     "max_position_embeddings": 2**31 - 1,
 }
 """At least 1, and at most this: far beyond any model, but no number that only hangs."""
+FROM_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok")
+"""Of these, 0 where a family may have none; the others refuse that themselves."""
 MAX_PARAMETERS = 2**45
 MAX_ENTRIES = 2**14
 """Of a list."""
@@ -39,7 +55,11 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
 )
 """What dtype may be: names of torch's."""
-FRACTIONS = {"rms_norm_eps": (0.0, 1.0), "initializer_range": (0.0, 100.0)}
+FRACTIONS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_epsilon": (0.0, 1.0),
+    "initializer_range": (0.0, 100.0),
+}
 
 
 def check_names(raw: Any, place: str = "config.json") -> tuple[list[str], str | None]:
@@ -71,7 +91,7 @@ def check_value(key: str, value: Any, hint: Any) -> None:
     kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next((k for k in kinds if k is not type(None)), hint)
     if kind is int:
-        low, high = (1, SIZES[key]) if key in SIZES else (0, 2**31 - 1)
+        low, high = (int(key not in FROM_ZERO), SIZES[key]) if key in SIZES else (0, 2**31 - 1)
         fits, allowed = (
             type(value) is int and low <= value <= high,
             f"a number from {low} to {high}",

@@ -35,9 +35,10 @@ class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
 
     With `qk_norm_eps`, a `norm` over H on queries and keys before the rotation (Qwen3). `num_in`:
-    features that queries, keys and values are made of, where these are not D. With `output_gate`, q
-    gives each head H queries and H gates, by whose sigmoid what the head found is multiplied
-    (Qwen3-Next).
+    features that queries, keys and values are made of, where these are not D. scale: of scores, by
+    default H**-0.5. Where the layer has no position encoding, nothing is rotated. With
+    `output_gate`, q gives each head H queries and H gates, by whose sigmoid what the head found is
+    multiplied (Qwen3-Next).
     """
 
     follows_trees = True
@@ -59,6 +60,7 @@ class Attention(Mixer):
         norm: type[RMSNorm] = RMSNorm,
         output_gate: bool = False,
         softcap: float | None = None,
+        scale: float | None = None,
         impl: str = "auto",
         num_in: int | None = None,
         init_std: float = 0.02,
@@ -81,7 +83,7 @@ class Attention(Mixer):
         self.k_norm = make_norm() if qk_norm_eps is not None else None
         self.output_gate = output_gate
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
         self.impl = impl
 
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV:
@@ -104,7 +106,7 @@ class Attention(Mixer):
     ) -> tuple[jax.Array, KV | TriedRing | None]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
         if state is None:
-            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
+            see = {"window": inputs.spec.window, "impl": self.impl, **self._score()}
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
         else:
             out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
@@ -139,6 +141,9 @@ class Attention(Mixer):
         y_BTD = self.out(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features")
 
+    def _score(self) -> dict[str, float | None]:
+        return {"softcap": self.softcap, "scale": self.scale}
+
     def _heads(self, x_BTF: jax.Array) -> jax.Array:
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
         return constrain(x_BTNH, "rows", "length", "act_heads", None)
@@ -152,7 +157,7 @@ class Attention(Mixer):
             written = TriedRing(state, KV(k_BTKH, v_BTKH))
         else:
             written = write(state, k_BTKH, v_BTKH, decoding, ring)
-        see = {"softcap": self.softcap}
+        see = self._score()
         T = q_BTNH.shape[1]
         if (T == 1 or (T <= FEW and not ring)) and not isinstance(written, TriedRing):
             # A ring holds only what is within the window, and softmax does not ask for an order.

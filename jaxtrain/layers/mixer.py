@@ -126,3 +126,26 @@ class Mixer(nnx.Module):
             return constrain(x, *names)
 
         return jax.tree.map(place, state)
+
+
+class Tokenwise(Mixer):
+    """What stands for the mixer of a layer that reads each token alone: a state without arrays."""
+
+    follows_trees = True
+    trials = "own"
+
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
+        """See Mixer."""
+        return ()
+
+    def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
+        """See Mixer."""
+        return ()
+
+    def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
+        """See Mixer."""
+        return ()
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """See Mixer."""
+        return 0.0

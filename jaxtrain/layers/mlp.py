@@ -1,7 +1,8 @@
-"""GatedMLP: down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+"""MLP: down(act(up(x))); GatedMLP: down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
 }
 
 
-class GatedMLP(nnx.Module):
+class MLP(nnx.Module):
     """[..., D] -> [..., D] through F; `activation` is a key of ACTIVATIONS."""
 
     preset = "mlp"
+    is_gated: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -44,16 +47,30 @@ class GatedMLP(nnx.Module):
             dtype=dtype,
             rngs=rngs,
         )
-        self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        if self.is_gated:
+            self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        h_BTF = gated(*multiply_together(x_BTD, self.gate, self.up), self.activation)
+        h_BTF = self._open(x_BTD)
         y_BTD = self.down(constrain(h_BTF, "rows", "length", "act_mlp"))
         return constrain(y_BTD, "rows", "sequence", "features")
+
+    def _open(self, x_BTD: jax.Array) -> jax.Array:
+        """[..., F], behind the activation."""
+        return activated(self.up(x_BTD), self.activation)
+
+
+class GatedMLP(MLP):
+    """The same with a gate beside `up`, which the activation is for."""
+
+    is_gated = True
+
+    def _open(self, x_BTD: jax.Array) -> jax.Array:
+        return gated(*multiply_together(x_BTD, self.gate, self.up), self.activation)
 
 
 # As in norm.py: the backward keeps the two inputs and nothing in between.
@@ -61,3 +78,9 @@ class GatedMLP(nnx.Module):
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     """act(gate) * up."""
     return ACTIVATIONS[activation](gate) * up
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def activated(up: jax.Array, activation: str) -> jax.Array:
+    """act(up)."""
+    return ACTIVATIONS[activation](up)

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import Adapters, moe_ffn
 
-from jaxtrain.layers.linear import Dtype, ExpertLinear
-from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
+from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Choice, Router
 from jaxtrain.parallel.rules import constrain, partition_spec
 
@@ -28,13 +28,22 @@ AXES = {
 
 
 class Experts(nnx.Module):
-    """E gated MLPs: down_e(act(gate_e(x)) * up_e(x)), of which a token goes through `top`."""
+    """E MLPs, gated or not, of which a token goes through `top`."""
 
     preset = "mlp"
 
-    def __init__(self, num_features: int, num_hidden: int, num_experts: int, top: int, **common):
+    def __init__(
+        self,
+        num_features: int,
+        num_hidden: int,
+        num_experts: int,
+        top: int,
+        gated: bool = True,
+        **common,
+    ):
         linear = functools.partial(ExpertLinear, num_experts, top, **common)
-        self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
+        if gated:
+            self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
 
@@ -57,9 +66,14 @@ class SharedGate(nnx.Module):
 class MoE(nnx.Module):
     """[B, T, D] -> [B, T, D] through `router.top` of E experts of F each, plus shared ones.
 
+    gated: whether experts, and shared ones, are GatedMLPs. num_latent: dims that experts read and
+    write, between a matrix before all of them and one behind; the router and what is shared read x.
+
     activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS. num_shared: F of an MLP
     that every token goes through as well; gate_shared: each token takes its own share of it.
     """
+
+    preset = "mlp"
 
     def __init__(
         self,
@@ -69,6 +83,8 @@ class MoE(nnx.Module):
         num_experts: int,
         *,
         activation: str = "silu",
+        gated: bool = True,
+        num_latent: int | None = None,
         num_shared: int | None = None,
         gate_shared: bool = False,
         impl: str = "auto",
@@ -79,11 +95,17 @@ class MoE(nnx.Module):
     ):
         common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
         self.router = router
-        self.experts = Experts(num_features, num_hidden, num_experts, router.top, **common)
-        shared = num_shared is not None
-        self.shared = (
-            GatedMLP(num_features, num_shared, activation=activation, **common) if shared else None
+        width = num_features if num_latent is None else num_latent
+        self.experts = Experts(width, num_hidden, num_experts, router.top, gated, **common)
+        latent = num_latent is not None
+        self.latent_in = (
+            Linear(num_features, width, axes=("embed", None), **common) if latent else None
         )
+        self.latent_out = (
+            Linear(width, num_features, axes=(None, "embed"), **common) if latent else None
+        )
+        make = functools.partial(GatedMLP if gated else MLP, activation=activation, **common)
+        self.shared = make(num_features, num_shared) if num_shared is not None else None
         self.shared_gate = SharedGate(num_features, **common) if gate_shared else None
         self.num_experts = num_experts
         self.activation = activation
@@ -94,9 +116,12 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(result, what the balance of the router is measured on: see `note_balance`)."""
         choice = self.router(x_BTD)
+        y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         y_BTD = _through_experts(
-            x_BTD, choice, self.experts, activation=self.activation, impl=self.impl
+            y_BTD, choice, self.experts, activation=self.activation, impl=self.impl
         )
+        if self.latent_out is not None:
+            y_BTD = self.latent_out(y_BTD)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
             if self.shared_gate is not None:
@@ -129,8 +154,9 @@ def _through_experts(
 ) -> jax.Array:
     """sum over k of gate_k * expert_k(x), each device on its tokens, its experts, its columns."""
     kernels, factors = {}, {}
-    for name in AXES:
-        kernels[name], factors[name] = getattr(experts, name).weights()
+    matrices = {name: getattr(experts, name) for name in AXES if hasattr(experts, name)}
+    for name, matrix in matrices.items():
+        kernels[name], factors[name] = matrix.weights()
     frozen = any(pair is not None for pair in factors.values())
     op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
 
@@ -140,7 +166,7 @@ def _through_experts(
             x_BTD.reshape(-1, D),
             experts_BTK.reshape(-1, k),
             gates_BTK.reshape(-1, k),
-            *(kernels[name] for name in AXES),
+            *(kernels.get(name) for name in AXES),
             adapters=Adapters(**factors),
         )
         return y.reshape(x_BTD.shape)
@@ -154,7 +180,7 @@ def _through_experts(
         name: pair and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
         for name, pair in factors.items()
     }
-    owners, columns = kernel_specs["gate"][0], kernel_specs["gate"][2]
+    owners, columns = kernel_specs["up"][0], kernel_specs["up"][2]
     shares = (*_axes(owners), *_axes(columns))
     # Devices that share the work of the same tokens all hold these tokens.
     rows, length, _ = place(("rows", "length", None), x_BTD.shape)
@@ -164,7 +190,7 @@ def _through_experts(
 
     def local(x_BTD, experts_BTK, gates_BTK, kernels, factors):
         if owners is not None:  # the others' experts get numbers that no local expert has
-            first = jax.lax.axis_index(owners) * kernels["gate"].shape[0]
+            first = jax.lax.axis_index(owners) * kernels["up"].shape[0]
             experts_BTK = experts_BTK - first
         y_BTD = compute(x_BTD, experts_BTK, gates_BTK, kernels, factors)
         return jax.lax.psum(y_BTD, shares) if shares else y_BTD

@@ -40,6 +40,28 @@ class ZeroCentredRMSNorm(RMSNorm):
         return normalise_zero_centred(x, self.scale[...], self.eps)
 
 
+class PreciseRMSNorm(RMSNorm):
+    """RMSNorm whose scale is applied before the value is rounded to x's dtype."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return normalise_precisely(x, self.scale[...], self.eps)
+
+
+class GroupedRMSNorm(RMSNorm):
+    """RMSNorm(x * silu(gate)) over each of `num_groups` equal parts of the last dim (Mamba-2: Dao
+    and Gu 2024, arXiv:2405.21060); rounded once, at the end."""
+
+    def __init__(
+        self, num_features: int, num_groups: int, *, eps: float, param_dtype: Dtype = jnp.float32
+    ):
+        super().__init__(num_features, eps=eps, param_dtype=param_dtype)
+        self.scale.set_metadata(axes=("heads",))
+        self.num_groups = num_groups
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        return normalise_groups(x, gate, self.scale[...], self.eps, self.num_groups)
+
+
 class GatedRMSNorm(RMSNorm):
     """RMSNorm(x) * silu(gate); the scale in at least float32, whatever the other weights are."""
 
@@ -64,6 +86,24 @@ def normalise_zero_centred(x: jax.Array, scale: jax.Array, eps: float) -> jax.Ar
     """The formula of ZeroCentredRMSNorm, on arrays."""
     unit = _to_unit(x, eps)
     return (unit * (1 + scale.astype(unit.dtype))).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def normalise_precisely(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """The formula of PreciseRMSNorm, on arrays."""
+    unit = _to_unit(x, eps)
+    return (unit * scale.astype(unit.dtype)).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
+def normalise_groups(
+    x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float, num_groups: int
+) -> jax.Array:
+    """The formula of GroupedRMSNorm, on arrays."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    gated = x.astype(wide) * jax.nn.silu(gate.astype(wide))
+    unit = _to_unit(gated.reshape(*x.shape[:-1], num_groups, -1), eps).reshape(x.shape)
+    return (unit * scale.astype(wide)).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)

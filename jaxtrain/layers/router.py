@@ -28,7 +28,8 @@ class Router(nnx.Module):
     """[..., D] -> Choice of `top` out of E experts.
 
     scoring "softmax": see `choose_softmax`; "sigmoid": see `choose_sigmoid`, with a `bias` [E] that
-    only moves the choice, so it has no gradient.
+    only moves the choice, so it has no gradient. wide: x and the kernel are multiplied in at least
+    float32, where other routers round the kernel to `dtype`.
     """
 
     token_share = 1.0
@@ -45,6 +46,7 @@ class Router(nnx.Module):
         groups: int = 1,
         top_groups: int = 1,
         scale: float = 1.0,
+        wide: bool = False,
         init_std: float = 0.02,
         param_dtype: Dtype = jnp.float32,
         dtype: Dtype = jnp.float32,
@@ -55,16 +57,17 @@ class Router(nnx.Module):
         kernel_DE = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel = nnx.Param(kernel_DE, axes=("embed", None))
         sigmoid = scoring == "sigmoid"
-        self.bias = (
-            nnx.Param(jnp.zeros((num_experts,), jnp.float32), axes=("norm",)) if sigmoid else None
-        )
+        zeros_E = jnp.zeros((num_experts,), jnp.promote_types(param_dtype, jnp.float32))
+        self.bias = nnx.Param(zeros_E, axes=("norm",)) if sigmoid else None
         self.top, self.normalise, self.scale = top, normalise, scale
         self.groups, self.top_groups = groups, top_groups
+        self.wide = wide
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: jax.Array) -> Choice:
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        kernel_DE = self.kernel[...].astype(self.dtype)
+        kernel_DE = self.kernel[...].astype(wide if self.wide else self.dtype)
+        x = x.astype(wide) if self.wide else x
         logits = jnp.einsum("...D,DE->...E", x, kernel_DE, preferred_element_type=wide)
         if self.bias is None:
             return choose_softmax(logits, self.top, normalise=self.normalise, scale=self.scale)

@@ -6,9 +6,11 @@ do the same: by entry point in group jaxtrain.models, named as the architecture,
 """
 
 ARCHITECTURES = {
+    "GraniteMoeHybridForCausalLM": "jaxtrain.models.granitemoehybrid",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MistralForCausalLM": "jaxtrain.models.mistral",
     "MixtralForCausalLM": "jaxtrain.models.mixtral",
+    "NemotronHForCausalLM": "jaxtrain.models.nemotron_h",
     "Qwen2ForCausalLM": "jaxtrain.models.qwen2",
     "Qwen3ForCausalLM": "jaxtrain.models.qwen3",
     "Qwen3NextForCausalLM": "jaxtrain.models.qwen3_next",

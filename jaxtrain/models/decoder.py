@@ -35,6 +35,8 @@ class DecoderConfig:
     model_type: ClassVar[str]
     also: ClassVar[tuple[str, ...]] = ()
     """Further architectures whose folders the family reads."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """What a config.json calls fields that have another name here."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Before attention and MLP, and behind the last layer."""
     carries: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +58,7 @@ class DecoderConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: tuple[tuple[str, Any], ...]
-    """Hugging Face's rope_parameters as sorted items."""
+    """Hugging Face's rope_parameters as sorted items; none where nothing is rotated."""
     kept: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
     grown: int = 0
@@ -99,7 +101,7 @@ class DecoderConfig:
                 f"config.json: hidden_size={self.hidden_size} must be a multiple of "
                 f"num_attention_heads={heads} where head_dim is not given"
             )
-        if self.head_size % 2:
+        if self.rope and self.head_size % 2:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
         self.encodings()
         self.layers()
@@ -123,7 +125,8 @@ class DecoderConfig:
         return dict(sorted(found.items()))
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
-        """`rope.frequencies` of each position encoding that layers() names."""
+        """`rope.frequencies` of each position encoding that layers() names; a layer with another
+        name rotates nothing."""
         return {"default": frequencies(self.head_size, dict(self.rope))}
 
     @property
@@ -131,6 +134,16 @@ class DecoderConfig:
         """{token id that stands for an image or a video: its key in config.json}, which is no text
         to train on."""
         return {}
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied with where the layers read them."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied with."""
+        return 1.0
 
     @property
     def experts_per_token(self) -> tuple[int, int] | None:
@@ -297,6 +310,8 @@ class Decoder(Ends, Layered):
             (name, tuple(frequency.tolist()), factor)
             for name, (frequency, factor) in config.encodings().items()
         )
+        self.embedding_scale = config.embedding_scale
+        self.logit_scale = config.logit_scale if head is None else 1.0
         self.stored: tuple[tuple[str, str], ...] = ()
         self.carries = config.carries
         self.experts_per_token = config.experts_per_token
@@ -327,9 +342,9 @@ class Decoder(Ends, Layered):
         return all(mixer.follows_trees for _, mixer in self.stack.mixers())
 
     def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> Hidden:
-        """Final-normed hidden states [B, T, D] of a Batch [B, T], with what the blocks noted (see
-        `layers.moe`) and the outputs of the layers in `capture`, which count from 0, before the
-        final norm. Padding gives finite values that mean nothing."""
+        """Final-normed hidden states [B, T, D] of a Batch [B, T], times the config's logit_scale,
+        with what the blocks noted (see `layers.moe`) and the outputs of the layers in `capture`,
+        which count from 0, before the final norm. Padding gives finite values that mean nothing."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         return self._run(batch.tokens, context, capture=capture)[0]
 
@@ -403,8 +418,13 @@ class Decoder(Ends, Layered):
     def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
         extra = self.layer_inputs(tokens_BT)
         turns = self._turn(context.positions)
-        found, states = self.stack(self.embed(tokens_BT), context, turns, extra=extra, **options)
-        return found._replace(hidden=self.norm(found.hidden)), states
+        x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        found, states = self.stack(x_BTD, context, turns, extra=extra, **options)
+        return found._replace(hidden=scaled(self.norm(found.hidden), self.logit_scale)), states
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:

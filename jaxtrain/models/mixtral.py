@@ -45,6 +45,6 @@ def names(config: Config) -> list[Entry]:
             layers,
             config.num_local_experts,
             module="block_sparse_moe",
-            parts=("w1", "w3", "w2"),
+            parts={"gate": "w1", "up": "w3", "down": "w2"},
         ),
     ]

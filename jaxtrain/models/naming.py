@@ -1,11 +1,13 @@
 """The tensor names that Hugging Face's decoders share."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Split, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
+
+EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def decoder_names(
@@ -98,19 +100,29 @@ def mlp_names(
     ]
 
 
-def fused_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[Entry]:
-    """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]."""
-    entries = [layer_entry(kind, layers, "mlp.router.kernel", "mlp.gate.weight", transpose=True)]
+def fused_expert_names(
+    kind: str,
+    layers: Sequence[int],
+    hidden: int,
+    *,
+    module: str = "mlp",
+    router: str = "gate",
+    tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
+) -> list[Entry]:
+    """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]: that of
+    gate and up, and that of down, under `model.layers.<n>.<module>`."""
+    name = f"{module}.{router}.weight"
+    entries = [layer_entry(kind, layers, "mlp.router.kernel", name, transpose=True)]
 
     def stack(ours: str, make: Callable[[str], Op]) -> None:
-        names = [f"model.layers.{layer}.mlp.experts" for layer in layers]
+        names = [f"model.layers.{layer}.{module}" for layer in layers]
         op = Stack(tuple(Transpose(make(name)) for name in names))
         entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", op))
 
     for place, ours in enumerate(("gate", "up")):
         start = place * hidden
-        stack(ours, lambda name, s=start: Split(f"{name}.gate_up_proj", 1, s, 2 * hidden))
-    stack("down", lambda name: Tensor(f"{name}.down_proj"))
+        stack(ours, lambda name, s=start: Split(f"{name}.{tensors[0]}", 1, s, 2 * hidden))
+    stack("down", lambda name: Tensor(f"{name}.{tensors[1]}"))
     return entries
 
 
@@ -119,15 +131,17 @@ def expert_names(
     layers: Sequence[int],
     num_experts: int,
     *,
+    ours: str = "mlp",
     module: str = "mlp",
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    parts: Mapping[str, str] = EXPERT_PARTS,
 ) -> list[Entry]:
-    """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`."""
+    """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`; ours:
+    what the block calls the MoE; parts: what tensors of an expert's matrices are called."""
     router = _layers(
-        kind, layers, "model.", "mlp.router.kernel", f"{module}.gate.weight", transpose=True
+        kind, layers, "model.", f"{ours}.router.kernel", f"{module}.gate.weight", transpose=True
     )
     entries = [router]
-    for ours, theirs in zip(("gate", "up", "down"), parts, strict=True):
+    for part, theirs in parts.items():
         stacks = tuple(
             Stack(
                 tuple(
@@ -137,7 +151,7 @@ def expert_names(
             )
             for layer in layers
         )
-        entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", Stack(stacks)))
+        entries.append(Entry(f"stack.{kind}.{ours}.experts.{part}.kernel", Stack(stacks)))
     return entries
 
 

@@ -105,7 +105,71 @@ HYBRID = {
         "mlp_only_layers": [1],
     },
 }
-RAW |= HYBRID
+# Steps of a new layer; transformers takes the first for a limit, too, which none should reach here.
+STEPS = {"time_step_min": 1e-6, "time_step_floor": 0.01}
+MAMBA = {
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M*",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        **STEPS,
+    },
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*E",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "ssm_state_size": 12,
+        **STEPS,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_latent_size": 16,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "mamba", "attention"],
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 12,
+        "mamba_n_groups": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20,
+        "attention_multiplier": 0.11,
+        "embedding_multiplier": 6,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3,
+    },
+    "granitemoehybrid_dense": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "rope",
+        "attention_bias": True,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 12,
+        "mamba_conv_bias": False,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 20,
+        "residual_multiplier": 0.4,
+    },
+}
+RAW |= HYBRID | MAMBA
 RAW = {name: {**SIZES, **raw} for name, raw in RAW.items()}
 del RAW["qwen3_5_moe"]["intermediate_size"]  # there is no dense layer
 

@@ -76,8 +76,32 @@ HYBRIDS = {
     "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS},
     "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-*ME",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 12,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+        "residual_multiplier": 0.7,
+    },
 }
-"""Random forests and gradients of these are in tests/models/test_models_hybrid.py."""
+"""Random forests and gradients of these are in tests/models/test_models_hybrid.py and, those with
+Mamba-2, test_models_mamba.py."""
 IMPLS = ("xla", "reference")
 ROWS, ROW_TOKENS = 2, 48
 MAX_NODES, MAX_NODE_TOKENS = 6, 4

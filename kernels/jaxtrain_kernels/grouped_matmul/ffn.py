@@ -1,10 +1,11 @@
-"""The gated feed-forward layer of every expert on the tokens that chose it: its definition."""
+"""The feed-forward layer of every expert on the tokens that chose it: its definition."""
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
 from jaxtrain_kernels.precision import accumulator
@@ -15,6 +16,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 Factors = tuple[jax.Array, jax.Array] | None
@@ -39,6 +41,7 @@ def compose(
 
     The definition, and what backends without a fused kernel run. The hidden state is rounded to
     x's dtype once, after the gate; padding rows have gate 0, so that they add nothing anywhere.
+    w_gate None: act(x W_up) is not gated.
     """
     segments = routing.segments
 
@@ -50,9 +53,13 @@ def compose(
         return y + matmul(matmul(x, a, segments), b, segments)
 
     rows_PD = gather_in(x, routing)
-    gate_PF = project(rows_PD, w_gate, adapters.gate)
     up_PF = project(rows_PD, w_up, adapters.up)
-    hidden_PF = gated(gate_PF, up_PF, gather_gates(gates, routing), activation)
+    gates_P = gather_gates(gates, routing)
+    if w_gate is None:
+        hidden_PF = activated(up_PF, gates_P, activation)
+    else:
+        gate_PF = project(rows_PD, w_gate, adapters.gate)
+        hidden_PF = gated(gate_PF, up_PF, gates_P, activation)
     return combine(project(hidden_PF, w_down, adapters.down), routing)
 
 
@@ -63,3 +70,11 @@ def gated(gate_PF, up_PF, gates, activation: str):
     wide = accumulator(gate_PF.dtype)
     hidden_PF = ACTIVATIONS[activation](gate_PF.astype(wide)) * up_PF.astype(wide)
     return (gates.astype(wide)[:, None] * hidden_PF).astype(gate_PF.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def activated(up_PF, gates, activation: str):
+    """gates [P] * act(up), computed in at least float32; in the dtype of up."""
+    wide = accumulator(up_PF.dtype)
+    hidden_PF = ACTIVATIONS[activation](up_PF.astype(wide))
+    return (gates.astype(wide)[:, None] * hidden_PF).astype(up_PF.dtype)

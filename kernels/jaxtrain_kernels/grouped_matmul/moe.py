@@ -18,7 +18,7 @@ def moe_ffn(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    w_gate: jax.Array,
+    w_gate: jax.Array | None,
     w_up: jax.Array,
     w_down: jax.Array,
     *,
@@ -32,15 +32,17 @@ def moe_ffn(
 
     x [T, D]; experts int32 [T, k] (all of a token's differ or not: both are right; a number
     outside [0, E) adds nothing: an expert of another device); gates [T, k]; w_gate and w_up
-    [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's. Every token reaches all its
-    experts, so a token's result does not depend on its neighbours. Deterministic.
+    [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's. w_gate None: experts are
+    act(x W_up) W_down, without a gate. Every token reaches all its experts, so a token's result
+    does not depend on its neighbours. Deterministic.
     Gradients to x, gates, adapters and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
     kernels want 128; None chooses. Raises ValueError for shapes that do not fit or an unknown
     activation, NotImplementedError if `impl` declines.
     """
-    (T, D), (E, _, F) = x.shape, w_gate.shape
-    found = (w_gate.shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
+    (T, D), (E, _, F) = x.shape, w_up.shape
+    gate_shape = w_up.shape if w_gate is None else w_gate.shape
+    found = (gate_shape, w_up.shape, w_down.shape, experts.shape, gates.shape)
     wanted = ((E, D, F), (E, D, F), (E, F, D), (T, *experts.shape[1:]), experts.shape)
     if found != wanted or experts.ndim != 2:
         raise ValueError(
@@ -50,9 +52,9 @@ def moe_ffn(
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe_ffn: activation {activation!r}; allowed: {sorted(ACTIVATIONS)}")
     if freeze_experts:
-        w_gate, w_up, w_down = (jax.lax.stop_gradient(w) for w in (w_gate, w_up, w_down))
+        w_gate, w_up, w_down = jax.lax.stop_gradient((w_gate, w_up, w_down))
     if block is None:
-        block = choose_block(x, experts.size, w_gate, impl)
+        block = choose_block(x, experts.size, w_up, impl)
     return dispatch(
         "moe_ffn",
         impl,
@@ -69,13 +71,13 @@ def moe_ffn(
     )
 
 
-def choose_block(x, choices: int, w_gate, impl: str) -> int:
+def choose_block(x, choices: int, w_up, impl: str) -> int:
     """128 where the Hopper kernels will take the call; else about the mean rows of an expert."""
     if impl in ("auto", "mosaic_gpu"):
         try:
-            mosaic_gpu.check(x.dtype, BLOCK, *w_gate.shape[1:])
+            mosaic_gpu.check(x.dtype, BLOCK, *w_up.shape[1:])
             return BLOCK
         except NotImplementedError:
             pass
-    mean = max(choices // w_gate.shape[0], 1)
+    mean = max(choices // w_up.shape[0], 1)
     return min(BLOCK, max(8, 1 << (mean - 1).bit_length()))

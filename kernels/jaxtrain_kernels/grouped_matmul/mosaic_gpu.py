@@ -55,8 +55,8 @@ run.defvjp(_run_fwd, _run_bwd)
 def moe_ffn(x, gates, w_gate, w_up, w_down, routing, *, adapters, activation, freeze_experts):
     """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     block = routing.row_token.shape[0] // routing.segments.group.shape[0]
-    check(x.dtype, block, *w_gate.shape[1:])
-    if activation not in FUSED:
+    check(x.dtype, block, *w_up.shape[1:])
+    if activation not in FUSED or w_gate is None:
         arrays = (x, gates, w_gate, w_up, w_down, routing)
         options = {"activation": activation, "freeze_experts": freeze_experts}
         return compose(grouped_matmul, *arrays, adapters=adapters, **options)

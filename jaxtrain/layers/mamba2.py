@@ -1,0 +1,272 @@
+"""Mamba2: a state space layer (Dao and Gu 2024, arXiv:2405.21060); its state is a matrix a head,
+and the tail of a convolution.
+
+    z, m, dt = x W_in;  x, B, C = silu(convolution of 4 along the branch (m))
+    dt = softplus(dt + dt_bias) within limits;  S = e^(A dt) S + dt B x^T;  y = S^T C + D x
+    out = RMSNorm(y * silu(z)) W_out, the norm over the heads of a group
+
+This file owns the shard_map around the op: a device takes whole rows of some groups, or of some
+heads of one, also where tokens are cut over the context axis.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtrain_kernels import causal_conv, ssd
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
+from jaxtrain.layers.norm import GroupedRMSNorm
+from jaxtrain.parallel.rules import constrain, count_ways, mesh_axes, partition_spec
+
+FIRST_STEPS = (1e-3, 1e-1)
+"""dt of a new layer: drawn between these, evenly in log."""
+
+
+class MambaState(NamedTuple):
+    """What a row's next token needs."""
+
+    tail: jax.Array
+    """[B, taps - 1, G, F]: what went into the convolution last."""
+    S: jax.Array
+    """[B, N, S, P] in at least float32."""
+
+
+class TriedMamba(NamedTuple):
+    """A state, and what new tokens bring of which it is not known yet how many will stay."""
+
+    old: MambaState
+    m_BTGF: jax.Array
+    dt_BTN: jax.Array
+
+
+class Share(NamedTuple):
+    """What the heads are computed with, beside activations; cut like them."""
+
+    conv_GFW: jax.Array
+    bias_GF: jax.Array | None
+    A_N: jax.Array
+    D_N: jax.Array
+
+
+class Mamba2(Mixer):
+    """[B, T, D] -> [B, T, D] with N heads of P dims in G groups, each with B and C of S dims.
+
+    The columns of `in_proj` are grouped: of R = N / G heads z and x, B, C, and dt of these heads.
+    So a share of the groups is a plain cut of every parameter.
+    """
+
+    follows_trees = True
+    trials = "own"
+    preset = "attention"
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        head_dim: int,
+        num_groups: int,
+        state_dim: int,
+        *,
+        taps: int = 4,
+        conv_bias: bool = True,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        norm_eps: float = 1e-5,
+        impl: str = "auto",
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        inner = num_heads * head_dim
+        mixed = inner + 2 * num_groups * state_dim
+        columns = inner + mixed + num_heads
+        self.in_proj = Linear(num_features, columns, axes=("embed", "heads"), **common)
+        conv_F1W = init_std * jax.random.normal(rngs.params(), (mixed, 1, taps), param_dtype)
+        self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
+        zeros_F = jnp.zeros((mixed,), param_dtype)
+        self.conv_bias = nnx.Param(zeros_F, axes=("heads",)) if conv_bias else None
+        # Small, and summed over whole rows: never rounded to the dtype of the other weights.
+        wide = jnp.promote_types(param_dtype, jnp.float32)
+        decay_N = jnp.arange(1, num_heads + 1, dtype=wide)
+        self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
+        self.D = nnx.Param(jnp.ones((num_heads,), wide), axes=("heads",))
+        low, high = map(math.log, FIRST_STEPS)
+        step_N = jnp.exp(
+            jax.random.uniform(rngs.params(), (num_heads,), wide, minval=low, maxval=high)
+        )
+        # softplus of it is the step.
+        bias_N = step_N + jnp.log(-jnp.expm1(-step_N))
+        self.dt_bias = nnx.Param(bias_N, axes=("heads",))
+        self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=param_dtype)
+        self.out_proj = Linear(inner, num_features, axes=("heads", "embed"), **common)
+        self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
+        self.num_groups, self.state_dim = num_groups, state_dim
+        self.dt_limit, self.impl = dt_limit, impl
+
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> MambaState:
+        """See Mixer; however many slots there are."""
+        N, P, G, S = self.num_heads, self.head_dim, self.num_groups, self.state_dim
+        tail = jnp.zeros((rows, self.taps - 1, G, N // G * P + 2 * S), dtype)
+        return MambaState(tail, jnp.zeros((rows, N, S, P), jnp.promote_types(dtype, jnp.float32)))
+
+    def place_state(self, state: MambaState | TriedMamba | None) -> MambaState | TriedMamba | None:
+        """See Mixer."""
+        if state is None:
+            return None
+        if isinstance(state, TriedMamba):
+            m_BTGF = constrain(state.m_BTGF, "rows", None, "act_heads", None)
+            dt_BTN = constrain(state.dt_BTN, "rows", None, "act_heads")
+            return TriedMamba(self.place_state(state.old), m_BTGF, dt_BTN)
+        return MambaState(
+            constrain(state.tail, "rows", None, "act_heads", None),
+            constrain(state.S, "rows", "act_heads", None, None),
+        )
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """See Mixer: of every token B x^T and S^T C, whatever it sees."""
+        return 4.0 * self.num_heads * self.head_dim * self.state_dim * len(spans)
+
+    def commit_state(self, spec: LayerSpec, tried: TriedMamba, decoding: Decoding) -> MambaState:
+        """See Mixer: the recurrence runs again over those that stay, the projections do not."""
+        T = tried.m_BTGF.shape[1]
+        count_B = decoding.end - decoding.start
+        token_T = jnp.arange(T, dtype=jnp.int32)
+        until_BT = jnp.where(token_T < count_B[:, None], T, 0).astype(jnp.int32)
+        _, S = self._mix(tried.m_BTGF, tried.dt_BTN, until_BT, None, tried.old)
+        return MambaState(self._move_tail(tried.old.tail, tried.m_BTGF, count_B), S)
+
+    def __call__(
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: MambaState | None = None
+    ) -> tuple[jax.Array, MambaState | TriedMamba | None]:
+        context = inputs.context
+        if state is None and context.since is not None:
+            raise UserError(
+                "Mamba layers read each token after the one before it; tokens that see later ones"
+                " (prefix attention) are not supported for this model"
+            )
+        x_BTD = constrain(x_BTD, "rows", "length", "features")
+        B, T, G = *x_BTD.shape[:2], self.num_groups
+        inner = self.num_heads // G * self.head_dim
+        grouped_BTGF = self.in_proj(x_BTD).reshape(B, T, G, -1)
+        cuts = [inner, 2 * inner + 2 * self.state_dim]
+        z_BTGF, m_BTGF, dt_BTGR = jnp.split(grouped_BTGF, cuts, axis=-1)
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        dt_BTN = dt_BTGR.reshape(B, T, -1).astype(wide) + self.dt_bias[...].astype(wide)[None, None]
+        dt_BTN = jnp.clip(jax.nn.softplus(dt_BTN), *self.dt_limit)
+        if state is None:
+            until_BT = jnp.where(context.real(), context.until, 0)
+        else:
+            until_BT = context.until
+        y_BTF, S = self._mix(m_BTGF, dt_BTN, until_BT, context.prev, state)
+        y_BTF = self.norm(y_BTF, z_BTGF.reshape(y_BTF.shape))
+        y_BTD = constrain(self.out_proj(y_BTF), "rows", "sequence", "features")
+        if state is None:
+            return y_BTD, None
+        if inputs.trial:
+            return y_BTD, TriedMamba(state, m_BTGF, dt_BTN)
+        decoding = inputs.decoding
+        tail = self._move_tail(state.tail, m_BTGF, decoding.end - decoding.start)
+        return y_BTD, MambaState(tail, S)
+
+    def _move_tail(self, tail, m_BTGF, count_B):
+        """The last inputs of the convolution behind `count` new ones."""
+        longer = jnp.concatenate([tail, m_BTGF.astype(tail.dtype)], axis=1)
+        places = count_B[:, None] + jnp.arange(self.taps - 1, dtype=jnp.int32)
+        return jnp.take_along_axis(longer, places[:, :, None, None], axis=1)
+
+    def _mix(self, m_BTGF, dt_BTN, until_BT, prev_BT, state):
+        """(what the heads found [B, T, N P], the last S or None), on whatever mesh is set."""
+        B, T, G, _ = m_BTGF.shape
+        wide = dt_BTN.dtype
+        share = Share(
+            self.conv[...].reshape(G, -1, self.taps),
+            None if self.conv_bias is None else self.conv_bias[...].reshape(G, -1),
+            -jnp.exp(self.A_log[...].astype(wide)),
+            self.D[...].astype(wide),
+        )
+        run = functools.partial(
+            mix_heads, head_dim=self.head_dim, state_dim=self.state_dim, impl=self.impl
+        )
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return run(m_BTGF, share, dt_BTN, until_BT, prev_BT, state)
+        # Where groups are fewer than devices, those that share one each get its B and C.
+        ways = count_ways(mesh_axes("row_heads", mesh), mesh)
+        parts = ways // math.gcd(ways, G)
+        if self.num_heads // G % parts:
+            parts = 1
+        divide = functools.partial(divide_groups, parts=parts, state_dim=self.state_dim)
+        m_BTGF, conv = divide(m_BTGF, axis=2), divide(share.conv_GFW, axis=0)
+        bias = None if share.bias_GF is None else divide(share.bias_GF, axis=0)
+        share = share._replace(conv_GFW=conv, bias_GF=bias)
+        if state is not None:
+            state = state._replace(tail=divide(state.tail, axis=2))
+        by_token = partition_spec(("rows", None, "row_heads", None), m_BTGF.shape, mesh)
+        rows, _, heads, _ = by_token
+        of_state = MambaState(by_token, PartitionSpec(rows, heads))
+        out_BTF, S = jax.shard_map(
+            run,
+            in_specs=(
+                by_token,
+                PartitionSpec(heads),
+                PartitionSpec(rows, None, heads),
+                PartitionSpec(rows),
+                PartitionSpec(rows),
+                PartitionSpec() if state is None else of_state,
+            ),
+            out_specs=(
+                PartitionSpec(rows, None, heads),
+                PartitionSpec() if prev_BT is not None else of_state.S,
+            ),
+            check_vma=False,
+        )(m_BTGF, share, dt_BTN, until_BT, prev_BT, state)
+        return out_BTF, S
+
+
+def divide_groups(x: jax.Array, *, parts: int, state_dim: int, axis: int) -> jax.Array:
+    """Groups along `axis`, whose next dim is that of x, B and C: each as `parts` groups with a
+    share of the heads and B and C again."""
+    if parts == 1:
+        return x
+    at = axis + 1
+    cut = x.shape[at] - 2 * state_dim
+    heads, shared = jnp.split(x, [cut], axis=at)
+    shape = (*x.shape[:axis], x.shape[axis] * parts, cut // parts, *x.shape[at + 1 :])
+    return jnp.concatenate([heads.reshape(shape), jnp.repeat(shared, parts, axis=axis)], axis=at)
+
+
+def mix_heads(m_BTGF, share: Share, dt_BTN, until_BT, prev_BT, state, *, head_dim, state_dim, impl):
+    """The convolution and the recurrence of the groups that are here: see `Mamba2._mix`."""
+    B, T, G, F = m_BTGF.shape
+    N, wide = dt_BTN.shape[2], dt_BTN.dtype
+    tail = None if state is None else state.tail.reshape(B, -1, G * F)
+    bias = None if share.bias_GF is None else share.bias_GF.reshape(G * F)
+    mixed_BTF = causal_conv(
+        m_BTGF.reshape(B, T, G * F), share.conv_GFW.reshape(G * F, -1), prev_BT, tail, bias
+    )
+    mixed_BTGF = jax.nn.silu(mixed_BTF).reshape(B, T, G, F)
+    cuts = [F - 2 * state_dim, F - state_dim]
+    x_BTGF, B_BTGS, C_BTGS = jnp.split(mixed_BTGF, cuts, axis=-1)
+    x_BTNP = x_BTGF.reshape(B, T, N, head_dim)
+    S = None if state is None else state.S
+    y_BTNP, S = ssd(
+        x_BTNP, dt_BTN, share.A_N, B_BTGS, C_BTGS, until_BT, prev_BT, state=S, impl=impl
+    )
+    past_BTN = jnp.broadcast_to(share.D_N, dt_BTN.shape)
+    if state is None:
+        # A document of one token looks like padding and is left out: it finds what it brings.
+        used_BT = until_BT > jnp.arange(T, dtype=jnp.int32)
+        own_BTG = (B_BTGS.astype(wide) * C_BTGS.astype(wide)).sum(-1)
+        own_BTN = jnp.repeat(own_BTG, N // G, axis=2) * dt_BTN
+        past_BTN = past_BTN + jnp.where(used_BT[..., None], 0.0, own_BTN)
+    y_BTNP = y_BTNP.astype(wide) + past_BTN[..., None] * x_BTNP.astype(wide)
+    return y_BTNP.astype(x_BTNP.dtype).reshape(B, T, -1), S

@@ -1,0 +1,230 @@
+"""Granite 4 (IBM 2025): Mamba-2 or attention, and behind it a gated MLP, alone or beside experts;
+hybrids without position encoding, pure transformers with rotation."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.config import read_fields
+from jaxtrain.hf.files import describe
+from jaxtrain.hf.ops import Entry, Split, Stack, Transpose
+from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.block import PreNormBlock
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mlp import MLP, GatedMLP
+from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.router import Router
+from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
+from jaxtrain.models.naming import (
+    attention_names,
+    fused_expert_names,
+    layer_entry,
+    linear_entries,
+    outer_names,
+)
+
+KINDS = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "attention": "block",
+    "full_attention": "block",
+}
+"""Entries of `layer_types`, old and new, and under which name such a layer is stored here."""
+SAID = {"init_method": "mup", "normalization_function": "rmsnorm", "mamba_chunk_size": None}
+"""Attributes that change nothing here, and the one value that is allowed; None: any number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "GraniteMoeHybridForCausalLM"
+    model_type: ClassVar[str] = "granitemoehybrid"
+
+    layer_types: tuple[str, ...]
+    position_embedding_type: str | None = None
+    """ "rope", or anything else for none."""
+    attention_bias: bool
+    attention_multiplier: float
+    """Scale of scores."""
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+    """Logits are divided by it."""
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_n_groups: int
+    mamba_d_state: int
+    mamba_d_conv: int
+    mamba_expand: int
+    mamba_conv_bias: bool
+    time_step_limit: tuple[float, ...]
+    shared_intermediate_size: int
+    """F of the MLP that all tokens go through; intermediate_size is that of an expert."""
+    num_local_experts: int
+    """0: the shared MLP is all there is."""
+    num_experts_per_tok: int
+    router_aux_loss_coef: float = 0.001
+    """Only carried along: model.router_aux_loss_coef says what a run trains with."""
+    output_router_logits: bool = False
+    """Only carried along."""
+    said: tuple[tuple[str, str], ...] = ()
+    """Attributes of SAID that were there, as (key, JSON)."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        said = {key: raw.pop(key) for key in SAID if key in raw}
+        for key, value in said.items():
+            only = SAID[key]
+            if value != only if only is not None else type(value) is not int:
+                told = "a number" if only is None else f'only "{only}"'
+                raise UserError(
+                    f"config.json: {key}={describe(value)} is not supported; it must be {told}"
+                )
+        if raw.get("mamba_d_head") == "auto":
+            del raw["mamba_d_head"]
+        if raw.get("time_step_limit") is not None:
+            raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
+        values = read_fields(cls, raw)
+        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+        config = cls(**values)
+        config.check()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        old = {"linear_attention": "mamba", "full_attention": "attention"}
+        raw = super().to_hf()
+        # The spelling of the Hub, which transformers reads in every version.
+        raw["layer_types"] = [old.get(name, name) for name in self.layer_types]
+        return raw | {key: json.loads(value) for key, value in self.said}
+
+    def check(self) -> None:
+        self.sizes.check()
+        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= {*KINDS}:
+            raise UserError(
+                f"config.json: layer_types must name {self.num_hidden_layers} layers"
+                f" (num_hidden_layers), each one of {', '.join(KINDS)}"
+            )
+        if self.logits_scaling <= 0:
+            raise UserError(f"config.json: logits_scaling={self.logits_scaling} must be above 0")
+        top, count = self.num_experts_per_tok, self.num_local_experts
+        if count and not 1 <= top <= count:
+            raise UserError(
+                f"config.json: num_experts_per_tok={top} must be from 1 to the {count} experts"
+            )
+        super().check()
+
+    @property
+    def sizes(self) -> MambaSizes:
+        """Of the Mamba-2 layers."""
+        low, high = self.time_step_limit
+        return MambaSizes(
+            self.mamba_n_heads,
+            self.mamba_d_head,
+            self.mamba_n_groups,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            self.mamba_conv_bias,
+            (low, high),
+        )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        rope = "default" if self.position_embedding_type == "rope" else "none"
+        return tuple(LayerSpec(KINDS[name], rope=rope) for name in self.layer_types)
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        return super().encodings() if self.position_embedding_type == "rope" else {}
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier
+
+    @property
+    def logit_scale(self) -> float:
+        return 1 / self.logits_scaling
+
+    @property
+    def experts_per_token(self) -> tuple[int, int] | None:
+        count = self.num_local_experts
+        return (self.num_experts_per_tok, count) if count else None
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        common = options.layer_options(config, rngs)
+        width, eps, dtype = config.hidden_size, config.rms_norm_eps, common["param_dtype"]
+        if kind == "mamba":
+            mixer = make_mamba(width, config.sizes, eps, common)
+        else:
+            mixer = Attention(
+                width,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_size,
+                qkv_bias=config.attention_bias,
+                out_bias=config.attention_bias,
+                scale=config.attention_multiplier,
+                impl=options.attention_impl,
+                **common,
+            )
+        norms = [config.norm(width, eps=eps, param_dtype=dtype) for _ in range(2)]
+        mlp = make_mlp(config, common)
+        return PreNormBlock(norms[0], mixer, norms[1], mlp, config.residual_multiplier)
+
+
+def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
+    """The shared MLP, beside experts where there are any."""
+    width, act, shared = config.hidden_size, config.hidden_act, config.shared_intermediate_size
+    count, top = config.num_local_experts, config.num_experts_per_tok
+    if not count:
+        return GatedMLP(width, shared, activation=act, **common)
+    return MoE(
+        Router(width, count, top=top, normalise=True, **common),
+        width,
+        config.intermediate_size,
+        count,
+        activation=act,
+        num_shared=shared,
+        **common,
+    )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries = outer_names(config)
+    for kind, layers in config.layers_by_kind().items():
+        if kind == "mamba":
+            entries += mamba_names(config.sizes, kind, layers, "attention", "mamba")
+            for ours, theirs in (("attention", "input"), ("mlp", "post_attention")):
+                norm = f"{theirs}_layernorm.weight"
+                entries.append(layer_entry(kind, layers, f"{ours}_norm.scale", norm))
+        else:
+            bias = config.attention_bias
+            entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)
+        entries += shared_names(config, kind, layers)
+        if config.num_local_experts:
+            entries += fused_expert_names(
+                kind,
+                layers,
+                config.intermediate_size,
+                module="block_sparse_moe",
+                router="router.layer",
+                tensors=("input_linear.weight", "output_linear.weight"),
+            )
+    return entries
+
+
+def shared_names(config: Config, kind: str, layers: Sequence[int]) -> list[Entry]:
+    """The shared MLP, whose gate and up are one tensor."""
+    ours = "mlp.shared" if config.num_local_experts else "mlp"
+    hidden, entries = config.shared_intermediate_size, []
+    for place, part in enumerate(("gate", "up")):
+        tensors = (f"model.layers.{layer}.shared_mlp.input_linear.weight" for layer in layers)
+        ops = (Transpose(Split(name, 0, place * hidden, 2 * hidden)) for name in tensors)
+        entries.append(Entry(f"stack.{kind}.{ours}.{part}.kernel", Stack(tuple(ops))))
+    return entries + linear_entries(kind, layers, f"{ours}.down", "shared_mlp.output_linear")

@@ -1,0 +1,265 @@
+"""Nemotron-H (NVIDIA 2025, arXiv:2504.03624) and Nemotron 3: Mamba-2, attention, MLPs and experts
+in any order, one of them a layer; no position encoding."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.config import read_fields
+from jaxtrain.hf.files import describe
+from jaxtrain.hf.ops import TIED_COPY, Entry, Tensor
+from jaxtrain.layers.attention import Attention
+from jaxtrain.layers.block import SingleBlock
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mlp import MLP
+from jaxtrain.layers.moe import MoE
+from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
+from jaxtrain.layers.router import Router
+from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
+from jaxtrain.models.naming import (
+    expert_names,
+    layer_entry,
+    linear_entries,
+    score_paths,
+    with_prefix,
+)
+
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Of `hybrid_override_pattern`, a letter a layer."""
+KINDS = {
+    **{kind: kind for kind in LETTERS.values()},
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}
+"""Entries of `layers_block_type`, old and new."""
+CARRIED = {
+    *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "norm_eps"),
+    *("num_logits_to_keep", "num_nextn_predict_layers", "mtp_hybrid_override_pattern"),
+    *("mtp_layers_block_type", "partial_rotary_factor", "rope_theta", "rescale_prenorm_residual"),
+    *("time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels"),
+}
+"""Attributes that do not change what is computed here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "NemotronHForCausalLM"
+    model_type: ClassVar[str] = "nemotron_h"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "hidden_act": "mlp_hidden_act",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
+    carries: ClassVar[tuple[str, ...]] = ("mtp.",)
+    goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
+
+    layers_block_type: tuple[str, ...]
+    """Of KINDS."""
+    mamba_num_heads: int
+    mamba_head_dim: int
+    n_groups: int
+    ssm_state_size: int
+    conv_kernel: int
+    use_conv_bias: bool
+    time_step_limit: tuple[float, ...]
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int
+    moe_latent_size: int | None = None
+    """Width that experts read and write; None: hidden_size."""
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    n_group: int
+    topk_group: int
+    said: tuple[tuple[str, str], ...] = ()
+    """Attributes of CARRIED that were there, as (key, JSON)."""
+    prefix: str = "backbone."
+    """Of all tensors but the head's."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        raw.pop("auto_map", None)
+        said = {key: raw.pop(key) for key in CARRIED if key in raw}
+        if said.get("mamba_ssm_cache_dtype", "float32") != "float32":
+            found = describe(said["mamba_ssm_cache_dtype"])
+            raise UserError(
+                f'config.json: mamba_ssm_cache_dtype={found} is not supported; only "float32" is'
+            )
+        raw["layers_block_type"] = read_kinds(raw)
+        if "time_step_limit" in raw:
+            raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
+        values = read_fields(cls, raw)
+        kinds = tuple(KINDS[name] for name in values["layers_block_type"])
+        values |= {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+        config = cls(**values)
+        config.check()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        # The one spelling that transformers, vLLM and the code in old folders all read.
+        letters = {kind: letter for letter, kind in LETTERS.items()}
+        raw["hybrid_override_pattern"] = "".join(letters[k] for k in raw.pop("layers_block_type"))
+        return raw | {key: json.loads(value) for key, value in self.said}
+
+    def fit(self, tensors: Collection[str]) -> Self:
+        """Folders of the Hub say `backbone.`, those of transformers may say `model.`."""
+        for prefix in ("backbone.", "model."):
+            if f"{prefix}embeddings.weight" in tensors:
+                return dataclasses.replace(self, prefix=prefix)
+        return self
+
+    def check(self) -> None:
+        self.sizes.check()
+        if self.tie_word_embeddings:
+            raise UserError(
+                f"config.json: tie_word_embeddings=true is not known of {self.architecture}, whose"
+                " head is a tensor of its own"
+            )
+        top, count, groups = self.num_experts_per_tok, self.n_routed_experts, self.n_group
+        if "moe" in self.layers_block_type:
+            if groups < 1 or count % groups or not 1 <= self.topk_group <= groups:
+                raise UserError(
+                    f"config.json: n_group={groups} must divide the {count} experts"
+                    f" (n_routed_experts), and topk_group={self.topk_group} be from 1 to n_group"
+                )
+            if not 1 <= top <= count // groups * self.topk_group:
+                raise UserError(
+                    f"config.json: num_experts_per_tok={top} must be from 1 to the"
+                    f" {count // groups * self.topk_group} experts of topk_group groups"
+                )
+        super().check()
+
+    @property
+    def sizes(self) -> MambaSizes:
+        """Of the Mamba-2 layers."""
+        low, high = self.time_step_limit
+        return MambaSizes(
+            self.mamba_num_heads,
+            self.mamba_head_dim,
+            self.n_groups,
+            self.ssm_state_size,
+            self.conv_kernel,
+            self.use_conv_bias,
+            (low, high),
+        )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(LayerSpec(kind, rope="none") for kind in self.layers_block_type)
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        return {}
+
+    @property
+    def experts_per_token(self) -> tuple[int, int] | None:
+        has_experts = "moe" in self.layers_block_type
+        return (self.num_experts_per_tok, self.n_routed_experts) if has_experts else None
+
+
+def read_kinds(raw: dict[str, Any]) -> list[str]:
+    """The layers that a config.json names, by a list or by a pattern of letters, which is taken out
+    of `raw`."""
+    pattern, listed = raw.pop("hybrid_override_pattern", None), raw.get("layers_block_type")
+    if listed is None:
+        listed = [LETTERS.get(letter) for letter in pattern] if isinstance(pattern, str) else None
+        key, found, allowed = "hybrid_override_pattern", pattern, " ".join(LETTERS)
+    else:
+        key, found, allowed = "layers_block_type", listed, ", ".join(KINDS)
+    if not isinstance(listed, list) or not listed or not all(kind in KINDS for kind in listed):
+        raise UserError(
+            f"config.json: {key} is {describe(found)}; it must name each layer by one of {allowed}"
+        )
+    count = raw.get("num_hidden_layers")
+    if count is not None and count != len(listed):
+        raise UserError(f"config.json: {key} names {len(listed)} layers, num_hidden_layers={count}")
+    return listed
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        common = options.layer_options(config, rngs)
+        width, eps, act = config.hidden_size, config.rms_norm_eps, config.hidden_act
+        if kind == "mamba":
+            layer = make_mamba(width, config.sizes, eps, common)
+        elif kind == "attention":
+            layer = Attention(
+                width,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_size,
+                impl=options.attention_impl,
+                **common,
+            )
+        elif kind == "mlp":
+            layer = MLP(width, config.intermediate_size, activation=act, **common)
+        else:
+            layer = make_experts(config, common)
+        return SingleBlock(config.norm(width, eps=eps, param_dtype=common["param_dtype"]), layer)
+
+
+def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
+    """Experts without gates, chosen as in DeepSeek-V3, and a shared one."""
+    router = Router(
+        config.hidden_size,
+        config.n_routed_experts,
+        top=config.num_experts_per_tok,
+        scoring="sigmoid",
+        normalise=config.norm_topk_prob,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        scale=config.routed_scaling_factor,
+        wide=True,
+        **common,
+    )
+    return MoE(
+        router,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+        activation=config.hidden_act,
+        gated=False,
+        num_latent=config.moe_latent_size,
+        num_shared=config.moe_shared_expert_intermediate_size,
+        **common,
+    )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries = [
+        Entry("embed.embedding", Tensor("model.embeddings.weight")),
+        Entry("norm.scale", Tensor("model.norm_f.weight")),
+        *(Entry(path, Tensor(path)) for path in score_paths(config)),
+    ]
+    if config.score is None:
+        entries.append(Entry("lm_head.embedding", Tensor(TIED_COPY)))
+    for kind, layers in config.layers_by_kind().items():
+        entries.append(layer_entry(kind, layers, "norm.scale", "norm.weight"))
+        linears = {}
+        if kind == "mamba":
+            entries += mamba_names(config.sizes, kind, layers, "layer", "mixer")
+        elif kind == "attention":
+            linears = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+        elif kind == "mlp":
+            linears = {"up": "up_proj", "down": "down_proj"}
+        else:
+            parts = {"up": "up_proj", "down": "down_proj"}
+            experts = {"ours": "layer", "module": "mixer", "parts": parts}
+            entries += expert_names(kind, layers, config.n_routed_experts, **experts)
+            bias = "mixer.gate.e_score_correction_bias"
+            entries.append(layer_entry(kind, layers, "layer.router.bias", bias))
+            linears = {f"shared.{p}": f"shared_experts.{name}" for p, name in parts.items()}
+            if config.moe_latent_size is not None:
+                linears |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
+        for ours, theirs in linears.items():
+            entries += linear_entries(kind, layers, f"layer.{ours}", f"mixer.{theirs}")
+    return with_prefix(entries, config.prefix)

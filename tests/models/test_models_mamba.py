@@ -1,0 +1,211 @@
+"""Families with Mamba-2 layers: trees, folders, adapters, optimizer and meshes."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_models_build import value_and_grads
+from tiny_models import RAW, check_decoding
+
+from jaxtrain.adapters.peft import adapter_entries, short_name
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.core.optim import is_vector, muon_dimensions
+from jaxtrain.errors import UserError
+from jaxtrain.layers.norm import GroupedRMSNorm
+from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
+from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.train.step_metrics import count_matmul_params
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+import test_train_tree_exactness as trees
+
+WIDE = ("A_log", "D", "dt_bias")
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron_h", pytest.param("granitemoehybrid", marks=pytest.mark.slow)]
+)
+def test_packed_trees_and_documents_equal_their_branches_alone(name):
+    """Logits, loss and every gradient in float64; nodes of 1 to 4 tokens, so that a convolution of
+    4 reaches over several. Layers that only read each token alone are among them."""
+    trees.check_forest(name, "xla", trees.FIXED["k_of_4_beside_k_of_1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forest", ["one_token", "full_row"])
+def test_forests_that_others_may_miss(forest):
+    """A document of one token is in no chunk."""
+    trees.check_forest("nemotron_h", "xla", trees.FIXED[forest])
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [("nemotron_h_moe", True), pytest.param("granitemoehybrid", True, marks=pytest.mark.slow)],
+)
+def test_prefill_and_steps_equal_full_forward(name, scan):
+    check_decoding(RAW[name], scan)
+
+
+def write_folder(folder, name, prefix=None):
+    """A folder with random bits in bfloat16 and what recurrences keep in float32; its tensors."""
+    raw = {**RAW[name], "eos_token_id": 5, "time_step_limit": [0.0, math.inf]}
+    config = build.config_from_hf(raw)
+    if prefix is not None:
+        config = config.fit([f"{prefix}embeddings.weight"])
+    rng, tensors = np.random.default_rng(0), {}
+    shapes = {path: leaf.shape for path, leaf in split_model(build.abstract(config))[0].items()}
+    for entry in build.family(config).names(config):
+        for tensor, shape in entry.op.shapes(shapes[entry.param]).items():
+            wide = tensor.endswith((".A_log", "e_score_correction_bias"))
+            dtype = np.float32 if wide else ml_dtypes.bfloat16
+            tensors[tensor] = (0.2 * rng.standard_normal(shape)).astype(dtype)
+    if "nemotron" in name:
+        tensors["mtp.layers.0.norm.weight"] = np.ones(3, ml_dtypes.bfloat16)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("nemotron_h", "backbone."),
+        ("nemotron_h_moe", "model."),
+        ("granitemoehybrid", None),
+        ("granitemoehybrid_dense", None),
+    ],
+)
+def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
+    """In bfloat16 training, too: decay, skip and bias of the steps lose nothing on the way."""
+    tensors = write_folder(tmp_path / "in", name, prefix)
+    model = build.load(tmp_path / "in", param_dtype="bfloat16")
+    params, _ = split_model(model)
+    wide = {path.rsplit(".", 1)[-1] for path, value in params.items() if value.dtype == np.float32}
+    assert wide == {*WIDE, "bias"} if "moe" in name and "nemotron" in name else {*WIDE}
+    config = build.read_config(tmp_path / "in")
+    build.save(model, config, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(tensors)
+    for tensor, array in tensors.items():
+        assert found[tensor].dtype == array.dtype, tensor
+        assert found[tensor].tobytes() == array.tobytes(), tensor
+    assert build.read_config(tmp_path / "out") == config
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is .*M [*] - E"),
+        ("nemotron_h", {"num_hidden_layers": 3}, "names 4 layers, num_hidden_layers=3"),
+        ("nemotron_h", {"n_groups": 4}, "6 Mamba heads must be a multiple of the 4 groups"),
+        ("nemotron_h", {"mamba_ssm_cache_dtype": "bfloat16"}, 'only "float32" is'),
+        ("nemotron_h", {"time_step_limit": [1.0, 0.5]}, "time_step_limit is .*least and"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not known"),
+        ("nemotron_h", {"use_bias": True}, "use_bias=true is not supported"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32=true is not supported"),
+        ("nemotron_h_moe", {"topk_group": 5}, "topk_group=5 be from 1 to n_group"),
+        ("nemotron_h_moe", {"num_experts_per_tok": 5}, "must be from 1 to the 4 experts"),
+        ("nemotron_h_moe", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported"),
+        ("granitemoehybrid", {"mamba_d_head": 5}, "do not match the model"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 2 + ["moe"]}, "must name 3 layers"),
+        ("granitemoehybrid", {"init_method": "x"}, 'init_method=.*must be only "mup"'),
+        ("granitemoehybrid", {"num_experts_per_tok": 7}, "must be from 1 to the 6 experts"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name, change, words):
+    with pytest.raises(UserError, match=words):
+        build.config_from_hf({**RAW[name], **change})
+
+
+def test_published_spellings_are_read():
+    """What the Hub's files say beside what matters here; infinity as transformers 5 writes it."""
+    raw = {**RAW["nemotron_h"], "rope_theta": 10000, "norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+    raw |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "auto_map": {"AutoConfig": "x"}}
+    config = build.config_from_hf(raw)
+    assert config.time_step_limit == (0.0, math.inf)
+    listed = {k: v for k, v in raw.items() if k != "hybrid_override_pattern"}
+    listed["layers_block_type"] = ["linear_attention", "mlp", "mamba", "attention"]
+    assert build.config_from_hf(listed) == config
+    written = config.to_hf()
+    assert written["hybrid_override_pattern"] == "M-M*" and written["norm_eps"] == 1e-5
+    assert build.config_from_hf(json.loads(json.dumps(written))) == config
+    granite = {**RAW["granitemoehybrid"], "mamba_d_head": "auto", "init_method": "mup"}
+    assert build.config_from_hf(granite).mamba_d_head == 8
+
+
+def test_adapters_have_pefts_names():
+    config = build.config_from_hf(RAW["nemotron_h_moe"])
+    linears = find_linears(config)
+    slots = choose_slots(linears, ["attention"], LoRASpec(2, 4.0), {}, {})
+    names = {short_name(linears, path) for path in slots}
+    assert names == {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+    # B's rows take the order of the kernel's: z, x, B, C and dt there, by group here.
+    config = build.config_from_hf(RAW["nemotron_h"])
+    path = "stack.mamba.layer.in_proj"
+    slots = choose_slots(find_linears(config), ["in_proj"], LoRASpec(1, 4.0), {}, {})
+    entries = {e.param: e.op for e in adapter_entries(config, Adapter({path: slots[path]}))}
+    b_2RF = np.arange(2 * 150, dtype=np.float32).reshape(2, 1, 150)
+    written = np.zeros(150, np.float32)
+    for piece in entries[f"{path}.adapter.b"].write(b_2RF, np.asarray):
+        if "layers.0." in piece.name:
+            assert piece.name.endswith("mixer.in_proj.lora_B.weight")
+            written[piece.index[0]] = piece.array[:, 0]
+    groups = np.split(b_2RF[0, 0], 2)
+    parts = [np.split(group, [24, 48, 60, 72]) for group in groups]
+    np.testing.assert_array_equal(written, np.concatenate([g[i] for i in range(5) for g in parts]))
+
+
+def test_what_is_no_matrix_and_what_multiplies_tokens():
+    config = build.config_from_hf(RAW["nemotron_h_moe"])
+    model = build.abstract(config)
+    params, _ = split_model(model)
+    small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}
+    assert small == {*WIDE, "conv", "conv_bias", "bias", "scale"}
+    assert muon_dimensions("stack.mamba.layer.conv", np.zeros((2, 80, 1, 4))) is None
+    spans = np.array([1, 2, 3])
+    # 4 FLOPs for each number of a state and token; attention by what it sees; experts nothing.
+    assert model.stack.mixing_flops(spans) == 4 * 4 * 8 * 12 * 3 + 4 * 4 * 16 * spans.sum()
+    mamba, attention = 32 * 92 + 32 * 32, 32 * (64 + 32 + 32) + 64 * 32
+    moe = 32 * 8 + 2 * 32 * 16 + 2 * 32 * 20 + 3 * 2 * 16 * 24
+    assert count_matmul_params(model) == mamba + attention + 2 * moe + 97 * 32
+
+
+def test_a_norm_of_groups_is_behind_its_gate():
+    rng = np.random.default_rng(0)
+    x, gate, scale = rng.standard_normal((3, 12)).astype(np.float32)
+    norm = GroupedRMSNorm(12, 3, eps=1e-3)
+    norm.scale[...] = jnp.asarray(scale)
+    gated = (x * gate / (1 + np.exp(-gate))).reshape(3, 4)
+    wanted = gated / np.sqrt((gated**2).mean(1, keepdims=True) + 1e-3)
+    found = norm(jnp.asarray(x), jnp.asarray(gate))
+    np.testing.assert_allclose(found, wanted.reshape(12) * scale, rtol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("nemotron_h", {"tensor": 2, "fsdp": 2}),
+        ("nemotron_h_moe", {"tensor": 2, "context": 2}),  # one group, which four devices share
+        ("granitemoehybrid", {"context": 2, "expert": 2}),
+    ],
+    ids=str,
+)
+def test_sharded_gradients_equal_one_device(name, sizes):
+    value, grads = value_and_grads(None, name)
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        found, found_grads = value_and_grads(mesh, name)
+    # float32 sums split over devices.
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=5e-5 * float(np.abs(b).max()))
