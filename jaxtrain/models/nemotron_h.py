@@ -93,12 +93,14 @@ class Config(DecoderConfig):
             raise UserError(
                 f'config.json: mamba_ssm_cache_dtype={found} is not supported; only "float32" is'
             )
-        raw["layers_block_type"] = read_kinds(raw)
+        kinds = read_kinds(raw)
+        if kinds is not None:
+            raw["layers_block_type"] = kinds
         if "time_step_limit" in raw:
             raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
         values = read_fields(cls, raw)
-        kinds = tuple(KINDS[name] for name in values["layers_block_type"])
-        values |= {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+        types = tuple(KINDS[name] for name in values["layers_block_type"])
+        values |= {"layers_block_type": types, "num_hidden_layers": len(types)}
         values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
         config = cls(**values)
         config.check()
@@ -165,10 +167,12 @@ class Config(DecoderConfig):
         return (self.num_experts_per_tok, self.n_routed_experts) if has_experts else None
 
 
-def read_kinds(raw: dict[str, Any]) -> list[str]:
+def read_kinds(raw: dict[str, Any]) -> list[str] | None:
     """The layers that a config.json names, by a list or by a pattern of letters, which is taken out
-    of `raw`."""
+    of `raw`; None: by neither."""
     pattern, listed = raw.pop("hybrid_override_pattern", None), raw.get("layers_block_type")
+    if pattern is None and listed is None:
+        return None
     if listed is None:
         listed = [LETTERS.get(letter) for letter in pattern] if isinstance(pattern, str) else None
         key, found, allowed = "hybrid_override_pattern", pattern, " ".join(LETTERS)

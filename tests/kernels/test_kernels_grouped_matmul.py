@@ -106,6 +106,34 @@ def test_moe_layer_matches_a_loop_over_tokens(name, impl):
         np.testing.assert_allclose(np.asarray(a), e, rtol=0, atol=2e-5, err_msg=what)
 
 
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_experts_without_a_gate(impl):
+    """Squared ReLU, against a loop over tokens."""
+    experts, arrays = moe_inputs(8, 5)
+    x, gates, _, w_up, w_down = (jnp.asarray(arrays[n], jnp.float32) for n in GIVEN)
+
+    def loop(x, gates, w_up, w_down):
+        rows = [
+            sum(
+                gates[t, k] * jnp.square(jax.nn.relu(x[t] @ w_up[e])) @ w_down[e]
+                for k, e in enumerate(experts[t])
+            )
+            for t in range(len(x))
+        ]
+        return jnp.stack(rows)
+
+    def layer(x, gates, w_up, w_down):
+        options = {"activation": "relu2", "block": 4, "impl": impl}
+        return moe_ffn(x, jnp.asarray(experts), gates, None, w_up, w_down, **options)
+
+    given, g = (x[:6], gates[:6], w_up, w_down), jnp.asarray(arrays["g"][:6], jnp.float32)
+    experts = experts[:6]
+    wanted, pull = jax.vjp(loop, *given)
+    found, push = jax.vjp(jax.jit(layer), *given)
+    for a, b in zip((found, *push(g)), (wanted, *pull(g)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
 def test_bfloat16_by_the_rule():
     experts, arrays = moe_inputs(16, 8)
     low = {n: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for n, a in arrays.items()}
