@@ -7,6 +7,8 @@ from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask, TeacherConfig
 from jaxtrain.config.draft import DraftConfig, DraftTask, TargetConfig
 from jaxtrain.config.eagle3 import Eagle3Task
+from jaxtrain.config.ebft import FeatureConfig
+from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
@@ -31,11 +33,16 @@ __all__ = [
     "DistillationTask",
     "DraftConfig",
     "DraftTask",
+<<<<<<< HEAD
     "DiffusionTask",
+=======
+    "EBFTStridedTask",
+>>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     "Eagle3Task",
     "EnvConfig",
     "EvalConfig",
     "EvalSetConfig",
+    "FeatureConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",

@@ -12,6 +12,7 @@ from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.eagle3 import Eagle3Task
+from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
@@ -45,7 +46,11 @@ TASKS: dict[str, type[TaskSection]] = {
     "preference": PreferenceTask,
     "dflash": DFlashTask,
     "eagle3": Eagle3Task,
+<<<<<<< HEAD
     "diffusion": DiffusionTask,
+=======
+    "ebft_strided": EBFTStridedTask,
+>>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -66,7 +71,11 @@ Task = Annotated[
     | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[DFlashTask, Tag("dflash")]
     | Annotated[Eagle3Task, Tag("eagle3")]
+<<<<<<< HEAD
     | Annotated[DiffusionTask, Tag("diffusion")]
+=======
+    | Annotated[EBFTStridedTask, Tag("ebft_strided")]
+>>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

@@ -152,6 +152,11 @@ def keep_round(round: Round, scorer: Scorer) -> Round:
     return round
 
 
+def keep_length(tokens: int) -> int:
+    """`Task.grown` of a method whose rows stay as long as they are."""
+    return tokens
+
+
 def keep_weights(live: Live, before: int) -> None:
     """`Task.after_round` of a method that changes nothing between rounds."""
 
@@ -179,6 +184,8 @@ class Task:
     prepared: Mapping[str, Any] = field(default_factory=dict)
     """Dtypes of the streams that `prepare` adds to those of data.fields; np.dtype((kind, (n,))) is
     a vector of n a token."""
+    grown: Callable[[int], int] = keep_length
+    """Tokens of a row once it is prepared, from those of a row of data."""
     after_round: Callable[[Live, int], None] = keep_weights
     """(live, steps done before the round): once its last step was made."""
     evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers

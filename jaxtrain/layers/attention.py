@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.layers.kv_cache import (
     KV,
+    PackedKV,
     TriedRing,
     commit,
     is_ring,
@@ -42,7 +43,11 @@ class Attention(Mixer):
     """
 
     follows_trees = True
+<<<<<<< HEAD
     both_sides = True
+=======
+    keeps_packed = True
+>>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     state_axes = ("rows", None, "kv_heads", None)
     trials = "own"
     preset = "attention"
@@ -92,6 +97,11 @@ class Attention(Mixer):
         shape = (rows, slots, self.num_kv_heads, self.head_dim)
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> PackedKV:
+        """See Mixer."""
+        shape = (rows, slots, self.num_kv_heads, self.head_dim)
+        return PackedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         """See Mixer: QK and PV, 2 FLOPs each for every visible pair, head and dim."""
         pairs = spans if spec.window is None else np.minimum(spans, spec.window)
@@ -102,11 +112,19 @@ class Attention(Mixer):
         return commit(tried, decoding)
 
     def __call__(
-        self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None
-    ) -> tuple[jax.Array, KV | TriedRing | None]:
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None = None
+    ) -> tuple[jax.Array, KV | PackedKV | TriedRing | None]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
+<<<<<<< HEAD
         if state is None:
             see = {"window": inputs.spec.window, "impl": self.impl, **self._score()}
+=======
+        if state is None or isinstance(state, PackedKV):
+            if state is not None:
+                state = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
+                k_BTKH, v_BTKH = state
+            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
+>>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
         else:
             out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)

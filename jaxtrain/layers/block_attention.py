@@ -43,6 +43,7 @@ class BlockAttention(Attention):
     """
 
     trials = "none"
+    keeps_packed = False
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | None = None

@@ -21,6 +21,21 @@ class KV(NamedTuple):
     v: jax.Array
 
 
+class PackedKV(NamedTuple):
+    """Keys and values of packed rows and of what goes on behind any of their tokens: no slot stands
+    for a position, and who sees it the context alone says."""
+
+    k: jax.Array
+    """[B, S, K, H], and v the same."""
+    v: jax.Array
+
+    def put(self, k_BTKH: jax.Array, v_BTKH: jax.Array, start: jax.Array) -> "PackedKV":
+        """With new keys and values in the slots from `start` on, the same ones of all rows."""
+        insert = jax.lax.dynamic_update_slice_in_dim
+        new = (k_BTKH.astype(self.k.dtype), v_BTKH.astype(self.v.dtype))
+        return PackedKV(*(insert(old, x, start, axis=1) for old, x in zip(self, new, strict=True)))
+
+
 class TriedRing(NamedTuple):
     """A ring, and new keys and values of which it is not known yet how many will stay."""
 

@@ -76,6 +76,9 @@ class Mixer(nnx.Module):
     so that packed documents and branches are what they would be alone."""
     both_sides: ClassVar[bool] = False
     """Whether tokens see later ones where the Context (`since`) or Decoding lets them."""
+    keeps_packed: ClassVar[bool] = False
+    """Whether any token of packed rows can be gone on from by a state (`init_packed`), as `prev` of
+    the Context would have it, without reading the rows again."""
     state_axes: ClassVar[tuple[str | None, ...]] = ("rows",)
     """Logical axes (parallel.rules) of the state's arrays; dims behind the last are whole."""
     trials: ClassVar[Literal["rerun", "own", "none"]] = "rerun"
@@ -91,6 +94,12 @@ class Mixer(nnx.Module):
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         """FLOPs of a forward pass beside those of its weights; spans int [n]: how many tokens see
         each token, itself among them."""
+
+    def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
+        """A state of packed rows and what goes on from their tokens, with room for `slots`; of
+        layers that keep packed rows. New tokens take the slots from `decoding.start` on, alike in
+        all rows, and the context of a call has the intervals of all slots."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no packed rows")
 
     def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
         """`state` with more rows or slots; none may shrink."""

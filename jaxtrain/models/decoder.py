@@ -341,6 +341,11 @@ class Decoder(Ends, Layered):
         """Whether packed documents and branches are what they would be alone, in every layer."""
         return all(mixer.follows_trees for _, mixer in self.stack.mixers())
 
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether `append` can go on from any token of packed rows."""
+        return all(mixer.keeps_packed for _, mixer in self.stack.mixers())
+
     def hidden(self, batch: Batch, capture: Sequence[int] = ()) -> Hidden:
         """Final-normed hidden states [B, T, D] of a Batch [B, T], times the config's logit_scale,
         with what the blocks noted (see `layers.moe`) and the outputs of the layers in `capture`,
@@ -355,6 +360,27 @@ class Decoder(Ends, Layered):
         depth = max(layers) + 1
         found = self._run(batch.tokens, context, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([found[layer] for layer in layers], axis=-1)
+
+    def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
+        """Empty states for `append`, in the compute dtype."""
+        return self.stack.map_states(
+            lambda mixer, spec: mixer.init_packed(spec, rows, slots, self.compute_dtype)
+        )
+
+    def append(
+        self,
+        tokens_BQ: jax.Array,
+        states: Sequence[State],
+        start: jax.Array | int,
+        context: Context,
+    ) -> tuple[jax.Array, tuple[State, ...]]:
+        """(hidden states [B, Q, D], final-normed, of tokens in the slots from `start` on; the
+        states with them). context: of the Q queries and all slots as keys."""
+        rows, length = tokens_BQ.shape
+        start_B = jnp.full(rows, start, jnp.int32)
+        decoding = Decoding(start_B, start_B + length)
+        found, states = self._run(tokens_BQ, context, states=states, decoding=decoding)
+        return found.hidden, states
 
     def scores(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> [..., n] of a model that scores, in at least float32."""

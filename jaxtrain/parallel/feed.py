@@ -39,6 +39,14 @@ def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
     return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
 
 
+def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
+    """An array [A, B, ...] that does not go by tokens, its rows where those of a batch are."""
+    if mesh is None or mesh.size == 1:
+        return put(x, mesh)
+    place = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+    return jax.make_array_from_callback(x.shape, place, lambda at: x[at])
+
+
 def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Where an array of a batch, [A, B, T, ...] or a denominator, lies on a mesh; UserError where
     rows or tokens do not divide."""

@@ -14,6 +14,7 @@ METHODS = {
     "dflash": "jaxtrain.tasks.dflash",
     "eagle3": "jaxtrain.tasks.eagle3",
     "diffusion": "jaxtrain.tasks.diffusion",
+    "ebft_strided": "jaxtrain.tasks.ebft_strided",
 }
 
 

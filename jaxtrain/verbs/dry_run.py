@@ -58,7 +58,10 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     state = abstract_state(trained, optimizer, roles.copy_shapes)
     step = make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
     microsteps = count_microsteps(config, parts.mesh)
-    rows, length = config.data.micro_batch_size * row_shards(parts.mesh), task.data.row_tokens
+    rows, length = (
+        config.data.micro_batch_size * row_shards(parts.mesh),
+        task.grown(task.data.row_tokens),
+    )
     jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
 
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
