@@ -33,11 +33,8 @@ __all__ = [
     "DistillationTask",
     "DraftConfig",
     "DraftTask",
-<<<<<<< HEAD
     "DiffusionTask",
-=======
     "EBFTStridedTask",
->>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     "Eagle3Task",
     "EnvConfig",
     "EvalConfig",

@@ -46,11 +46,8 @@ TASKS: dict[str, type[TaskSection]] = {
     "preference": PreferenceTask,
     "dflash": DFlashTask,
     "eagle3": Eagle3Task,
-<<<<<<< HEAD
     "diffusion": DiffusionTask,
-=======
     "ebft_strided": EBFTStridedTask,
->>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
 }
 """The methods that are built in, by task.kind."""
 OUTSIDE = "outside"
@@ -71,11 +68,8 @@ Task = Annotated[
     | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[DFlashTask, Tag("dflash")]
     | Annotated[Eagle3Task, Tag("eagle3")]
-<<<<<<< HEAD
     | Annotated[DiffusionTask, Tag("diffusion")]
-=======
     | Annotated[EBFTStridedTask, Tag("ebft_strided")]
->>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     | Annotated[SerializeAsAny[InstanceOf[TaskSection]], Tag(OUTSIDE)],
     Discriminator(find_tag),
 ]

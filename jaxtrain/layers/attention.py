@@ -43,11 +43,8 @@ class Attention(Mixer):
     """
 
     follows_trees = True
-<<<<<<< HEAD
     both_sides = True
-=======
     keeps_packed = True
->>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
     state_axes = ("rows", None, "kv_heads", None)
     trials = "own"
     preset = "attention"
@@ -115,16 +112,11 @@ class Attention(Mixer):
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None = None
     ) -> tuple[jax.Array, KV | PackedKV | TriedRing | None]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
-<<<<<<< HEAD
-        if state is None:
-            see = {"window": inputs.spec.window, "impl": self.impl, **self._score()}
-=======
         if state is None or isinstance(state, PackedKV):
             if state is not None:
                 state = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
                 k_BTKH, v_BTKH = state
-            see = {"window": inputs.spec.window, "softcap": self.softcap, "impl": self.impl}
->>>>>>> 85d9392 (EBFT inside of documents: blocks as a forest, drawn from kept keys, rewarded by features)
+            see = {"window": inputs.spec.window, "impl": self.impl, **self._score()}
             out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
         else:
             out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)

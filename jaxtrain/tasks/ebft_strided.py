@@ -33,7 +33,7 @@ from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.feed import feed, place_of, put, put_rows
 from jaxtrain.rollout.local.branches import Drawing, branches, draw_blocks
-from jaxtrain.tasks.features import FEATURES, find_feature_layers, open_features
+from jaxtrain.tasks.features import FEATURES, feature_role
 from jaxtrain.tasks.offline import OfflineData
 
 Section = EBFTStridedTask
@@ -51,7 +51,8 @@ def make(config: Config) -> Task:
     parts = assemble(config)
     found = 'task.kind "ebft_strided" lets blocks branch off inside of a text'
     require_trees(parts.architecture, found, 'use task.kind "ebft"')
-    features = open_features(config, task.features, parts)
+    features = feature_role(task.features, config, parts)
+    depth = features.parts.architecture.num_hidden_layers
     require_trees(
         features.parts.architecture, found, "choose another network", "task.features.network"
     )
@@ -61,7 +62,7 @@ def make(config: Config) -> Task:
         data.strides,
         Drawing(task.n_samples, task.generate_max_len, task.temperature, task.top_p),
         Judging(
-            layers=find_feature_layers(task.features, features),
+            layers=task.features.find_layers(depth),
             samples=task.n_samples,
             length=task.generate_max_len,
             pooling=task.features.pooling,

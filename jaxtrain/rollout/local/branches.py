@@ -77,6 +77,8 @@ def _draw_behind(model, documents: Batch, spots: Spots, keys_B, how: Drawing) ->
         hidden_BTD, jnp.minimum(spots.predictor, T - 1)[:, :, None], axis=1
     )
     first_BM = _draw(model, before_BAD, N, _fold(keys_B, 0), how)
+    if G == 1:
+        return first_BM.reshape(B, A, N, 1)
     since_BT, until_BT = sight(documents.until, spots.predictor, N)
     own_Q = jnp.tile(own_M, G - 1)
 
