@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain_kernels.gated_delta import gpu_order, gpu_parts, xla
+from jaxtrain_kernels.gated_delta import gpu_order, gpu_parts, gpu_walk, xla
 from jaxtrain_kernels.mosaic import num_cores, require_hopper
 
 DIM = 128  # of keys and of values
@@ -74,10 +74,13 @@ def _choose(options, kernels, loops, arrays, until, prev):
     return lax.cond(jnp.max(links.total) <= links.start.shape[1], by_kernels, by_loops, *arrays)
 
 
+prepare = gpu_parts.prepare
+
+
 def _walked(options, links, slots, q, k, v, g, beta, state):
     ordered = _in_order(options, links, q, k, v, g, beta)
-    T, P = gpu_parts.prepare(ordered, links)
-    out, _, _, last = gpu_parts.walk(links, ordered._replace(T=T, P=P), state, slots)
+    T, P = prepare(ordered, links)
+    out, last = gpu_walk.walk(links, ordered._replace(T=T, P=P), state, slots)
     last = last if options.chain else jnp.zeros_like(state)
     return gpu_order.out_of_order(links, out, options.chain, q.shape[1]), last
 

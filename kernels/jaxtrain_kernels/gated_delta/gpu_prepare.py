@@ -1,0 +1,144 @@
+"""What the walk needs of each chunk and what needs no state, T and P: Hopper, Pallas Mosaic GPU.
+
+T = (I + A)^-1 grows by joining diagonal blocks of 1, 2, 4 .. 32: with L the part of A between the
+halves of each pair, X - X L X is the inverse of the pairs. Powers of A itself overflow where keys
+repeat. The products are of three bfloat16 ones, of each side's leading and following 8 bits: to
+2^-16 of a factor, far below the rounding of T at the end.
+
+A warpgroup does one chunk of one value head; several share a multiprocessor and hide each other's
+waits.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.mosaic import plgpu, swizzled
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barrier."""
+
+    q: jax.Ref
+    """[C, K], and k the same."""
+    k: jax.Ref
+    high: jax.Ref
+    """[C, C]: the leading bits of a right side, at the end T; `low` the following ones."""
+    low: jax.Ref
+    P: jax.Ref
+    ready: jax.Ref
+
+
+def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
+    """T and P [B, n, N, C, C] in q's dtype, not written where a row has no such chunk; rows of P
+    that are no tokens are 0."""
+    B, tokens, H, K = ordered.q.shape
+    n, N = ordered.G.shape[1:3]
+    dtype, f32 = ordered.q.dtype, jnp.float32
+
+    def kernel(total, length, q, k, beta, G, T_out, P_out, smem: Scratch):
+        program = lax.axis_index("program")
+        head = lax.rem(program, jnp.int32(N))
+        c = lax.rem(lax.div(program, jnp.int32(N)), jnp.int32(n))
+        row = lax.div(program, jnp.int32(N * n))
+
+        @pl.when(c < total[row])
+        def _():
+            here = pl.ds(pl.multiple_of(c * C, C), C)
+            key_head = lax.div(head, jnp.int32(N // H))
+            plgpu.copy_gmem_to_smem(k.at[row, here, key_head], smem.k, smem.ready)
+            plgpu.copy_gmem_to_smem(q.at[row, here, key_head], smem.q, smem.ready)
+
+            wgmma, square = plgpu.Layout.WGMMA, plgpu.ACC((C, C), f32)
+
+            def laid(x):
+                return plgpu.layout_cast(x, wgmma)
+
+            def spread(ref, axis):
+                """Numbers of tokens as rows (0) or columns (1)."""
+                layout = wgmma.reduce(1 - axis)
+                x = plgpu.load(ref.at[row, c, head], layout=layout, optimized=False)
+                return laid(lax.broadcast_in_dim(x, (C, C), [axis]))
+
+            def split(x):
+                high = laid(x.astype(dtype))
+                return high, laid((x - laid(high.astype(f32))).astype(dtype))
+
+            def multiply(acc, left):
+                plgpu.wgmma(acc, left[0], smem.high)
+                plgpu.wgmma(acc, left[0], smem.low)
+                plgpu.wgmma(acc, left[1], smem.high)
+
+            def hold(parts):
+                smem.high[...], smem.low[...] = parts
+                plgpu.commit_smem()
+
+            i, j = (plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=wgmma) for d in (0, 1))
+            apart = spread(G, 0) - spread(G, 1)
+            D = laid(jnp.exp(jnp.where(i >= j, apart, -jnp.inf)))
+            by_row = spread(beta, 0)
+            plgpu.barrier_wait(smem.ready)
+
+            def pairs(kk, qk):
+                plgpu.wgmma(kk, smem.k, smem.k.transpose((1, 0)))
+                plgpu.wgmma(qk, smem.q, smem.k.transpose((1, 0)))
+                return laid(kk[...]), laid(qk[...])
+
+            kk, qk = pl.run_scoped(pairs, square, square)
+            P = jnp.where(i < length[row, c], laid(qk * D), 0.0)
+            smem.P[...] = laid(P.astype(dtype))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.P, P_out.at[row, c, head])
+
+            A = laid(jnp.where(i > j, laid(by_row * kk * D), 0.0))
+            distance = i ^ j
+            X = laid(jnp.where(i == j, 1.0, jnp.where(distance == 1, -A, 0.0)))
+            size = 2
+            while size < C:
+                between = (distance >= size) & (distance < 2 * size)
+                L = split(laid(jnp.where(between, -A, 0.0)))
+                left = split(X)
+                hold(left)
+
+                def first(acc, L=L):
+                    multiply(acc, L)
+                    return laid(acc[...])
+
+                hold(split(pl.run_scoped(first, square)))
+
+                def second(acc, left=left):
+                    multiply(acc, left)
+
+                X = laid(pl.run_state(second)(plgpu.ACC.init(X)))
+                size *= 2
+            smem.high[...] = laid(X.astype(dtype))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.high, T_out.at[row, c, head])
+            plgpu.wait_smem_to_gmem(0)
+
+    square = swizzled((C, C), dtype)
+    scratch = Scratch(
+        q=swizzled((C, K), dtype),
+        k=swizzled((C, K), dtype),
+        high=square,
+        low=square,
+        P=square,
+        ready=plgpu.Barrier(num_arrivals=2),
+    )
+    out = jax.ShapeDtypeStruct((B, n, N, C, C), dtype)
+    run = plgpu.kernel(
+        kernel,
+        out_type=[out, out],
+        scratch_types=[scratch],
+        grid=(B * n * N,),
+        grid_names=("program",),
+        kernel_name="gated_delta_prepare",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return tuple(
+        run(links.total, links.length, ordered.q, ordered.k, ordered.beta, ordered.G)
+    )

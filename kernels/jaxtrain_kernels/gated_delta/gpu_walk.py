@@ -1,0 +1,263 @@
+"""The state's walk through the chunks of a list, first to last: Hopper, Pallas Mosaic GPU.
+
+With the state S before a chunk (letters in chunk.py):
+
+    x = beta (v - e^G (k S));  v' = T x;  o = e^G (q S) + P v'
+    S behind = e^(G_C) S + k^T (e^(G_C - G) v')
+
+A warpgroup owns 64 columns of V of one value head of one list, and shares nothing. It holds S
+transposed, [64, K] in float32 registers: then S, x and v' are each the left operand of the next
+product, which wgmma takes from registers, and nothing of the chain goes through shared memory.
+
+States that wait for later chunks are left in slots in global memory, which the same threads read
+that wrote them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
+
+ROWS = 64  # columns of V of a warpgroup: the rows of a wgmma
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the kernel."""
+
+    stages: int = 3
+    """Chunks in flight."""
+    compute_registers: int = 240
+    memory_registers: int = 24
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barriers."""
+
+    k: jax.Ref
+    """[stages, C, K]: a ring, as q, v, T, P, beta and G."""
+    q: jax.Ref | None
+    """This and P for outputs alone."""
+    v: jax.Ref
+    """[stages, C, ROWS]."""
+    T: jax.Ref
+    P: jax.Ref | None
+    beta: jax.Ref
+    G: jax.Ref
+    out: jax.Ref
+    """[C, ROWS]: outputs, or v', on their way out."""
+    S: jax.Ref | None
+    """[ROWS, K], for states alone."""
+    ready: jax.Ref
+    free: jax.Ref
+
+
+def make_scratch(key_dim: int, dtype, stages: int, states: bool) -> Scratch:
+    keys = swizzled((stages, C, key_dim), dtype)
+    square = swizzled((stages, C, C), dtype)
+    per_token = plgpu.SMEM((stages, C), jnp.float32)
+    return Scratch(
+        k=keys,
+        q=None if states else keys,
+        v=swizzled((stages, C, ROWS), dtype),
+        T=square,
+        P=None if states else square,
+        beta=per_token,
+        G=per_token,
+        out=swizzled((C, ROWS), dtype),
+        S=swizzled((ROWS, key_dim), dtype) if states else None,
+        # One arrival for each copy.
+        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=5 if states else 7),
+        free=plgpu.Barrier(num_barriers=stages),
+    )
+
+
+def walk(
+    links: Links,
+    ordered: Ordered,
+    state: jax.Array | None,
+    slots: int,
+    *,
+    states: bool = False,
+    config: Config = Config(),
+) -> tuple[jax.Array, jax.Array]:
+    """(o [B, n C, N, V], the state behind each list float32 [L, N, K, V]), or with `states` (v'
+    like o, the state before each chunk transposed [B, n, N, V, K], both in q's dtype).
+
+    `state` float32 [B, N, K, V]: before roots; None: zeros. Chunks of no list are left out.
+    """
+    B, tokens, H, K = ordered.q.shape
+    N, V = ordered.v.shape[2:]
+    L, n, parts = len(links.count), tokens // C, V // ROWS
+    dtype, f32 = ordered.q.dtype, jnp.float32
+    stages = config.stages
+    if state is not None:
+        state = state.swapaxes(2, 3)
+
+    def kernel(links, ordered, state, out, behind, kept, smem: Scratch):
+        program = lax.axis_index("program")
+        part = lax.rem(program, jnp.int32(parts))
+        head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
+        lane = lax.div(program, jnp.int32(parts * N))
+        mine = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
+        row, first, count = links.row[lane], links.first[lane], links.count[lane]
+
+        def tokens_of(c):
+            return pl.ds(pl.multiple_of(c * C, C), C)
+
+        @pl.when(lax.axis_index("group") == 0)
+        def compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            wgmma = plgpu.Layout.WGMMA
+            square = plgpu.ACC((ROWS, C), f32)
+
+            def read(ref):
+                return plgpu.load(ref, layout=wgmma, optimized=False)
+
+            def at_root():
+                if state is None:
+                    return plgpu.layout_cast(jnp.zeros((ROWS, K), f32), wgmma)
+                return read(state.at[row, head, mine])
+
+            def laid(x):
+                return plgpu.layout_cast(x, wgmma)
+
+            def per_column(x):
+                return laid(lax.broadcast_in_dim(x, (ROWS, C), [1]))
+
+            def link(c):
+                c = lax.min(c, first + count - 1)
+                return links.source[row, c], links.keep[row, c], links.length[row, c]
+
+            column = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(0))
+
+            def step(i, carry):
+                S, source, keep, length = carry
+                c, slot = first + i, lax.rem(i, jnp.int32(stages))
+                following = link(c + 1)
+
+                def elsewhere():
+                    place = lax.clamp(0, source, slots - 1)
+                    stored = lambda: read(kept.at[lane, place, head, mine])  # noqa: E731
+                    return lax.cond(source == ROOT, at_root, stored)
+
+                S = laid(lax.cond(source == NEIGHBOUR, lambda: S, elsewhere))
+                low_S = laid(S.astype(dtype))
+                plgpu.barrier_wait(smem.ready.at[slot])
+                G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
+                beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
+                last = smem.G[slot, C - 1]
+                eG = jnp.exp(G)
+
+                def seen(seen_ref, asked_ref=None):
+                    plgpu.wgmma(seen_ref, low_S, smem.k.at[slot].transpose((1, 0)))
+                    if not states:
+                        plgpu.wgmma(asked_ref, low_S, smem.q.at[slot].transpose((1, 0)))
+                    v = plgpu.load(smem.v.at[slot].transpose((1, 0)), layout=wgmma).astype(f32)
+                    found = laid(plgpu.wgmma_accumulator_load(seen_ref, wait_n=0 if states else 1))
+                    x = laid((per_column(beta) * (v - per_column(eG) * found)).astype(dtype))
+
+                    def solve(ref):
+                        plgpu.wgmma(ref, x, smem.T.at[slot].transpose((1, 0)))
+                        return laid(ref[...])
+
+                    new = pl.run_scoped(solve, square)
+                    if states:
+                        return (new,)
+                    own = jnp.where(column < length, eG, 0.0)  # behind them q is not cleared
+                    return new, asked_ref[...] * per_column(own)
+
+                accs = (square,) if states else (square, square)
+                new, *asked = pl.run_scoped(seen, *accs)
+                low_new = laid(new.astype(dtype))
+                decayed = laid((new * per_column(jnp.exp(last - G))).astype(dtype))
+
+                def leave(refs):
+                    plgpu.wgmma(refs[0], decayed, smem.k.at[slot])
+                    if not states:
+                        plgpu.wgmma(refs[1], low_new, smem.P.at[slot].transpose((1, 0)))
+
+                before = laid(S * jnp.exp(last))
+                S, *own = pl.run_state(leave)(
+                    tuple(plgpu.ACC.init(x) for x in (before, *asked))
+                )
+                plgpu.commit_smem()  # v was read into registers, and TMA overwrites it
+                plgpu.barrier_arrive(smem.free.at[slot])
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
+                found = low_new if states else own[0].astype(dtype)
+                found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
+                smem.out.transpose((1, 0))[...] = found
+                if states:
+                    smem.S[...] = low_S
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(smem.out, out.at[row, tokens_of(c), head, mine])
+                if states:
+                    plgpu.copy_smem_to_gmem(smem.S, behind.at[row, c, head, mine])
+
+                @pl.when(keep < slots)
+                def _():
+                    kept.at[lane, lax.min(keep, slots - 1), head, mine][...] = S
+
+                return S, *following
+
+            S, *_ = lax.fori_loop(0, count, step, (at_root(), *link(first)))
+            if not states:
+                behind.at[lane, head, mine][...] = S
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(lax.axis_index("group") == 1)
+        def memory():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            key_head = lax.div(head, jnp.int32(N // H))
+
+            @pl.loop(0, count)
+            def _(i):
+                c, slot = first + i, lax.rem(i, jnp.int32(stages))
+                here = tokens_of(c)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(smem.free.at[slot])
+
+                for source, target in (
+                    (ordered.k.at[row, here, key_head], smem.k),
+                    (ordered.q.at[row, here, key_head], smem.q),
+                    (ordered.v.at[row, here, head, mine], smem.v),
+                    (ordered.T.at[row, c, head], smem.T),
+                    (ordered.P.at[row, c, head], smem.P),
+                    (ordered.beta.at[row, c, head], smem.beta),
+                    (ordered.G.at[row, c, head], smem.G),
+                ):
+                    if target is not None:
+                        plgpu.copy_gmem_to_smem(source, target.at[slot], smem.ready.at[slot])
+
+            @pl.loop(lax.max(count - stages, 0), count)
+            def _(i):  # leave no barrier phase unobserved
+                plgpu.barrier_wait(smem.free.at[lax.rem(i, jnp.int32(stages))])
+
+    if states:
+        behind = jax.ShapeDtypeStruct((B, n, N, V, K), dtype)
+    else:
+        behind = jax.ShapeDtypeStruct((L, N, V, K), f32)
+    out, behind, _ = launch(
+        kernel,
+        "gated_delta_walk_states" if states else "gated_delta_walk",
+        [
+            jax.ShapeDtypeStruct(ordered.v.shape, dtype),
+            behind,
+            jax.ShapeDtypeStruct((L, slots, N, V, K), f32),
+        ],
+        [make_scratch(K, dtype, stages, states)],
+        [links, ordered, state],
+        grid={"program": L * N * parts},
+        warpgroups=1,
+    )
+    return out, behind if states else behind.swapaxes(2, 3)
