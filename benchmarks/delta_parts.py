@@ -13,7 +13,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from delta import INPUTS, low_inputs
-from jaxtrain_kernels.gated_delta import gpu_order, gpu_parts, gpu_prepare, gpu_walk, mosaic_gpu, xla
+from jaxtrain_kernels.gated_delta import (
+    gpu_order,
+    gpu_parts,
+    gpu_prepare,
+    gpu_walk,
+    mosaic_gpu,
+    xla,
+)
 from jaxtrain_kernels.gated_delta.cases import CASES
 from report import DECLINED, Report
 from timing import jax_ms

@@ -139,6 +139,4 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
         kernel_name="gated_delta_prepare",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return tuple(
-        run(links.total, links.length, ordered.q, ordered.k, ordered.beta, ordered.G)
-    )
+    return tuple(run(links.total, links.length, ordered.q, ordered.k, ordered.beta, ordered.G))

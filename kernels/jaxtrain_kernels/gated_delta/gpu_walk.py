@@ -185,9 +185,7 @@ def walk(
                         plgpu.wgmma(refs[1], low_new, smem.P.at[slot].transpose((1, 0)))
 
                 before = laid(S * jnp.exp(last))
-                S, *own = pl.run_state(leave)(
-                    tuple(plgpu.ACC.init(x) for x in (before, *asked))
-                )
+                S, *own = pl.run_state(leave)(tuple(plgpu.ACC.init(x) for x in (before, *asked)))
                 plgpu.commit_smem()  # v was read into registers, and TMA overwrites it
                 plgpu.barrier_arrive(smem.free.at[slot])
 
