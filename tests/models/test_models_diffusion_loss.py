@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import RAW
 
+from jaxtrain.core.assemble import keep_task
 from jaxtrain.data.masks import Noise, mask
 from jaxtrain.data.pack import Fields, build_batch, lay_out
 from jaxtrain.data.tree import chain
@@ -141,3 +142,25 @@ def test_rows_that_a_folder_does_not_have_begin_as_the_mean_of_the_others(tmp_pa
     build.check_folder(tmp_path, larger)
     with pytest.raises(UserError, match="config.json says"):
         build.check_folder(tmp_path, dataclasses.replace(larger, grown=1))
+
+
+def test_transformers_says_the_same_with_a_mask_of_zeros(tmp_path):
+    """What docs/diffusion.md tells people who load an export."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = build.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 1})
+    config = keep_task(config, {"kind": "diffusion", "shift": True}, mask_token_id=96)
+    model = build.init(config, 0)
+    build.save(model, config, tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert other.config.mask_token_id == 96 and other.config.jaxtrain_task["shift"] is True
+    tokens = np.array([[4, 9, 96, 11, 96, 3]])
+    batch = build_batch([[lay_out(chain(tokens[0], {}))]], 6, Fields((), since=True))
+    batch = batch._replace(since=np.zeros((1, 6), np.int32))
+    found = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))(batch)
+    with torch.no_grad():
+        zeros = torch.zeros(1, 1, 6, 6)
+        wanted = other(torch.tensor(tokens), attention_mask=zeros).logits.numpy()
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert dict(build.read_config(tmp_path).kept) == dict(config.kept)
