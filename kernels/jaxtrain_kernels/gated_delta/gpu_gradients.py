@@ -1,0 +1,357 @@
+"""Gradients of q, k, v, g and beta, chunk by chunk: Hopper, Pallas Mosaic GPU.
+
+What the walks left of each chunk - the state before it, v', dx and the dS behind it - is all that
+its gradients need (chunk.py has the formulas). A thread block owns a chunk and a key head and goes
+through that head's value heads one after the other, so dq and dk are sums of a fixed order. Two
+warpgroups share the work, and a third fetches operands as their buffers come free:
+
+    the first:   M = D (do v'^T);  dq += e^G (do S^T) + M k;  dv = beta dx and <dx, v>
+    the second:  the rest; dk += e^(G_C - G) (v' dS^T) - beta e^G (dx S^T) + M^T q + (Y + Y^T) k
+
+M^T and Y^T come from products of their own instead of through shared memory. As g <= 0, D and its
+transpose are e^-|G_i - G_j|, never infinite. dx comes transposed; a product with the identity, which
+is exact, turns it. In inner products with q and k a value head's dq and dk are differences of the
+sums behind and before it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
+
+WARPGROUPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the kernel."""
+
+    compute_registers: int = 240
+    memory_registers: int = 24  # 2 x 240 + 24 fill the register file: with 40 the launch hangs
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block, and its barriers. One value head at a time."""
+
+    q: jax.Ref
+    """[C, K], and k the same; in the end dq and dk."""
+    k: jax.Ref
+    d_out: jax.Ref
+    """[C, V], and v' and v the same; dv leaves from v's buffer."""
+    new: jax.Ref
+    v: jax.Ref
+    d_x: jax.Ref
+    """[V, C]."""
+    S: jax.Ref
+    """[V, K], and dS the same."""
+    d_S: jax.Ref
+    beta: jax.Ref
+    """[C], and G the same."""
+    G: jax.Ref
+    sums: jax.Ref
+    """[5, C]: what the first warpgroup found, <dx, v>, <q, dq> and half of <dS, S>, and what the
+    second passes from rows to columns."""
+    d_beta: jax.Ref
+    """[C], and dg the same: on their way out."""
+    d_g: jax.Ref
+    shared_ready: jax.Ref
+    """q and k."""
+    ready: jax.Ref
+    """One for each of the groups of buffers below."""
+    free: jax.Ref
+    sums_ready: jax.Ref
+    sums_free: jax.Ref
+    finished: jax.Ref
+    """Both warpgroups have come here."""
+
+
+GROUPS = (("d_out", "new", "G", "beta"), ("d_x",), ("S",), ("d_S",), ("v",))
+"""Buffers that are filled and given back together."""
+TOKENS, D_X, STATE, D_STATE, VALUES = range(len(GROUPS))
+
+
+def make_scratch(K: int, V: int, dtype) -> Scratch:
+    keys, values, states = (swizzled(shape, dtype) for shape in ((C, K), (C, V), (V, K)))
+    line = plgpu.SMEM((C,), jnp.float32)
+    return Scratch(
+        q=keys,
+        k=keys,
+        d_out=values,
+        new=values,
+        v=values,
+        d_x=swizzled((V, C), dtype),
+        S=states,
+        d_S=states,
+        beta=line,
+        G=line,
+        sums=plgpu.SMEM((5, C), jnp.float32),
+        d_beta=line,
+        d_g=line,
+        shared_ready=plgpu.Barrier(num_arrivals=2),
+        ready=tuple(plgpu.Barrier(num_arrivals=len(group)) for group in GROUPS),
+        # v is the first warpgroup's alone.
+        free=tuple(plgpu.Barrier(num_arrivals=WARPGROUPS - (i == VALUES)) for i in range(5)),
+        sums_ready=plgpu.Barrier(),
+        sums_free=plgpu.Barrier(),
+        finished=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+def gradients(
+    links: Links,
+    ordered: Ordered,
+    S: jax.Array,
+    new: jax.Array,
+    d_out: jax.Array,
+    d_x: jax.Array,
+    d_S: jax.Array,
+    config: Config = Config(),
+) -> tuple[jax.Array, ...]:
+    """(dq, dk [B, n C, H, K], dv [B, n C, N, V], of the inputs' dtype; dg and dbeta float32
+    [B, n, N, C]).
+
+    S [B, n, N, V, K], transposed: the state before each chunk; new [B, n C, N, V]: v'; d_x
+    [B, n, N, V, C] and d_S [B, n, N, V, K]: what `gpu_walk_back.walk_back` gives. Nothing is
+    written for chunks behind a row's last; rows behind a chunk's tokens may be anything.
+    """
+    B, tokens, H, K = ordered.q.shape
+    N, V = ordered.v.shape[2:]
+    n, heads, dtype = tokens // C, N // H, ordered.q.dtype
+    f32, square = jnp.float32, (C, C)
+
+    def kernel(links, ordered, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, smem: Scratch):
+        program, group = lax.axis_index("program"), lax.axis_index("group")
+        key_head = lax.rem(program, jnp.int32(H))
+        place = lax.div(program, jnp.int32(H))
+        row, c = lax.div(place, jnp.int32(n)), lax.rem(place, jnp.int32(n))
+        here = pl.ds(pl.multiple_of(c * C, C), C)
+        used = c < links.total[row]
+        wgmma = plgpu.Layout.WGMMA
+
+        def by_row(ref):
+            return plgpu.load(ref, layout=wgmma.reduce(1))
+
+        def by_column(ref):
+            return plgpu.load(ref, layout=wgmma.reduce(0))
+
+        def along(x, width):
+            """A number for each row."""
+            return lax.broadcast_in_dim(x, (C, width), [0])
+
+        def across(x):
+            """A number for each column of a square."""
+            return lax.broadcast_in_dim(x, square, [1])
+
+        def loaded(ref):
+            return plgpu.load(ref, layout=wgmma).astype(f32)
+
+        def product(width, *pairs):
+            """Sum of products of shared memory; [C, width]."""
+
+            def multiply(acc):
+                for left, right in pairs:
+                    plgpu.wgmma(acc, left, right)
+                return acc[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((C, width), f32))
+
+        def plus(total, *pairs):
+            def multiply(acc):
+                for left, right in pairs:
+                    plgpu.wgmma(acc, left, right)
+
+            return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+        def zeros(shape, layout=wgmma):
+            return plgpu.layout_cast(jnp.zeros(shape, f32), layout)
+
+        def turned(ref):
+            return ref.transpose((1, 0))
+
+        def index():
+            return (plgpu.broadcasted_iota(jnp.int32, square, a, layout=wgmma) for a in (0, 1))
+
+        def nearness():
+            """e^-|G_i - G_j|."""
+            apart = along(by_row(smem.G), C) - across(by_column(smem.G))
+            return jnp.exp(jnp.minimum(apart, -apart))
+
+        def wait(group):
+            plgpu.barrier_wait(smem.ready[group])
+
+        def give_back(group):
+            plgpu.commit_smem()  # what was read into registers is overwritten by TMA
+            plgpu.barrier_arrive(smem.free[group])
+
+        def meet():
+            plgpu.barrier_arrive(smem.finished)
+            plgpu.barrier_wait(smem.finished)
+
+        @pl.when(used & (group == 0))
+        def queries():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            plgpu.barrier_wait(smem.shared_ready)
+
+            def value_head(r, carry):
+                total, before = carry
+                head = key_head * heads + r
+                wait(TOKENS)
+                M = product(C, (smem.d_out, turned(smem.new)))
+                i, j = index()
+                low_M = jnp.where(i >= j, M * nearness(), 0.0).astype(dtype)
+                eG, beta = jnp.exp(by_row(smem.G)), by_row(smem.beta)
+                wait(STATE)
+                total += along(eG, K) * product(K, (smem.d_out, smem.S))
+                give_back(TOKENS)
+                total = plus(total, (low_M, smem.k))
+                behind = (total * loaded(smem.q)).sum(axis=1)
+
+                wait(D_X)
+                identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
+                x = product(V, (identity, turned(smem.d_x)))
+                give_back(D_X)
+                wait(VALUES)
+                pull = (x * loaded(smem.v)).sum(axis=1)
+                smem.v[...] = (along(beta, V) * x).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(smem.v, dv.at[row, here, head])
+
+                wait(D_STATE)
+                part = pl.ds(0, C)
+                inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
+                give_back(STATE)
+                give_back(D_STATE)
+                pl.when(r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
+                smem.sums[0] = pull
+                smem.sums[1] = behind - before
+                smem.sums[2] = inner
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem.sums_ready)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(smem.free[VALUES])
+                return total, behind
+
+            start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
+            total, _ = lax.fori_loop(0, heads, value_head, start)
+            plgpu.barrier_wait(smem.sums_free)
+            meet()
+            smem.q[...] = total.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.q, dq.at[row, here, key_head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(used & (group == 1))
+        def keys():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            plgpu.barrier_wait(smem.shared_ready)
+
+            def value_head(r, carry):
+                total, before = carry
+                head = key_head * heads + r
+                wait(TOKENS)
+                near = nearness()
+                i, j = index()
+                M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
+                low_M = jnp.where(i <= j, M * near, 0.0).astype(dtype)
+                beta = by_row(smem.beta)
+                eG = jnp.exp(by_row(smem.G))
+                last = smem.G[C - 1]
+                rest = jnp.exp(last - by_row(smem.G))
+
+                wait(D_X)
+                lower = product(C, (turned(smem.d_x), turned(smem.new))) * near
+                lower = jnp.where(i > j, lower, 0.0)
+                kk = product(C, (smem.k, turned(smem.k)))
+                own = (lower * kk).sum(axis=1)
+                upper = product(C, (smem.new, smem.d_x)) * near * across(by_column(smem.beta))
+                low_Y = jnp.where(i < j, -upper, -along(beta, C) * lower).astype(dtype)
+
+                wait(STATE)
+                seen = product(K, (turned(smem.d_x), smem.S)) * along(eG, K)
+                give_back(D_X)
+                own += (seen * loaded(smem.k)).sum(axis=1)
+                total -= along(beta, K) * seen
+                wait(D_STATE)
+                kept = product(K, (smem.new, smem.d_S)) * along(rest, K)
+                give_back(TOKENS)
+                ends = (kept * loaded(smem.k)).sum(axis=1)
+                total += kept
+                part = pl.ds(C, C)
+                inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
+                give_back(STATE)
+                give_back(D_STATE)
+                total = plus(total, (low_M, smem.q), (low_Y, smem.k))
+                behind = (total * loaded(smem.k)).sum(axis=1)
+
+                plgpu.barrier_wait(smem.sums_ready)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dg of the head before
+                smem.d_beta[...] = by_row(smem.sums.at[0]) - own
+                smem.sums[3] = by_row(smem.sums.at[1]) - (behind - before) - 2.0 * beta * own
+                decayed = by_row(smem.sums.at[2]) + inner
+                smem.sums[4] = ends + decayed * jnp.exp(last)
+                plgpu.commit_smem()
+                d_G, everywhere = by_column(smem.sums.at[3]), by_column(smem.sums.at[4])
+                summed = jnp.where(i <= j, across(d_G), 0.0) + across(everywhere)
+                smem.d_g[...] = summed.sum(axis=1)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem.sums_free)
+                plgpu.copy_smem_to_gmem(smem.d_beta, d_beta.at[row, c, head])
+                plgpu.copy_smem_to_gmem(smem.d_g, d_g.at[row, c, head])
+                return total, behind
+
+            start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
+            total, _ = lax.fori_loop(0, heads, value_head, start)
+            meet()
+            smem.k[...] = total.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.k, dk.at[row, here, key_head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(used & (group == WARPGROUPS))
+        def memory():
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            copy = plgpu.copy_gmem_to_smem
+            copy(ordered.q.at[row, here, key_head], smem.q, smem.shared_ready)
+            copy(ordered.k.at[row, here, key_head], smem.k, smem.shared_ready)
+
+            @pl.loop(0, heads)
+            def _(r):
+                head = key_head * heads + r
+                sources = {
+                    "d_out": d_out.at[row, here, head],
+                    "new": new.at[row, here, head],
+                    "v": ordered.v.at[row, here, head],
+                    "G": ordered.G.at[row, c, head],
+                    "beta": ordered.beta.at[row, c, head],
+                    "d_x": d_x.at[row, c, head],
+                    "S": S.at[row, c, head],
+                    "d_S": d_S.at[row, c, head],
+                }
+                for group, names in enumerate(GROUPS):
+                    pl.when(r > 0)(lambda: plgpu.barrier_wait(smem.free[group]))
+                    for name in names:
+                        copy(sources[name], getattr(smem, name), smem.ready[group])
+
+            for group in range(len(GROUPS)):  # leave no barrier phase unobserved
+                plgpu.barrier_wait(smem.free[group])
+
+    dq, dk, dv, d_g, d_beta = launch(
+        kernel,
+        "gated_delta_gradients",
+        [
+            *[jax.ShapeDtypeStruct(ordered.q.shape, dtype)] * 2,
+            jax.ShapeDtypeStruct(ordered.v.shape, dtype),
+            *[jax.ShapeDtypeStruct((B, n, N, C), f32)] * 2,
+        ],
+        [make_scratch(K, V, dtype)],
+        [links, ordered, S, new, d_out, d_x, d_S],
+        grid={"program": B * n * H},
+        warpgroups=WARPGROUPS,
+    )
+    return dq, dk, dv, d_g, d_beta
