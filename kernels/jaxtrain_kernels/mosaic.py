@@ -50,7 +50,17 @@ def num_cores() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
-def launch(kernel, name: str, out_type, scratch, arrays, *, grid: dict[str, int], warpgroups: int):
+def launch(
+    kernel,
+    name: str,
+    out_type,
+    scratch,
+    arrays,
+    *,
+    grid: dict[str, int],
+    warpgroups: int,
+    by_lane: bool = False,
+):
     """`kernel` on arrays, over a grid of one named axis of thread blocks.
 
     Each has `warpgroups` that compute and one more that moves memory: axis "group". `arrays` and
@@ -58,6 +68,7 @@ def launch(kernel, name: str, out_type, scratch, arrays, *, grid: dict[str, int]
     the scratch memory in the same trees.
     """
     ((axis, size),) = grid.items()
+    semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if by_lane else {}
     run = plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -68,7 +79,7 @@ def launch(kernel, name: str, out_type, scratch, arrays, *, grid: dict[str, int]
         thread_name="group",
         kernel_name=name,
         # exp2, log and divisions are the hardware's own approximations.
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, **semantics),
     )
     return run(*arrays)
 

@@ -353,5 +353,6 @@ def gradients(
         [links, ordered, S, new, d_out, d_x, d_S],
         grid={"program": B * n * H},
         warpgroups=WARPGROUPS,
+        by_lane=True,
     )
     return dq, dk, dv, d_g, d_beta

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.chunks import NEIGHBOUR, ROOT
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 from jaxtrain_kernels.gated_delta.gpu_order import Links, Ordered
 from jaxtrain_kernels.gated_delta.gpu_order import C as CHUNK
 from jaxtrain_kernels.mosaic import launch, plgpu, swizzled

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain_kernels.gated_delta import gpu_order, gpu_parts, gpu_walk, xla
+from jaxtrain_kernels.gated_delta import (
+    gpu_gradients,
+    gpu_order,
+    gpu_parts,
+    gpu_walk,
+    gpu_walk_back,
+    xla,
+)
 from jaxtrain_kernels.mosaic import num_cores, require_hopper
 
 DIM = 128  # of keys and of values
@@ -108,8 +115,31 @@ def _forward(options, q, k, v, g, beta, state, until, prev):
 
 def _backward(options, residuals, cotangents):
     *arrays, until, prev = residuals
+    grads = _choose(options, _walked_back, _looped_back, (*arrays, *cotangents), until, prev)
+    return *grads, None, None
+
+
+def _walked_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
+    ordered = _in_order(options, links, q, k, v, g, beta)
+    T, P = prepare(ordered, links)
+    ordered = ordered._replace(T=T, P=P)
+    new, S = gpu_walk.walk(links, ordered, state, slots, states=True)
+    d_out = gpu_order.into_order(links, d_out, options.chain, clear=True)
+    owed = d_last if options.chain else None
+    d_x, d_S, d_state = gpu_walk_back.walk_back(links, ordered, d_out, owed, slots)
+    # A list without chunks owes nothing to its row's state.
+    d_state = jnp.where((links.count > 0)[:, None, None, None], d_state, 0.0)
+    d_state = d_state.reshape(*state.shape[:1], -1, *state.shape[1:]).sum(1)
+    *grads, d_g, d_beta = gpu_gradients.gradients(links, ordered, S, new, d_out, d_x, d_S)
+    place = {"chain": options.chain, "tokens": q.shape[1]}
+    grads = (gpu_order.out_of_order(links, x, **place) for x in grads)
+    return *grads, *(gpu_order.from_chunks(links, x, **place) for x in (d_g, d_beta)), d_state
+
+
+def _looped_back(until, prev, *arrays):
+    *arrays, d_out, d_last = arrays
     _, pull = jax.vjp(functools.partial(_looped, until, prev), *arrays)
-    return *pull(cotangents), None, None
+    return pull((d_out, d_last))
 
 
 _gated_delta.defvjp(_forward, _backward)

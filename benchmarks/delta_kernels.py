@@ -1,0 +1,119 @@
+"""The Hopper kernels of gated_delta one by one: errors beside XLA, then times.
+
+    python benchmarks/delta_kernels.py [--seconds 200] > $OUT/delta_kernels.json
+
+Errors are those of outputs and gradients beside XLA in float32, by norm; beside them those of XLA
+in bfloat16, on a tree with 4 key and 8 value heads. Times are of single kernels on the shapes of
+`gated_delta.cases`, "bench".
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtrain_kernels import testing
+from jaxtrain_kernels.gated_delta import (
+    gated_delta,
+    gpu_gradients,
+    gpu_order,
+    gpu_walk_back,
+)
+from jaxtrain_kernels.gated_delta.cases import CASES, Case
+from timing import jax_ms
+
+NAMES = ("out", "q", "k", "v", "g", "beta")
+
+
+def errors(gates: str, tokens: int = 1024, heads=(4, 8)) -> dict[str, list[float]]:
+    """By name: [of the kernels, of XLA in bfloat16]."""
+    tree = functools.partial(testing.agent_tree, 4, tokens // 6, tokens // 20)
+    case = Case("", tree, tokens, *heads, 128, 128, frozenset(), gates=gates)
+    inputs = case.inputs()
+    until, prev = (jnp.asarray(inputs[n]) for n in ("until", "prev"))
+    low = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("q", "k", "v", "d_out")]
+    rest = [jnp.asarray(inputs[n]) for n in ("g", "beta")]
+
+    def run(impl, dtype):
+        def both(q, k, v, d_out, g, beta):
+            def function(*arrays):
+                return gated_delta(*arrays, until, prev, impl=impl)[0]
+
+            out, pull = jax.vjp(function, q, k, v, g, beta)
+            return out, *pull(d_out)
+
+        found = jax.jit(both)(*(x.astype(dtype) for x in low), *rest)
+        return [np.asarray(x, np.float64) for x in found]
+
+    with jax.default_matmul_precision("highest"):
+        exact = run("xla", jnp.float32)
+    mine, again, plain = (run(i, jnp.bfloat16) for i in ("mosaic_gpu", "mosaic_gpu", "xla"))
+    same = all((a == b).all() for a, b in zip(mine, again, strict=True))
+    norm = np.linalg.norm
+    table = {
+        name: [float(norm(x - e) / norm(e)) for x in (a, p)]
+        for name, a, p, e in zip(NAMES, mine, plain, exact, strict=True)
+    }
+    return table | {"same bits twice": same}
+
+
+def times(case: Case) -> dict[str, float]:
+    """Milliseconds of each kernel. Contents are made up, the chunks are the case's."""
+    forest = case.forest()
+    row = testing.pack(forest, case.tokens)
+    until, prev = (jnp.asarray(row[n], jnp.int32)[None] for n in ("until", "prev"))
+    chain = len(forest) == 1
+    links, slots = gpu_order.order_rows(None if chain else prev, until, 1)
+    B, n = links.start.shape
+    H, N, K, V = case.key_heads, case.value_heads, case.key_dim, case.value_dim
+    key = jax.random.key(0)
+
+    def made(*shape, scale=0.05):
+        return (scale * jax.random.normal(key, shape)).astype(jnp.bfloat16)
+
+    q, k, v, d_out = (made(B, n * 64, heads, 128) for heads in (H, H, N, N))
+    beta = jnp.full((B, n, N, 64), 0.5, jnp.float32)
+    G = jnp.broadcast_to(-0.01 * jnp.arange(64.0), beta.shape)
+    T = P = made(B, n, N, 64, 64)
+    ordered = gpu_order.Ordered(q, k, v, beta, G, T, P)
+    S, d_x = made(B, n, N, V, K), made(B, n, N, V, 64)
+
+    def back(links, ordered, d_out):
+        return gpu_walk_back.walk_back(links, ordered, d_out, None, slots)
+
+    found = {"chunks": int(links.total[0])}
+    for name, function, arrays in (
+        ("walk_back", back, (links, ordered, d_out)),
+        ("gradients", gpu_gradients.gradients, (links, ordered, S, v, d_out, d_x, S)),
+    ):
+        found[name] = round(jax_ms(function, *arrays)["ms"], 4)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=200.0, help="stop behind so many")
+    parser.add_argument("--cases", default="one8k_h16_32,tree8k_h16_32,one32k_h16_32")
+    parser.add_argument("--errors", default="slow,init,hard")
+    options = parser.parse_args()
+    start, found = time.monotonic(), {"device": jax.devices()[0].device_kind}
+    chosen = [c for c in CASES if c.name in options.cases.split(",")]
+    jobs = [(f"times {c.name}", functools.partial(times, c)) for c in chosen]
+    jobs += [(f"errors {g}", functools.partial(errors, g)) for g in options.errors.split(",") if g]
+    for name, job in jobs:
+        if time.monotonic() - start > options.seconds:
+            break
+        try:
+            found[name] = job()
+        except Exception as e:  # one that fails does not hide the others
+            found[name] = f"{type(e).__name__}: {e}"[:2000]
+        print(name, found[name], file=sys.stderr, flush=True)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
