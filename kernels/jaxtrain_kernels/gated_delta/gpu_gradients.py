@@ -15,6 +15,7 @@ sums behind and before it.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -334,7 +335,7 @@ def gradients(
                     "d_S": d_S.at[row, c, head],
                 }
                 for group, names in enumerate(GROUPS):
-                    pl.when(r > 0)(lambda: plgpu.barrier_wait(smem.free[group]))
+                    pl.when(r > 0)(functools.partial(plgpu.barrier_wait, smem.free[group]))
                     for name in names:
                         copy(sources[name], getattr(smem, name), smem.ready[group])
 

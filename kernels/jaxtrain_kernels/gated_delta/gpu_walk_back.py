@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
-from jaxtrain_kernels.gated_delta.gpu_order import Links, Ordered
 from jaxtrain_kernels.gated_delta.gpu_order import C as CHUNK
+from jaxtrain_kernels.gated_delta.gpu_order import Links, Ordered
 from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
+from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 
 ROWS = 64  # columns of V of a warpgroup: the rows of a wgmma
 STARTS = 1 << 30  # the bit of the states before the roots, among those of slots
@@ -118,7 +118,9 @@ def walk_back(
             plgpu.set_max_registers(config.compute_registers, action="increase")
             wgmma = plgpu.Layout.WGMMA
             square = (ROWS, CHUNK)
-            i, j = (plgpu.broadcasted_iota(jnp.int32, square, axis, layout=wgmma) for axis in (0, 1))
+            i, j = (
+                plgpu.broadcasted_iota(jnp.int32, square, axis, layout=wgmma) for axis in (0, 1)
+            )
             identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
 
             def read(ref):
