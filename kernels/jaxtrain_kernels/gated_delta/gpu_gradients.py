@@ -9,8 +9,8 @@ warpgroups share the work, and a third fetches operands as their buffers come fr
     the second:  the rest; dk += e^(G_C - G) (v' dS^T) - beta e^G (dx S^T) + M^T q + (Y + Y^T) k
 
 M^T and Y^T come from products of their own instead of through shared memory. As g <= 0, D and its
-transpose are e^-|G_i - G_j|, never infinite. dx comes transposed; a product with the identity, which
-is exact, turns it. In inner products with q and k a value head's dq and dk are differences of the
+transpose are e^-|G_i - G_j|, never infinite. dx comes transposed; a product with the identity turns
+it, exactly. In inner products with q and k a value head's dq and dk are differences of the
 sums behind and before it.
 """
 
