@@ -1,0 +1,267 @@
+"""A step of strided EBFT: this project and PyTorch, in one run.
+
+python benchmarks/ebft_strided.py --out benchmarks/results/ebft_strided_h200
+python benchmarks/ebft_strided.py --size tiny      # on a CPU, to see that it works
+
+Qwen3-0.6B's shape with random weights, documents of 2,048 random tokens; stride, context and blocks
+of 8 tokens, 4 draws at temperature 0.6; features of three layers of a frozen copy, RLOO, AdamW with
+float32 masters, products in bfloat16. A step is all of it: draws, features, loss, update. Each side
+runs in a process of its own under a time limit; rows are written as they come.
+
+jaxtrain    the training code as it runs: task.prepare, step
+torch       strided_peers.py: Axolotl's layout and draws, with the right indices
+torch kept  the same with keys and values kept while drawing
+
+step s    median of the steps after warm-up; drawn/s: tokens of blocks a second, text/s of documents
+peak GiB  the allocator's peak
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from preference import write_tokenizer
+from step_work import MODELS
+
+SIDES = ("jaxtrain", "torch", "torch kept")
+SIZES = {
+    "full": {"model": "qwen3-0.6b", "length": 2048, "blocks": (8, 8, 8, 4)},
+    "tiny": {"model": "tiny", "length": 64, "blocks": (8, 8, 4, 2)},
+}
+"""blocks: stride, context, tokens of a block, draws."""
+LAYERS = (0.25, 0.5, 0.75)
+TEMPERATURE = 0.6
+
+
+def write_config(options, folder: Path) -> dict:
+    """The run of our side as a config's table."""
+    size = SIZES[options.size]
+    raw = MODELS[size["model"]]
+    write_tokenizer(folder / "tokenizer", raw["vocab_size"] - 8)
+    words = " ".join(f"w{number % 100 + 2}" for number in range(4 * size["length"]))
+    (folder / "rows.jsonl").write_text(json.dumps({"text": words}) + "\n")
+    stride, context, block, samples = size["blocks"]
+    tiny = options.size == "tiny"
+    return {
+        "run": {"max_steps": 1000, "export": False, "output_dir": str(folder / "run")},
+        "model": {
+            "tokenizer": str(folder / "tokenizer"),
+            "architecture": raw,
+            "compute_dtype": "float32" if tiny else "bfloat16",
+            "remat": options.remat,
+        },
+        "data": {
+            "sequence_len": size["length"],
+            "micro_batch_size": options.rows,
+            "datasets": [{"path": str(folder / "rows.jsonl"), "format": "completion"}],
+        },
+        "task": {
+            "kind": "ebft_strided",
+            "stride": stride,
+            "context_length": context,
+            "generate_max_len": block,
+            "n_samples": samples,
+            "temperature": TEMPERATURE,
+            "features": {"network": "start", "layers": list(options.layers)},
+        },
+        "optim": {"learning_rate": 1e-6},
+    }
+
+
+def make_rows(options) -> np.ndarray:
+    """Random tokens [rows, S]."""
+    size = SIZES[options.size]
+    words = MODELS[size["model"]]["vocab_size"] - 8
+    return np.random.default_rng(1).integers(2, words, (options.rows, size["length"]), np.int32)
+
+
+def run_jaxtrain(options) -> dict:
+    """prepare and step as the loop calls them, two steps in flight."""
+    import jax
+
+    from jaxtrain.config.load import validate_config
+    from jaxtrain.core.optim import build_optimizer, build_schedule
+    from jaxtrain.core.roles import Held, Roles
+    from jaxtrain.core.scorer import Scorer
+    from jaxtrain.core.step import init_state, make_step
+    from jaxtrain.core.task import Round
+    from jaxtrain.data.pack import build_batch, lay_out, stack_batches
+    from jaxtrain.data.tree import chain
+    from jaxtrain.parallel.feed import feed
+    from jaxtrain.tasks import make_task
+
+    with tempfile.TemporaryDirectory() as place:
+        config = validate_config(write_config(options, Path(place)), "ebft_strided.py")
+        task = make_task(config)
+    roles, mesh = Roles(task.roles), task.mesh
+    with jax.set_mesh(mesh):
+        trained, frozen, copies = roles.open(0)
+        optimizer = build_optimizer(config.optim, build_schedule(config.optim, 1000), trained)
+        state = init_state(trained, optimizer, copies)
+        del trained
+        step = jax.jit(
+            make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm),
+            donate_argnums=0,
+        )
+        held = lambda: Held(roles, {**frozen, **state.copies, **state.params}, 0)  # noqa: E731
+        scorer = Scorer(held)
+        fields = task.data.fields
+        ones = {name: np.ones(SIZES[options.size]["length"]) for name in fields.components}
+        rows = [[lay_out(chain(tokens, ones), "branch")] for tokens in make_rows(options)]
+        batch = stack_batches([build_batch(rows, SIZES[options.size]["length"], fields)])
+
+        def run(number: int):
+            nonlocal state
+            (ready,) = task.prepare(Round([batch], version=number), scorer).batches
+            state, output = step(state, feed(ready, mesh), frozen)
+            return output
+
+        began = time.perf_counter()
+        first = jax.device_get(run(0))
+        compile_s = time.perf_counter() - began
+        say(f"jaxtrain: first step in {compile_s:.0f} s")
+        for number in range(1, options.warm_up):
+            jax.block_until_ready(run(number))
+        ends, output = [], run(options.warm_up)
+        for number in range(options.steps + 1):
+            after = run(options.warm_up + 1 + number)
+            jax.block_until_ready(output)
+            ends.append(time.perf_counter())
+            output = after
+        jax.block_until_ready(state)
+        if options.trace:
+            with jax.profiler.trace(str(options.trace)):
+                jax.block_until_ready(run(0))
+        stats = jax.devices()[0].memory_stats() or {}
+    numbers = {name: total / weight for name, (total, weight) in first.metrics.items() if weight}
+    return {
+        "seconds": np.diff(ends).tolist(),
+        "compile_s": compile_s,
+        "loss": float(numbers["ebft/rl_loss"]),
+        "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
+        "hardware": jax.devices()[0].device_kind,
+        "version": f"jax {jax.__version__}",
+    }
+
+
+def run_torch(options, kept: bool) -> dict:
+    """PyTorch's step on the same documents."""
+    import strided_peers
+    import torch
+
+    cuda = torch.cuda.is_available()
+    kind = torch.bfloat16 if cuda else torch.float32
+    how = strided_peers.Options(kind, "cuda" if cuda else "cpu")
+    size = SIZES[options.size]
+    raw = MODELS[size["model"]]
+    depth = raw["num_hidden_layers"]
+    layers = sorted({max(int(share * depth), 1) - 1 for share in options.layers})
+    geometry = strided_peers.Geometry(size["length"], *size["blocks"])
+    step = strided_peers.Step(raw, geometry, layers, TEMPERATURE, how)
+    documents = torch.from_numpy(make_rows(options)).long().to(how.device)
+    return strided_peers.measure(step, documents, kept, options.warm_up, options.steps)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def work_out(options, side: str, found: dict) -> dict:
+    """The derived numbers of a row."""
+    size = SIZES[options.size]
+    stride, context, block, samples = size["blocks"]
+    blocks = (size["length"] - block - context) // stride + 1
+    step_s = statistics.median(found["seconds"])
+    drawn = options.rows * blocks * block * samples
+    return {
+        "by": side,
+        "rows": options.rows,
+        "step_s": step_s,
+        "drawn_per_s": drawn / step_s,
+        "text_per_s": options.rows * size["length"] / step_s,
+        **found,
+    }
+
+
+HEADER = (
+    f"{'by':<12}{'rows':>5}{'step s':>9}{'drawn/s':>10}{'text/s':>9}{'peak GiB':>10}"
+    f"{'compile s':>11}{'loss':>10}"
+)
+
+
+def table_line(row: dict) -> str:
+    """One line of the table."""
+    if "failed" in row:
+        return f"{row['by']:<12}  failed: {row['failed']}"
+    return (
+        f"{row['by']:<12}{row['rows']:>5}{row['step_s']:>9.4f}{row['drawn_per_s']:>10,.0f}"
+        f"{row['text_per_s']:>9,.0f}{row['peak_gib']:>10.1f}{row['compile_s']:>11.0f}"
+        f"{row['loss']:>10.2g}"
+    )
+
+
+def run_limited(options, side: str, path: Path) -> str | None:
+    """One side in a process of its own; why it ended early, if it did."""
+    given = [*sys.argv[1:], "--child", side, str(path)]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, *given], start_new_session=True, env=environment
+    )
+    try:
+        code = process.wait(options.seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"cut off after {options.seconds:.0f} s"
+    return f"exit {code}; see above" if code else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="full", choices=[*SIZES])
+    parser.add_argument("--sides", default=",".join(SIDES), help="sides, with commas")
+    parser.add_argument("--rows", type=int, default=1, help="documents of a step")
+    parser.add_argument("--remat", default="none", help="jaxtrain: model.remat")
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=170.0, help="longest of a side's process")
+    parser.add_argument("--trace", type=Path, help="jaxtrain: folder for a profile of a step")
+    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.layers = LAYERS
+    if options.child:
+        side, path = options.child
+        found = run_jaxtrain(options) if side == "jaxtrain" else run_torch(options, "kept" in side)
+        Path(path).write_text(json.dumps(work_out(options, side, found)))
+        return
+    command = " ".join(["python benchmarks/ebft_strided.py", *sys.argv[1:]]).split(" --out")[0]
+    report: dict = {"command": command, "rows": []}
+    with tempfile.TemporaryDirectory() as place:
+        for side in options.sides.split(","):
+            say(side)
+            path = Path(place) / f"{side}.json"
+            failed = run_limited(options, side, path)
+            row = {"by": side, "failed": failed} if failed else json.loads(path.read_text())
+            report["rows"].append(row)
+            lines = [HEADER, *map(table_line, report["rows"])]
+            print(*lines, sep="\n", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+                options.out.with_suffix(".txt").write_text("\n".join([command, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
