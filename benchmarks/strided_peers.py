@@ -80,7 +80,9 @@ class Policy(nn.Module):
         width, std = raw["hidden_size"], raw["initializer_range"]
         self.embed = nn.Parameter(torch.randn(raw["vocab_size"], width) * std)
         tied = raw["tie_word_embeddings"]
-        self.head = self.embed if tied else nn.Parameter(torch.randn(raw["vocab_size"], width) * std)
+        self.head = (
+            self.embed if tied else nn.Parameter(torch.randn(raw["vocab_size"], width) * std)
+        )
         self.blocks = nn.ModuleList(KeptBlock(raw) for _ in range(raw["num_hidden_layers"]))
         self.norm = Norm(width, raw["rms_norm_eps"])
         self.angles = Angles(raw, options.device)
@@ -122,7 +124,7 @@ class Step:
     def place(self) -> None:
         """Positions, predictors and masks, which are the same in every step."""
         g, device = self.geometry, self.options.device
-        S, NB, G, N = g.length, g.blocks, g.block, g.samples
+        S, NB, G = g.length, g.blocks, g.block
         self.total = S + NB * G
         anchors = g.anchors(device)
         steps = torch.arange(G, device=device)
@@ -190,12 +192,12 @@ class Step:
         first = self.policy.blocks[0]
         shape = (rows, S + NB * (g.block - 1), first.kv_heads, first.size)
         kind = {"dtype": self.options.dtype, "device": documents.device}
-        kept = [(torch.zeros(shape, **kind), torch.zeros(shape, **kind)) for _ in self.policy.blocks]
+        kept = [
+            (torch.zeros(shape, **kind), torch.zeros(shape, **kind)) for _ in self.policy.blocks
+        ]
         positions = self.positions[:, :S]
         slots = torch.arange(self.total, device=documents.device)
-        hidden, _ = self.policy.run(
-            documents, positions, self.document_mask, (), kept, slots[:S]
-        )
+        hidden, _ = self.policy.run(documents, positions, self.document_mask, (), kept, slots[:S])
         at = g.anchors(documents.device) - 1
         token = self.draw(hidden[:, at], self.policy.head, N)
         kept = [tuple(x.repeat_interleave(N, 0) for x in pair) for pair in kept]
