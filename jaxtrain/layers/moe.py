@@ -175,7 +175,7 @@ def _through_experts(
     if mesh.empty or mesh.size == 1:
         return compute(x_BTD, choice.experts, choice.gates, kernels, factors)
     place = functools.partial(partition_spec, mesh=mesh)
-    kernel_specs = {name: place(AXES[name][0], kernels[name].shape) for name in AXES}
+    kernel_specs = {name: place(AXES[name][0], kernel.shape) for name, kernel in kernels.items()}
     factor_specs = {
         name: pair and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
         for name, pair in factors.items()

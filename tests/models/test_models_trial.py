@@ -27,8 +27,9 @@ def toy(monkeypatch):
         (RAW["mistral"], False),  # rings of 5 slots, of which a trial of 4 takes most
         ({**SIZES, **TOY}, True),  # recurrent layers between rings
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
+        pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.slow),
     ],
-    ids=["attention", "rings", "recurrent", "hybrid"],
+    ids=["attention", "rings", "recurrent", "hybrid", "mamba"],
 )
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;
