@@ -257,5 +257,6 @@ def walk(
         [links, ordered, state],
         grid={"program": L * N * parts},
         warpgroups=1,
+        by_lane=True,
     )
     return out, behind if states else behind.swapaxes(2, 3)
