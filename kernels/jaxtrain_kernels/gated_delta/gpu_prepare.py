@@ -137,6 +137,8 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
         grid=(B * n * N,),
         grid_names=("program",),
         kernel_name="gated_delta_prepare",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
     )
     return tuple(run(links.total, links.length, ordered.q, ordered.k, ordered.beta, ordered.G))

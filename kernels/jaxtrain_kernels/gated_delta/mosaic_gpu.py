@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain_kernels.gated_delta import (
     gpu_gradients,
     gpu_order,
-    gpu_parts,
+    gpu_prepare,
     gpu_walk,
     gpu_walk_back,
     xla,
@@ -81,12 +81,9 @@ def _choose(options, kernels, loops, arrays, until, prev):
     return lax.cond(jnp.max(links.total) <= links.start.shape[1], by_kernels, by_loops, *arrays)
 
 
-prepare = gpu_parts.prepare
-
-
 def _walked(options, links, slots, q, k, v, g, beta, state):
     ordered = _in_order(options, links, q, k, v, g, beta)
-    T, P = prepare(ordered, links)
+    T, P = gpu_prepare.prepare(ordered, links)
     out, last = gpu_walk.walk(links, ordered._replace(T=T, P=P), state, slots)
     last = last if options.chain else jnp.zeros_like(state)
     return gpu_order.out_of_order(links, out, options.chain, q.shape[1]), last
@@ -121,7 +118,7 @@ def _backward(options, residuals, cotangents):
 
 def _walked_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
     ordered = _in_order(options, links, q, k, v, g, beta)
-    T, P = prepare(ordered, links)
+    T, P = gpu_prepare.prepare(ordered, links)
     ordered = ordered._replace(T=T, P=P)
     new, S = gpu_walk.walk(links, ordered, state, slots, states=True)
     d_out = gpu_order.into_order(links, d_out, options.chain, clear=True)
