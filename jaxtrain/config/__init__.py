@@ -7,7 +7,7 @@ from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask, TeacherConfig
 from jaxtrain.config.draft import DraftConfig, DraftTask, TargetConfig
 from jaxtrain.config.eagle3 import Eagle3Task
-from jaxtrain.config.ebft import FeatureConfig
+from jaxtrain.config.ebft import EBFTTask, FeatureConfig
 from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
@@ -16,7 +16,7 @@ from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig
-from jaxtrain.config.rl import RLTask
+from jaxtrain.config.rl import PolicyTask, RLTask
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.config.root import Config
 from jaxtrain.config.run import CheckpointConfig, LogConfig, ParallelConfig, RunConfig
@@ -35,6 +35,7 @@ __all__ = [
     "DraftTask",
     "DiffusionTask",
     "EBFTStridedTask",
+    "EBFTTask",
     "Eagle3Task",
     "EnvConfig",
     "EvalConfig",
@@ -44,6 +45,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PolicyTask",
     "PreferenceTask",
     "RLTask",
     "RewardConfig",

@@ -1,11 +1,16 @@
 """Section task of EBFT, structured: whole answers to prompts, rewarded by their features."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import TOKENS
+from jaxtrain.config.rl import PolicyTask, find_policy_conflicts
+
+PLAYED = ("single_turn", "dialogue")
+"""Environments whose prompts are the data's, so that a ground truth stands behind them."""
 
 
 class FeatureConfig(Section):
@@ -66,3 +71,59 @@ class FeatureConfig(Section):
                 f'{key}.network "bare" is not frozen where adapter.train_embeddings or train_head'
                 ' trains a table in full; set it to "start"'
             )
+
+
+class EBFTTask(PolicyTask):
+    """Energy-based fine-tuning on prompts with a ground truth: drawn answers are rewarded for
+    having its features, and unlike each other; the objective is any of reinforcement learning."""
+
+    rewards_itself: ClassVar[bool] = True
+
+    kind: Literal["ebft"] = "ebft"
+    """The training method."""
+    features: FeatureConfig = FeatureConfig()
+    """What answers are compared by."""
+    ce_coef: float = Field(0.0, ge=0)
+    """Factor of the usual negative log-likelihood of the ground truth, a mean over its tokens, at
+    temperature 1."""
+    turns: Literal["first", "last", "all"] = "first"
+    """Of conversations: which of the assistant's turns are ground truths. first: env.kind
+    "dialogue" then plays those that remain, too. all: each is an example with its history, which
+    reads all rows at the start."""
+    thinking: Literal["keep", "split", "answer_only"] = "keep"
+    """Thoughts of ground truths: as they stand there; those between tags (<think>, <reasoning>,
+    <|begin_of_thought|>) as reasoning_content, which the chat template writes; or left out."""
+    adaptive_max_tokens: bool = True
+    """Let the answers to a prompt have gt_length_multiplier times the tokens of its ground truth,
+    within sampling.max_new_tokens, instead of sampling.max_new_tokens."""
+    gt_length_multiplier: float = Field(1.5, ge=0.1, le=1000)
+    """See adaptive_max_tokens."""
+    adaptive_min_tokens: int = Field(64, ge=1, le=TOKENS)
+    """adaptive_max_tokens: what answers may have however short the ground truth is."""
+
+    def find_conflicts(self, config: Any) -> Iterator[str]:
+        """Yield one sentence for each impossible combination."""
+        yield from find_policy_conflicts(config)
+        yield from self.features.find_conflicts(config.adapter)
+        if config.env.kind not in PLAYED:
+            yield (
+                f"env.kind {config.env.kind!r} makes prompts of its own, behind which no ground"
+                f" truth of the data stands; set it to one of {', '.join(PLAYED)}"
+            )
+        if config.env.kind == "dialogue" and self.turns != "first":
+            yield (
+                f'task.turns "{self.turns}" leaves no turns for env.kind "dialogue" to go on with;'
+                ' set it to "first", or env.kind to "single_turn"'
+            )
+        for index, dataset in enumerate(config.data.datasets):
+            if dataset.env is not None:
+                yield f"data.datasets.{index}.env has no effect with task.kind ebft; remove it"
+        if config.rollout.replay_size:
+            yield (
+                "rollout.replay_size keeps answers by rewards that are known when they are drawn;"
+                " set it to 0 with task.kind ebft"
+            )
+        given = self.model_dump(exclude_defaults=True)
+        for key in ("gt_length_multiplier", "adaptive_min_tokens"):
+            if key in given and not self.adaptive_max_tokens:
+                yield f"task.{key} has no effect while task.adaptive_max_tokens is false; remove it"

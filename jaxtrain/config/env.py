@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from jaxtrain.config.base import Place, Problems, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS
 
-BUILTIN = ("single_turn", "calculator", "tools")
+BUILTIN = ("single_turn", "calculator", "tools", "dialogue")
 
 
 class EnvConfig(Section):
@@ -17,22 +17,24 @@ class EnvConfig(Section):
     kind: Annotated[str, AfterValidator(known_in("envs", (*BUILTIN, "python")))] = "single_turn"
     """single_turn: one answer to the row's prompt. calculator: the built-in agent, which calls its
     tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
-    prompt with the functions of `tools`. Or an own one: a function `async run(row, chat,
+    prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining
+    turns, the assistant's drawn and the others as the data have them; the first answer alone is
+    trained (task.kind ebft). Or an own one: a function `async run(row, chat,
     **options)`, or a class, made with (tokenizer, **options), whose `async run(row, engine,
     sampling, index)` plays an episode: an entry point's name, "package.module:name" or
     "file.py:name"; or python, and that in path."""
     path: Place | None = None
     """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
-    """Of kinds single_turn and tools: the column with the prompt, a text or messages; messages is
-    read where a row has no such column."""
+    """Of kinds single_turn, tools and dialogue: the column with the prompt, a text or messages;
+    messages is read where a row has no such column."""
     raw: bool = False
     """Of kind single_turn: continue texts as they are, without the chat template."""
     special_tokens: Literal["text", "control"] = "text"
     """Of kind single_turn: what a control token is that a prompt spells, such as "<|im_end|>":
     text, or (prompts that are rendered already, with raw) the control token itself."""
     system: str | None = None
-    """Of kinds single_turn and tools: a system message before prompts that have none."""
+    """Of kinds single_turn, tools and dialogue: a system message before prompts that have none."""
     tools: list[Place] = []
     """Of kind tools and of own functions: Python functions that the model may call, each
     "file.py:function", "package.module:function" or an entry point's name. Their signatures and
@@ -74,11 +76,15 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
         yield f"env.options has no effect while env.kind is {env.kind}; remove it"
     given = env.model_dump(exclude_defaults=True)
     for key in ("system", "prompt_column", "raw", "special_tokens"):
-        readers = ("single_turn",) if key in ("raw", "special_tokens") else ("single_turn", "tools")
+        readers = ("single_turn",)
+        if key not in ("raw", "special_tokens"):
+            readers = ("single_turn", "tools", "dialogue")
         if key in given and env.kind not in readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
     for key in ("tools", "tool_seconds", "history"):
-        others = ("single_turn",) if key == "history" else ("single_turn", "calculator")
+        others = ("single_turn",)
+        if key != "history":
+            others = ("single_turn", "calculator", "dialogue")
         if key in given and env.kind in others:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
     if env.kind == "tools" and not env.tools:

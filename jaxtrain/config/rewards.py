@@ -9,7 +9,7 @@ from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import SECONDS
 from jaxtrain.config.model import ModelConfig
 
-SILENT = ("single_turn", "tools")
+SILENT = ("single_turn", "tools", "dialogue")
 """Environments that give no rewards themselves."""
 
 
@@ -66,7 +66,8 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
             if name not in named:
                 known = ", ".join(named) or "none"
                 yield f"{key}.rewards: there is no reward {name!r}; the [[rewards]] are: {known}"
-        if (one.env or config.env).kind in SILENT and not given:
+        needed = key.startswith("eval") or not config.task.rewards_itself
+        if needed and (one.env or config.env).kind in SILENT and not given:
             yield (
                 f"{key}: nothing judges the answers; add a [[rewards]] table with a function, or"
                 f" set {key}.env.kind (env.kind for all) to an environment that gives rewards:"

@@ -72,13 +72,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """What each objective sets; a knob given in the config replaces the objective's own."""
 
 
-class RLTask(TaskSection):
-    """Reinforcement learning on groups of answers to one prompt: GRPO and its family."""
+class PolicyTask(TaskSection):
+    """What methods that train a policy on groups of answers to one prompt have in common."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"rollout", "env", "rewards"})
 
-    kind: Literal["rl"] = "rl"
-    """The training method."""
     objective: Literal[
         "grpo",
         "dr_grpo",
@@ -191,19 +189,31 @@ class RLTask(TaskSection):
         given = getattr(self, name)
         return OBJECTIVES[self.objective][name] if given is None else given
 
+
+class RLTask(PolicyTask):
+    """Reinforcement learning on groups of answers to one prompt: GRPO and its family."""
+
+    kind: Literal["rl"] = "rl"
+    """The training method."""
+
     def find_conflicts(self, config: Any) -> Iterator[str]:
-        """See find_rl_conflicts."""
-        return find_rl_conflicts(config)
+        """See find_policy_conflicts."""
+        yield from find_policy_conflicts(config)
+        if config.data.eval_datasets:
+            yield (
+                "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+                " [[eval.sets]] instead"
+            )
 
 
-def find_rl_conflicts(config: Any) -> Iterator[str]:
-    """Yield one sentence for each impossible combination around task.kind rl."""
+def find_policy_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination around a policy's objective."""
     task, rollout, sampling = config.task, config.rollout, config.sampling
     for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(sampling, key) != off:
             yield (
                 f"sampling.{key} cuts the distribution that answers are drawn from, so their"
-                f" log-probs are not the policy's; remove it for task.kind rl"
+                f" log-probs are not the policy's; remove it for task.kind {task.kind}"
             )
     yield from find_drawing_conflicts(config)
     if rollout.group_size == 1 and task.knob("baseline") in ("group", "leave_one_out"):
@@ -247,14 +257,9 @@ def find_rl_conflicts(config: Any) -> Iterator[str]:
         yield "task.off_policy_threshold and objective m2po_mask both mask; keep one"
     if rollout.streaming:
         yield from find_streaming_conflicts(task, rollout)
-    if config.data.eval_datasets:
-        yield (
-            "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
-            " [[eval.sets]] instead"
-        )
 
 
-def find_streaming_conflicts(task: RLTask, rollout: Any) -> Iterator[str]:
+def find_streaming_conflicts(task: PolicyTask, rollout: Any) -> Iterator[str]:
     """Yield one sentence for whatever must see a whole round before its first update."""
     whole = "needs the whole round, of which rollout.streaming has a part"
     if task.num_minibatches == 1:

@@ -12,6 +12,7 @@ from jaxtrain.config.dflash import DFlashTask
 from jaxtrain.config.diffusion import DiffusionTask
 from jaxtrain.config.distillation import DistillationTask
 from jaxtrain.config.eagle3 import Eagle3Task
+from jaxtrain.config.ebft import EBFTTask
 from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
@@ -42,6 +43,7 @@ TASKS: dict[str, type[TaskSection]] = {
     "tree": TreeTask,
     "reward_model": RewardModelTask,
     "rl": RLTask,
+    "ebft": EBFTTask,
     "distillation": DistillationTask,
     "preference": PreferenceTask,
     "dflash": DFlashTask,
@@ -64,6 +66,7 @@ Task = Annotated[
     | Annotated[TreeTask, Tag("tree")]
     | Annotated[RewardModelTask, Tag("reward_model")]
     | Annotated[RLTask, Tag("rl")]
+    | Annotated[EBFTTask, Tag("ebft")]
     | Annotated[DistillationTask, Tag("distillation")]
     | Annotated[PreferenceTask, Tag("preference")]
     | Annotated[DFlashTask, Tag("dflash")]

@@ -18,6 +18,8 @@ class TaskSection(Section):
     """Sections besides the common ones that the method reads: rollout, env, rewards."""
     trees: ClassVar[bool] = False
     """Whether rows of data become trees."""
+    rewards_itself: ClassVar[bool] = False
+    """Whether what it reads rewards for is judged without any of them."""
 
     kind: str
     """The training method."""

@@ -1,5 +1,5 @@
-"""Environments that are one function, `async def run(row, chat, **options)`, and the built-in one
-of them: a model that answers with tools."""
+"""Environments that are one function, `async def run(row, chat, **options)`, and the built-in ones
+of them: a model that answers with tools, and one that goes on with a conversation of the data."""
 
 import copy
 import inspect
@@ -67,13 +67,39 @@ async def use_tools(
     row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
 ) -> Episode:
     """The environment `tools`: the row's prompt, then turns and tool calls up to an answer."""
+    ask(row, chat, column, system)
+    await chat.answer()
+    return chat.finish()
+
+
+async def play_dialogue(
+    row: Mapping[str, Any], chat: Conversation, column: str, system: str | None
+) -> Episode:
+    """The environment `dialogue`: the row's prompt, an answer, then its `remaining_turns`, those of
+    the assistant drawn anew and all others as they stand there. The first answer alone trains."""
+    ask(row, chat, column, system)
+    chat.schemas = list(row.get("tools") or [])
+    await chat.draw()
+    for message in row.get("remaining_turns") or []:
+        if chat.full:
+            break
+        if message["role"] == "assistant":
+            await chat.draw()
+        else:
+            chat.say(message)
+    episode = chat.finish()
+    for one in episode.sequences:
+        one.sampled[:] = [d and turn == 0 for d, turn in zip(one.sampled, one.turns, strict=True)]
+    return episode
+
+
+def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | None) -> None:
+    """Say a row's prompt, behind a system message where it has none."""
     given = find_prompt(row, column)
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if system is not None and messages[0].get("role") != "system":
         chat.say(system, "system")
     chat.say(messages)
-    await chat.answer()
-    return chat.finish()
 
 
 def takes_chat(function: Any) -> bool:

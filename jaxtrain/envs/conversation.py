@@ -99,6 +99,11 @@ class Conversation:
         for message in messages:
             self._add(dict(message))
 
+    @property
+    def full(self) -> bool:
+        """Whether nothing more fits into the row: the next draw would fail."""
+        return self._full
+
     async def draw(self) -> Answer:
         """The assistant's next turn. Tool calls in it are not made: see `answer` and `call`.
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
 from jaxtrain.config.secrets import reveal
-from jaxtrain.envs.chat import ChatEnv, check_options, takes_chat, use_tools
+from jaxtrain.envs.chat import ChatEnv, check_options, play_dialogue, takes_chat, use_tools
 from jaxtrain.envs.tools import load_tools
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Env
@@ -15,6 +15,7 @@ BUILTIN = {
     "single_turn": "jaxtrain.envs.single_turn:SingleTurn",
     "calculator": "jaxtrain.envs.calculator:CalculatorEnv",
     "tools": use_tools,
+    "dialogue": play_dialogue,
 }
 
 
@@ -37,7 +38,7 @@ def open_env(
             return made(tokenizer, config.max_turns, config.history == "template")
     tools = load_tools(config.tools, f"{section}.tools")
     options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
-    if config.kind == "tools":
+    if config.kind in ("tools", "dialogue"):
         options = {"column": config.prompt_column, "system": config.system}
     play: Any = made
     label = getattr(made, "__name__", name)

@@ -36,34 +36,37 @@ class GivenAnswers:
         """See producer.Given."""
         if np.random.default_rng((self.seed, ask.draw)).random() < self.own_share:
             return None
-        items = self.tokenise[ask.dataset](ask.row, f"prompt {ask.draw}")
-        samples = [item for item in items if isinstance(item, Sample)]
-        if not samples:
-            reasons = [item.reason for item in items if isinstance(item, Dropped)]
-            raise EpisodeFailed(f"row: {reasons[0] if reasons else 'gives nothing'}", again=False)
-        return [self.episode(samples)]
+        name = f"prompt {ask.draw}"
+        return [read_episode(self.tokenise[ask.dataset], self.tokenizer, ask.row, name)]
 
-    def episode(self, samples: Sequence[Sample]) -> Episode:
-        """The sequences of one row."""
-        sequences = [
-            TokenSequence(
-                one.tokens.tolist(),
-                (one.weights > 0).tolist(),
-                [0.0] * len(one.tokens),
-                [-1] * len(one.tokens),
-            )
-            for one in samples
-        ]
-        *earlier, last = sequences
-        first = int(np.argmax(samples[-1].weights > 0))
-        return Episode(
-            last.tokens,
-            last.sampled,
-            last.logprobs,
-            last.versions,
-            "stop",
-            completion=self.tokenizer.decode(last.tokens[first:], skip_special_tokens=True),
-            prompt=self.tokenizer.decode(last.tokens[:first]),
-            earlier=earlier,
-            given=True,
+
+def read_episode(tokenise: Any, tokenizer: Any, row: Any, name: str) -> Episode:
+    """What a row of training data says, its trained tokens as `sampled`; raises EpisodeFailed where
+    it gives no sample. tokenise: of formats.make_tokeniser."""
+    items = tokenise(row, name)
+    samples = [item for item in items if isinstance(item, Sample)]
+    if not samples:
+        reasons = [item.reason for item in items if isinstance(item, Dropped)]
+        raise EpisodeFailed(f"row: {reasons[0] if reasons else 'gives nothing'}", again=False)
+    sequences = [
+        TokenSequence(
+            one.tokens.tolist(),
+            (one.weights > 0).tolist(),
+            [0.0] * len(one.tokens),
+            [-1] * len(one.tokens),
         )
+        for one in samples
+    ]
+    *earlier, last = sequences
+    first = int(np.argmax(samples[-1].weights > 0))
+    return Episode(
+        last.tokens,
+        last.sampled,
+        last.logprobs,
+        last.versions,
+        "stop",
+        completion=tokenizer.decode(last.tokens[first:], skip_special_tokens=True),
+        prompt=tokenizer.decode(last.tokens[:first]),
+        earlier=earlier,
+        given=True,
+    )

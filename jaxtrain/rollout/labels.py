@@ -65,7 +65,15 @@ class Labels:
     """Several trees in a row."""
     mask_truncated: bool = False
     num_minibatches: int = 1
+    truth: str | None = None
+    """A component whose weights are 1 on the tokens of a group's ground truth, which then stands
+    beside its answers; its loss is a mean over them all, whatever `average` says."""
     dtype: type = np.float32
+
+    @property
+    def all_components(self) -> tuple[str, ...]:
+        """Those of answers and of ground truths."""
+        return self.components if self.truth is None else (*self.components, self.truth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +108,7 @@ def label(groups: Sequence[Group], labels: Labels) -> Labelled:
                 advantages_T = np.atleast_1d(np.asarray(group.advantages[place], np.float64))
                 branches += make_branches(episode, advantages_T, int(first[index]) + place, labels)
                 episodes += 1
+            branches += make_truth(group.truth, labels)
             trees += grow(branches, row_tokens, labels.share_prompts)
         if not trees:
             continue
@@ -132,6 +141,21 @@ def make_branches(
     ]
 
 
+def make_truth(truth: Episode | None, labels: Labels) -> list[Branch]:
+    """The ground truth's branches, where it is trained: no answer, of no advantage."""
+    if labels.truth is None or truth is None:
+        return []
+    found = []
+    for one in truth.sequences:
+        mask = np.array(one.sampled, bool)
+        mask[:1] = False
+        if mask.any() and len(one.tokens) <= labels.shape.row_tokens:
+            branch = make_branch(one, mask, 0.0, np.zeros(1), -1, labels, drawn=False)
+            branch.weights[labels.truth] = mask.astype(np.float64)
+            found.append(branch)
+    return found
+
+
 def make_branch(
     one: TokenSequence,
     trained: np.ndarray,
@@ -148,7 +172,7 @@ def make_branch(
     advantages_n = advantages_T[np.clip(turns, 0, len(advantages_T) - 1)]
     return Branch(
         np.asarray(one.tokens, np.int32),
-        {name: weights_n for name in labels.components},
+        {name: np.where(name == labels.truth, 0.0, weights_n) for name in labels.all_components},
         {
             "advantage": np.where(trained, advantages_n, 0.0),
             "sampler_logp": np.where(trained, one.logprobs, 0.0),
@@ -186,7 +210,7 @@ def pack(trees: Sequence[Tree], labels: Labels) -> Batch:
     alone = [[index] for index in range(len(trees))]
     places = fit_rows(sizes, shape.row_tokens) if labels.packing else alone
     packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
-    fields = Fields(labels.components, STREAMS, dtype=labels.dtype)
+    fields = Fields(labels.all_components, STREAMS, dtype=labels.dtype)
     return replace(shape, fields=fields).build(packed)
 
 
@@ -198,7 +222,10 @@ def average_over(batch: Batch, labels: Labels, episodes: int) -> Batch:
     if labels.average == "microstep":
         counts_A = np.count_nonzero(batch.weights[labels.components[0]], axis=(1, 2))
         share_A11 = 1.0 / np.maximum(counts_A, 1)[:, None, None]
-        weights = {name: (w * share_A11).astype(w.dtype) for name, w in batch.weights.items()}
+        weights = {
+            name: w if name == labels.truth else (w * share_A11).astype(w.dtype)
+            for name, w in batch.weights.items()
+        }
         denominator = np.count_nonzero(counts_A)
     elif labels.average in ("sequence", "sum"):
         denominator = episodes

@@ -17,7 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.foreign import Unreadable
@@ -76,6 +76,18 @@ Given = Callable[[Ask], list[Episode] | None]
 should have one is of no use."""
 
 
+class Truths(Protocol):
+    """What the data say that the answers to a prompt should be."""
+
+    def __call__(self, ask: Ask) -> Episode:
+        """Raises EpisodeFailed for a row that does not say."""
+        ...
+
+    def limit(self, truth: Episode, sampling: Sampling) -> Sampling:
+        """How answers to this prompt are drawn."""
+        ...
+
+
 class GroupPlayer:
     """Plays one prompt G times and judges the answers."""
 
@@ -90,13 +102,14 @@ class GroupPlayer:
         own: Sequence[tuple[Env, Any]] = (),
         given: Given | None = None,
         judged: bool = True,
+        truths: Truths | None = None,
     ):
         """rewards: has `async score(episodes, row) -> list of {name: number or None}`, those that
         the environment gave among them; raises EpisodeFailed where a judge failed. own: environment
         and rewards of each dataset, where they differ. given: answers that the
         data have to a prompt, instead of drawn ones. judged: whether a group without any reward is
-        a mistake."""
-        self.given, self.judged = given, judged
+        a mistake. truths: what each group's answers will be compared with."""
+        self.given, self.judged, self.truths = given, judged, truths
         self.env, self.engine, self.rewards = env, engine, rewards
         self.sampling, self.rules, self.own = sampling, rules, own
         self.failures = Failures() if failures is None else failures
@@ -117,10 +130,17 @@ class GroupPlayer:
                 self.failures.add(None, size)
                 scores = [dict(answer.all_rewards) for answer in answers]
                 return Group(ask.draw, ask.row, answers, scores, dataset=ask.dataset)
+        truth, sampling = None, self.sampling
+        if self.truths is not None:
+            try:
+                truth = self.truths(ask)
+            except EpisodeFailed as failure:
+                return self._give_up(failure, slot)
+            sampling = self.truths.limit(truth, sampling)
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
         found = await asyncio.gather(
-            *(self.play_one(env, ask.row, first + member, slot) for member in range(size))
+            *(self.play_one(env, ask.row, first + i, slot, sampling) for i in range(size))
         )
         episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
         if len(episodes) < size:
@@ -140,7 +160,7 @@ class GroupPlayer:
                 "no reward judges the answers: add a [[rewards]] table with a function, or an env"
                 " that gives rewards itself for rows such as these"
             )
-        return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset)
+        return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset, truth=truth)
 
     def _give_up(self, failure: EpisodeFailed, slot: Slot) -> None:
         """All episodes of a group are lost."""
@@ -149,7 +169,7 @@ class GroupPlayer:
         self.failures.add(failure, self.rules.group_size)
 
     async def play_one(
-        self, env: Env, row: dict[str, Any], index: int, slot: Slot
+        self, env: Env, row: dict[str, Any], index: int, slot: Slot, sampling: Sampling
     ) -> Episode | EpisodeFailed:
         """One episode, played again when it fails, after a pause where that may help."""
         failure = EpisodeFailed("never played")
@@ -158,7 +178,7 @@ class GroupPlayer:
                 await asyncio.sleep(pause_before(attempt))
             slot.redone += attempt > 0
             try:
-                return await env.run(row, self.engine, self.sampling, index)
+                return await env.run(row, self.engine, sampling, index)
             except EpisodeFailed as error:
                 failure = error
             self.failures.tell(failure)

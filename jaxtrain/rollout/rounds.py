@@ -116,7 +116,11 @@ class RoundSource:
         self.metrics: dict[str, float] = {}
         self.samples: list[dict[str, Any]] = []
         self.table: Table | None = None
+        self.groups: list[Group] = []
+        """Of the part, in the order of the table; also those whose answers are too long to train.
+        """
         self._round = Taken()
+        self._judged: list[Group] = []
         # Places of the round that were not taken yet, and those not even asked for.
         self._left = self._unasked = 0
         self.max_idle, self.max_prompts = max_idle, max_prompts
@@ -171,6 +175,7 @@ class RoundSource:
             if not groups:
                 return None
             self._judge(groups)
+            self.groups = groups
             found = label(groups, self.labels)
             if found.too_long:
                 taken.drops["too_long_episodes"] += found.too_long
@@ -283,17 +288,19 @@ class RoundSource:
         self.last_part = self._left == 0
         fresh = [group for group in self._round.groups if not group.replayed]
         flat = [group for slot in self._round.slots for group in slot.flat if group not in fresh]
-        judged, weights = fresh + flat, self.producer.rules.weights
+        judged = fresh + flat
         self.metrics = self._describe(judged)
         if self.parts > 1:
             self.metrics["part"] = float(self.part)
             self.metrics["part/groups"] = float(len(taken.groups))
-        self.samples = (
-            choose_samples(judged, weights, self.num_samples, self.producer.rules.datasets)
-            if self.last_part
-            else []
-        )
+        self._judged = judged
+        self.samples = self.choose_samples() if self.last_part else []
         return [] if found is None else found.batches
+
+    def choose_samples(self) -> list[dict[str, Any]]:
+        """Lines for samples.jsonl, by the rewards of the round's answers as they are known now."""
+        rules = self.producer.rules
+        return choose_samples(self._judged, rules.weights, self.num_samples, rules.datasets)
 
     def _describe(self, judged: list[Group]) -> dict[str, float]:
         """Numbers about the round so far."""

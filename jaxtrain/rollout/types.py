@@ -282,6 +282,8 @@ class Group:
     """Whether it was trained before and came out of the replay buffer."""
     dataset: int = 0
     """Index of the prompt's dataset in data.datasets."""
+    truth: Episode | None = None
+    """What the data say the answer is, of methods that compare with it."""
 
     @property
     def min_version(self) -> int:

@@ -9,6 +9,7 @@ METHODS = {
     "tree": "jaxtrain.tasks.tree",
     "reward_model": "jaxtrain.tasks.reward_model",
     "rl": "jaxtrain.tasks.rl",
+    "ebft": "jaxtrain.tasks.ebft",
     "distillation": "jaxtrain.tasks.distillation",
     "preference": "jaxtrain.tasks.preference",
     "dflash": "jaxtrain.tasks.dflash",

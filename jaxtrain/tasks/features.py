@@ -19,7 +19,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.config.ebft import FeatureConfig
 from jaxtrain.core.assemble import Parts, assemble_beside, find_tokenizer
 from jaxtrain.core.roles import Role
-from jaxtrain.core.scorer import POOLING, Scorer
+from jaxtrain.core.scorer import POOLING
 from jaxtrain.data.pack import Fields, Packed, fit_rows, lay_out
 from jaxtrain.data.prefixes import Branch
 from jaxtrain.data.steps import Shape
@@ -175,13 +175,6 @@ def _weigh(
         counts_PT = pooling_weights(method, len(on_path), one.prompt)
         weights_TN[on_path, first + place] = counts_PT.T
     return replace(packed, streams={POOLING: weights_TN.reshape(len(packed.tokens), -1)})
-
-
-def look_up(asked: Asked, scorer: Scorer, layers: Sequence[int], method: Pooling) -> np.ndarray:
-    """float32 [number of sequences, F]: the features that were asked for; on all processes."""
-    P = len(pooling_weights(method, 1))
-    found = scorer.features(asked.batch, FEATURES, layers, P)
-    return np.stack([found[place] for place in asked.places])
 
 
 class Kept:

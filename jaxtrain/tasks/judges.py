@@ -93,14 +93,18 @@ def judge_table(
         if len(there):
             metrics[f"rewards/{judge.label}/mean"] = float(there.mean())
             metrics[f"rewards/{judge.label}/std"] = float(deviation(there))
+    return table, metrics | describe_table(table)
+
+
+def describe_table(table: Table) -> dict[str, float]:
+    """Means and spreads of the weighted rewards, under TRL's names."""
     totals_N = weigh(table.rewards_TNK[0], table.weights)
     spreads = [float(deviation(p)) for p in np.split(totals_N, np.cumsum(table.sizes)[:-1])]
-    metrics |= {
+    return {
         "reward": float(np.nan_to_num(totals_N).mean()),
         "reward_std": float(np.mean(spreads)),
         "frac_reward_zero_std": float(np.mean(np.isclose(spreads, 0.0))),
     }
-    return table, metrics
 
 
 def read_turns(batches: Sequence[Batch], name: str, num_episodes: int) -> np.ndarray:

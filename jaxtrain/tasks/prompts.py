@@ -27,7 +27,7 @@ from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
-from jaxtrain.rollout.producer import Given, GroupPlayer, Producer, Rules
+from jaxtrain.rollout.producer import Given, GroupPlayer, Producer, Rules, Truths
 from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -53,6 +53,8 @@ class Plan:
     """Whether the method learns from rewards that are known when answers are drawn."""
     given: Given | None = None
     """The data's own answers to some prompts, instead of drawn ones."""
+    truths: Truths | None = None
+    """What the data say that answers should be."""
 
 
 class PromptData:
@@ -146,6 +148,7 @@ class PromptData:
                 own,
                 given=plan.given,
                 judged=plan.judged,
+                truths=plan.truths,
             ),
             ahead=ahead * rollout.prompts_per_step,
             ordered=rollout.mode != "async",

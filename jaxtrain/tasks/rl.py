@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, RLTask
+from jaxtrain.config import Config, PolicyTask, RLTask
 from jaxtrain.core.assemble import assemble
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -24,7 +24,7 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.labels import EPISODE, STREAMS, TURN, Labels
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
-from jaxtrain.rollout.rounds import Estimator
+from jaxtrain.rollout.rounds import Estimator, Table
 from jaxtrain.tasks.judges import Judge, ask_judges, judge_table, open_judges
 from jaxtrain.tasks.offline import check_packing
 from jaxtrain.tasks.prompts import Plan, PromptData
@@ -35,9 +35,14 @@ Section = RLTask
 
 def open_data(config: Config, tokenizer: Any) -> PromptData:
     """Prompts, and how the answers to them become batches."""
+    return PromptData(config, tokenizer, make_plan(config))
+
+
+def make_plan(config: Config) -> Plan:
+    """What the method makes of a round."""
     task = config.task
-    assert isinstance(task, RLTask)
-    plan = Plan(
+    assert isinstance(task, PolicyTask)
+    return Plan(
         labels=partial(read_labels, task, config),
         estimator=Estimator(
             task.knob("baseline"),
@@ -52,13 +57,12 @@ def open_data(config: Config, tokenizer: Any) -> PromptData:
         # What a model will say of the answers is not known when they are drawn.
         judged=not any(reward.model and reward.weight for reward in config.rewards),
     )
-    return PromptData(config, tokenizer, plan)
 
 
 def make(config: Config) -> Task:
     """The policy, its reference where one is needed, and what stands around a round."""
     task = config.task
-    assert isinstance(task, RLTask)
+    assert isinstance(task, PolicyTask)
     engine = find_engine(config)
     parts = assemble(config, engine.reserved(config))
     engine.check(config, parts)
@@ -85,7 +89,7 @@ def make(config: Config) -> Task:
     )
 
 
-def rl_coef(task: RLTask) -> dict[str, float]:
+def rl_coef(task: PolicyTask) -> dict[str, float]:
     """Factor of each component of the loss."""
     coef = {"pg": 1.0}
     if task.beta > 0 and task.knob("kl_in") == "loss":
@@ -95,7 +99,7 @@ def rl_coef(task: RLTask) -> dict[str, float]:
     return coef
 
 
-def scores_policy(task: RLTask, streaming: bool = False) -> bool:
+def scores_policy(task: PolicyTask, streaming: bool = False) -> bool:
     """Whether the policy's log-probs are computed before a round's first update.
 
     Not for one update a round, nor for the parts of a streamed one, each of which is judged by the
@@ -107,12 +111,12 @@ def scores_policy(task: RLTask, streaming: bool = False) -> bool:
     return task.knob("old_logp") == "recomputed" and not once
 
 
-def scores_reference(task: RLTask) -> bool:
+def scores_reference(task: PolicyTask) -> bool:
     """Whether a reference policy is needed."""
     return task.beta > 0
 
 
-def read_objective(task: RLTask, config: Config) -> Objective:
+def read_objective(task: PolicyTask, config: Config) -> Objective:
     """The numbers of the loss."""
     temperature = config.sampling.temperature
     from_sampler = task.knob("old_logp") == "sampler"
@@ -141,7 +145,7 @@ def read_objective(task: RLTask, config: Config) -> Objective:
     )
 
 
-def read_labels(task: RLTask, config: Config, rows: int) -> Labels:
+def read_labels(task: PolicyTask, config: Config, rows: int) -> Labels:
     """How a round becomes batches of `rows` rows a microstep."""
     data = config.data
     # units: the number of microsteps follows from what the groups fill.
@@ -173,10 +177,12 @@ class Preparation:
     """
 
     def __init__(
-        self, task: RLTask, config: Config, data: PromptData, judges: Sequence[Judge] = ()
+        self, task: PolicyTask, config: Config, data: PromptData, judges: Sequence[Judge] = ()
     ):
         """data: opened when the first round comes. judges: models that reward, among the roles."""
         self.task, self.data, self.judges = task, data, judges
+        self.judges_late = bool(judges)
+        """Whether some rewards are known only here."""
         temperature = config.sampling.temperature
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.say(text))
@@ -197,7 +203,7 @@ class Preparation:
         compares = due or (first and not self._looked)
         self._looked = self._looked or first
         scored = [self.score(batch, scorer, compares) for batch in round.batches]
-        if any(scored):
+        if any(scored) or self.judges_late:
             parts, metrics = broadcast(
                 "scores of a round", lambda: self.finish(round.batches, scored, compares, due)
             )
@@ -235,7 +241,7 @@ class Preparation:
             compared = self.compare(filled)
             metrics |= compared if tells else {}
         in_reward = task.beta > 0 and task.knob("kl_in") == "reward"
-        if self.judges or in_reward:
+        if self.judges_late or in_reward:
             filled, found = self.reward(filled, in_reward)
             metrics |= found
         if task.objective == "m2po_mask":
@@ -264,10 +270,9 @@ class Preparation:
         sum_t (old - reference) off each episode's clipped reward; and metrics."""
         source = self.data.source
         assert source is not None, "process 0 rewards"
-        table, metrics, penalty_N = source.table, {}, None
-        assert table is not None, "a round was handed out"
-        if self.judges:
-            table, metrics = judge_table(table, self.judges, batches)
+        assert source.table is not None, "a round was handed out"
+        table, metrics = self.judge(source.table, batches)
+        penalty_N = None
         if in_reward:
             kl_N = np.zeros(len(table.rewards_TNK[0]))
             for batch in batches:
@@ -285,6 +290,10 @@ class Preparation:
             streams = {**batch.streams, "advantage": found.astype(np.float32)}
             changed.append(batch._replace(streams=streams))
         return changed, metrics
+
+    def judge(self, table: Table, batches: list[Batch]) -> tuple[Table, dict[str, float]]:
+        """The table with the rewards that are known only now, and what metrics change by them."""
+        return judge_table(table, self.judges, batches) if self.judges else (table, {})
 
     def mask(self, batches: list[Batch]) -> tuple[list[Batch], float]:
         """M2PO's hard mask over the tokens of the whole round; the share that it leaves out."""
