@@ -3,15 +3,20 @@
 Tensor names are the base model's, with the prefix `base_model.model.`: `<module>.lora_A.weight`
 [R, in], `<module>.lora_B.weight` [out, R], `<module>.lora_magnitude_vector` [out] for DoRA, and
 `<tensor>` itself for what is trained in full (`modules_to_save`). PEFT and vLLM load them.
+
+Where several matrices here are rows of one there (`in_proj_qkvz` of Qwen3-Next), their pairs are
+one pair: the factors A below each other, B in blocks, zero elsewhere; rank and alpha grow with
+their number. Read from a folder, each has the whole A, and its own rows of B.
 """
 
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +24,7 @@ from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.spec import Adapter, Linears, LoRASpec, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import shorten, spell
-from jaxtrain.hf.ops import Entry, Op, Rows, Stack, Tensor, Transpose
+from jaxtrain.hf.ops import Block, Entry, Op, Rows, Split, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
@@ -44,13 +49,24 @@ NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
 """Initialisations that leave the base's weights as they are."""
 
 
-def adapter_entries(config: DecoderConfig, adapter: Adapter) -> list[Entry]:
-    """Every trained parameter and the tensors of a PEFT folder that it is made of."""
+class Place(NamedTuple):
+    """Which of the pairs that are one there."""
+
+    index: int
+    count: int
+    rank: int
+
+
+def adapter_entries(
+    config: DecoderConfig, adapter: Adapter, *, reading: bool = False
+) -> list[Entry]:
+    """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: such a
+    folder has the ranks of `adapter`; else it is to be written."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
-    entries = []
+    entries, places = [], {} if reading else find_joint(config, adapter)
     for path, slot in adapter.slots.items():
         for name in SUFFIX if slot.dora else ("a", "b"):
-            op = _adapted(base[f"{path}.kernel"], name)
+            op = _adapted(base[f"{path}.kernel"], name, places.get(path))
             entries.append(Entry(f"{path}.adapter.{name}", op))
     for path in adapter.full:
         tensor = base[path]
@@ -60,6 +76,47 @@ def adapter_entries(config: DecoderConfig, adapter: Adapter) -> list[Entry]:
         # PEFT unties a table that it saves; with both copies it computes what the tied model does.
         entries.append(Entry("embed.embedding", Tensor(f"{PREFIX}lm_head.weight")))
     return entries
+
+
+def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
+    """Of the adapted Linears that are but rows of a tensor: their places in the tensor's one pair.
+    UserError where there is no such pair."""
+    groups: dict[str, list[str]] = collections.defaultdict(list)
+    rows = {}
+    for entry in family(config).names(config):
+        path, op = entry.param.removesuffix(".kernel"), _innermost(entry.op)
+        if path in adapter.slots and isinstance(op, Rows) and _count(op) < op.total:
+            groups[op.name].append(path)
+            rows[path] = op
+    for name, paths in groups.items():
+        slots = [adapter.slots[path] for path in paths]
+        some = sum(_count(rows[path]) for path in paths) < rows[paths[0]].total
+        if len(set(slots)) > 1 or (slots[0].dora and some):
+            module = name.removesuffix(".weight").rpartition(".")[2]
+            raise UserError(
+                f"adapter: {', '.join(paths)} belong to one matrix in PEFT, {module}; give them"
+                " the same rank and alpha"
+                + (", and adapter.target all parts of it, as DoRA needs" if some else "")
+            )
+    return {
+        path: Place(index, len(paths), adapter.slots[path].rank)
+        for paths in groups.values()
+        for index, path in enumerate(paths)
+    }
+
+
+def _innermost(op: Op) -> Op:
+    """The op on the tensor itself; of several layers, of the first."""
+    match op:
+        case Stack():
+            return _innermost(op.ops[0])
+        case Transpose():
+            return _innermost(op.op)
+    return op
+
+
+def _count(op: Rows) -> int:
+    return sum(size for _, size in op.runs)
 
 
 def write_peft(
@@ -100,10 +157,22 @@ def write_gathered(
             plan[name] = (shape, np.dtype(dtype or value.dtype))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
-    raw = describe_adapter(find_linears(config), adapter, base_name)
+    raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name)
     if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
+    """The adapter with the ranks and alphas of PEFT's pairs; scales stay."""
+    slots = dict(adapter.slots)
+    for path, place in find_joint(config, adapter).items():
+        slot = slots[path]
+        factor = math.sqrt(place.count) if slot.rslora else place.count
+        slots[path] = dataclasses.replace(
+            slot, rank=slot.rank * place.count, alpha=slot.alpha * factor
+        )
+    return dataclasses.replace(adapter, slots=slots)
 
 
 def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) -> dict[str, Any]:
@@ -284,8 +353,10 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     """What an existing adapter trains of a model; UserError where it does not fit."""
     peft, linears = open_peft(folder), find_linears(config)
     modules, slots = peft.modules(), {}
+    left = set(modules)
     for path, linear in linears.items():
-        found = [modules.pop(name, None) for name in linear.modules]
+        found = [modules.get(name) for name in linear.modules]
+        left -= {*linear.modules}
         if not any(found):
             continue
         if len(set(found)) > 1:
@@ -305,7 +376,7 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             f"adapter.path {str(folder)!r} is a language model's, it holds no {scores[0]}; merge it"
             " into its base (jaxtrain merge) and start from that folder"
         )
-    unknown = sorted([*modules, *(peft.full() - set(tables))])
+    unknown = sorted([*left, *(peft.full() - set(tables))])
     if unknown or not slots:
         raise UserError(
             f"adapter.path {str(folder)!r} does not fit {config.architecture}: "
@@ -321,7 +392,7 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     file = adapter.source / WEIGHTS
     files, params = open_peft(adapter.source).files, {}
     check = FiniteCheck(files)
-    for param, op in adapter_entries(config, adapter):
+    for param, op in adapter_entries(config, adapter, reading=True):
         like = shapes[param]
         for name, shape in op.shapes(like.shape).items():
             stored = files.tensors.get(name)
@@ -337,20 +408,30 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     return params
 
 
-def _adapted(op: Op, name: str) -> Op:
+def _adapted(op: Op, name: str, place: Place | None) -> Op:
     """The op of a kernel turned to one part of its adapter."""
     match op:
         case Stack():
-            return Stack(tuple(_adapted(one, name) for one in op.ops))
+            return Stack(tuple(_adapted(one, name, place) for one in op.ops))
         case Transpose():
-            inner = _adapted(op.op, name)
+            inner = _adapted(op.op, name, place)
             return inner if name == "magnitude" else Transpose(inner)
-        case Tensor():
+        case Tensor() if op.name.endswith(".weight"):
             return Tensor(_peft_name(op.name, name))
-        case Rows() if sum(size for _, size in op.runs) == op.total:
-            renamed = _peft_name(op.name, name)  # the factor a knows no rows
+        case Rows():
+            renamed = _peft_name(op.name, name)
+            if place is not None and name != "magnitude":
+                start, all_ranks = place.index * place.rank, place.count * place.rank
+                if name == "a":
+                    return Split(renamed, 0, start, all_ranks)
+                return Block(renamed, op.runs, op.total, start, all_ranks)
+            # The factor a knows no rows.
             return Tensor(renamed) if name == "a" else dataclasses.replace(op, name=renamed)
-    raise UserError(f"an adapter on {op} has no PEFT form; leave it out of adapter.target")
+    assert isinstance(op, Split | Tensor), op
+    raise UserError(
+        f"adapter.target chooses {op.name}, one tensor of several matrices in this folder; PEFT's"
+        ' form of such adapters is not known here. Leave it out, as adapter.target "attention" does'
+    )
 
 
 def _peft_name(tensor: str, part: str) -> str:

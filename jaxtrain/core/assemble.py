@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained
-from jaxtrain.adapters.peft import load_trained, read_adapter
+from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig
@@ -167,7 +167,9 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             section.alpha_pattern,
         )
         full = tuple(sorted(tables | scores))
-        return Adapter(slots, full, section.dtype, quantize=section.quantize)
+        made = Adapter(slots, full, section.dtype, quantize=section.quantize)
+        adapter_entries(architecture, made)  # what could not be exported is refused now
+        return made
     found = read_adapter(section.path, architecture, section.dtype)
     found = dataclasses.replace(found, quantize=section.quantize)
     if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):

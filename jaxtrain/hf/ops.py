@@ -137,6 +137,43 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows `runs` (as in `Rows`) and columns from `start` of a matrix of `total` rows and `columns`
+    columns there, whose other rows are 0 in these columns."""
+
+    name: str
+    runs: tuple[tuple[int, int], ...]
+    total: int
+    start: int
+    columns: int
+
+    def shapes(self, shape):
+        assert shape[0] == sum(size for _, size in self.runs), f"{self.name}: {shape}"
+        return {self.name: (self.total, self.columns)}
+
+    def read(self, fetch, index):
+        rows, columns = index
+        moved = slice(columns.start + self.start, columns.stop + self.start)
+        return Rows(self.name, 0, self.runs, self.total).read(fetch, (rows, moved))
+
+    def write(self, array, host):
+        array = host(array)
+        shape, width = (self.total, self.columns), array.shape[1]
+        columns, place = slice(self.start, self.start + width), 0
+        left = np.ones(self.total, bool)
+        for first, size in self.runs:
+            yield Piece(
+                self.name, shape, (slice(first, first + size), columns), array[place : place + size]
+            )
+            left[first : first + size] = False
+            place += size
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], left.astype(np.int8), [0]])))
+        for first, stop in edges.reshape(-1, 2).tolist():
+            zeros = np.zeros((stop - first, width), array.dtype)
+            yield Piece(self.name, shape, (slice(first, stop), columns), zeros)
+
+
+@dataclasses.dataclass(frozen=True)
 class Transpose:
     """The last two dims swapped: Hugging Face keeps kernels as [out, in], we as [in, out]."""
 

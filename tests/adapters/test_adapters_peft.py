@@ -12,8 +12,16 @@ from safetensors.numpy import load_file, save_file
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.merge import merge_adapter
-from jaxtrain.adapters.peft import load_trained, open_peft, read_adapter, write_peft
+from jaxtrain.adapters.peft import (
+    adapter_entries,
+    load_trained,
+    open_peft,
+    read_adapter,
+    write_peft,
+)
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.config import AdapterConfig
+from jaxtrain.core.assemble import make_adapter as choose_adapter
 from jaxtrain.errors import UserError
 from jaxtrain.hf.safetensors import Folder
 from jaxtrain.models import build
@@ -69,7 +77,7 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
         target,
         LoRASpec(4, 6.0, **slot),
         ranks or {},
-        {"v_proj": 3.0} if "mlp" not in target else {},
+        {"v_proj": 3.0} if "attention" in target or "all-linear" in target else {},
     )
     return Adapter(slots, tuple(full))
 
@@ -93,7 +101,12 @@ TOKENS = np.stack(documents(4, 30, 30))
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [*((case, "qwen3") for case in CASES), ("lora", "llama"), *EXPERTS_IN_PEFT],
+    [
+        *((case, "qwen3") for case in CASES),
+        ("lora", "llama"),
+        pytest.param("lora", "qwen3_5", marks=pytest.mark.slow),
+        *EXPERTS_IN_PEFT,
+    ],
 )
 def test_peft_loads_what_we_write(case, name, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
@@ -114,6 +127,100 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     plain = build.load(tmp_path / "base")
     plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("target", "slot"),
+    [
+        (["attention"], {}),
+        (["attention.z", "attention.b"], {"rslora": True}),
+        (["attention"], {"dora": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
+    """Qwen3-Next's in_proj_qkvz and in_proj_ba: PEFT, we after reading it back, and the merged
+    model compute the same."""
+    torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    import transformers
+
+    config = make_base(tmp_path / "base", "qwen3_next")
+    adapter = make_adapter(config, target, **slot)
+    _, values, rebuild = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
+    close = 1e-4 * np.abs(expected).max()
+    assert np.abs(our_logits(tmp_path / "base", values, rebuild, TOKENS) - expected).max() < close
+    again = read_adapter(tmp_path / "adapter", config, "float32")
+    shapes, _, rebuild = make_params(config, again)
+    loaded = load_trained(shapes, config, again)
+    assert np.abs(our_logits(tmp_path / "base", loaded, rebuild, TOKENS) - expected).max() < close
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = build.load(tmp_path / "merged")
+    merged = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
+    assert np.abs(merged - expected).max() < close
+
+
+@pytest.mark.parametrize(
+    ("target", "rslora"), [(["attention"], False), (["attention.z", "attention.b"], True)], ids=str
+)
+def test_the_joint_pair_is_the_sum_of_ours(target, rslora, tmp_path):
+    """Tensor by tensor: scale B A of the folder against our products, written as weights are; and
+    read back."""
+    config = build.config_from_hf(RAW["qwen3_next"])
+    adapter = make_adapter(config, target, rslora=rslora)
+    _, values, _ = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path, None)
+    wanted = {}
+    for entry in build.family(config).names(config):
+        path = entry.param.removesuffix(".kernel")
+        if path in adapter.slots:
+            a, b = (np.asarray(values[f"{path}.adapter.{part}"], np.float64) for part in "ab")
+            for piece in entry.op.write(adapter.slots[path].scale * (a @ b), np.asarray):
+                whole = wanted.setdefault(piece.name, np.zeros(piece.shape))
+                whole[piece.index] = piece.array
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    slots = open_peft(tmp_path).modules()
+    assert {f"{module}.weight" for module in slots} == set(wanted)
+    for module, slot in slots.items():
+        name = f"base_model.model.{module}.lora_"
+        a, b = (found[f"{name}{part}.weight"].astype(np.float64) for part in "AB")
+        product = slot.scale * (b @ a)
+        assert np.abs(product - wanted[f"{module}.weight"]).max() < 1e-12 * np.abs(product).max()
+    again = read_adapter(tmp_path, config, "float32")
+    loaded = load_trained(make_params(config, again)[0], config, again)
+    for path, slot in adapter.slots.items():
+        ours, theirs = (
+            given.scale * np.asarray(v[f"{path}.adapter.a"] @ v[f"{path}.adapter.b"])
+            for given, v in ((slot, values), (again.slots[path], loaded))
+        )
+        np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
+
+
+def test_experts_in_one_tensor_are_refused_before_training():
+    config = build.config_from_hf(RAW["qwen3_5_moe"])
+    config = config.fit(["model.layers.0.mlp.experts.gate_up_proj", "model.embed_tokens.weight"])
+    for target in ("all-linear", "experts.down"):
+        with pytest.raises(UserError, match=r"layers.\d.mlp.experts.*, one tensor of several"):
+            choose_adapter(AdapterConfig(kind="lora", target=target), config)
+    assert choose_adapter(AdapterConfig(kind="lora", target="attention"), config).slots
+
+
+def test_parts_of_one_matrix_need_one_rank(tmp_path):
+    config = build.config_from_hf(RAW["qwen3_next"])
+    odd = make_adapter(config, ["attention"], ranks={"attention.z": 2})
+    with pytest.raises(UserError, match="one matrix in PEFT, in_proj_qkvz; give them the same"):
+        adapter_entries(config, odd)
+    dora = make_adapter(config, ["attention.z"], dora=True)
+    with pytest.raises(UserError, match="all parts of it, as DoRA needs"):
+        adapter_entries(config, dora)
 
 
 @pytest.mark.parametrize("dora", [False, True])

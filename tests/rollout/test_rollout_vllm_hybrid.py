@@ -55,8 +55,8 @@ def can_import() -> bool:
     return not subprocess.run([PYTHON, "-c", code], env=env, capture_output=True).returncode
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=["delta", "lora"])
+def server(request, tmp_path_factory):
     if not can_import():
         pytest.skip("JAXTRAIN_VLLM_PYTHON names no environment whose vLLM can import Qwen3.5")
     folder = tmp_path_factory.mktemp("hybrid")
@@ -71,7 +71,7 @@ def server(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     found = RealServer(
         folder / "model",
-        "delta",
+        request.param,
         folder / "server.log",
         "--no-enable-prefix-caching",  # which needs prompts to be read in chunks, and that fails
         dtype="bfloat16",
@@ -82,6 +82,8 @@ def server(tmp_path_factory):
 
 @pytest.mark.parametrize("sync", ["full", "delta"])
 def test_a_served_hybrid_follows_the_trainer(server, tmp_path, sync):
+    if server.sync == "lora":
+        pytest.skip("this server takes adapters")
     config = make_config(server, tmp_path, sync)
     parts = assemble(config)
     rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
@@ -96,6 +98,33 @@ def test_a_served_hybrid_follows_the_trainer(server, tmp_path, sync):
             print(f"{sync} version {version}: mean and largest difference {found}, {metrics}")
             assert found[0] < ROUNDED
             params = change(params, 0.02, version)
+        assert compare(engine, rebuild(params), config, 2)[0] > 5 * ROUNDED
+    finally:
+        publisher.close()
+
+
+def test_served_adapters_follow_the_trainer(server, tmp_path):
+    """Linear attention, gates and MLP are adapted, too."""
+    if server.sync != "lora":
+        pytest.skip("this server takes whole weights")
+    config = make_config(server, tmp_path, "lora")
+    parts = assemble(config)
+    rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
+    assert any("linear.attention.qkv" in path for path in parts.adapter.slots)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        for version in range(3):
+            publisher.publish(version, params, None)
+            found = compare(engine, rebuild(params), config, version)
+            print(f"lora version {version}: mean and largest difference {found}")
+            assert found[0] < ROUNDED
+            rng = np.random.default_rng(version)
+            params = {
+                name: array + 0.1 * rng.normal(size=array.shape).astype(np.float32)
+                if ".adapter." in name
+                else array
+                for name, array in params.items()
+            }
         assert compare(engine, rebuild(params), config, 2)[0] > 5 * ROUNDED
     finally:
         publisher.close()
