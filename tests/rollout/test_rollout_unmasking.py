@@ -26,7 +26,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.5,
 }
-PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 1, 30], [4]]
+PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 1], [4, 4, 12]]
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,13 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
 @pytest.mark.parametrize(
     "how",
     [
-        {"shift": True, "steps": 8, "block_length": 8},
+        {"shift": True, "steps": 8, "block_length": 3, "threshold": 0.4},
         {"shift": False, "steps": 3, "block_length": 8, "confidence": "margin"},
-        {"shift": True, "steps": 4, "block_length": 3, "confidence": "entropy"},
-        {"shift": True, "steps": 8, "block_length": 4, "threshold": 0.4},
+        pytest.param(
+            {"shift": True, "steps": 4, "block_length": 3, "confidence": "entropy"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"shift": True, "steps": 8, "block_length": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_the_sampler_does_what_is_written_out_here(models, how):
@@ -112,16 +115,11 @@ def test_the_sampler_does_what_is_written_out_here(models, how):
 
 def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     """In a single layer, keys and values of a token are its own: the block alone reads the same."""
-    for shift in (True, False):
-        how = {"shift": shift, "block_length": 4, "steps": 8}
-        exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
-        assert [one.tokens for one in exact] == [one.tokens for one in cached]
-        for one, other in zip(exact, cached, strict=True):
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
-    # One pass a block leaves nothing to the cache; several in deeper models may differ a little.
-    how = {"block_length": 4, "steps": 2}
-    exact, cached = (answer(models[2], cache=cache, **how) for cache in (False, True))
+    how = {"shift": True, "block_length": 4, "steps": 8}
+    exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
     assert [one.tokens for one in exact] == [one.tokens for one in cached]
+    for one, other in zip(exact, cached, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
 
 
 def test_answers_end_with_the_first_end_token(models):
@@ -142,17 +140,15 @@ def test_answers_end_with_the_first_end_token(models):
 def test_a_draw_is_its_own_whoever_shares_the_batch(models):
     hot = {"temperature": 1.0, "seed": 4}
     together = [one.tokens for one in answer(models[2], sampling=hot, steps=4)]
-    for number, prompt in enumerate(PROMPTS):
-        alone = answer(models[2], [prompt], sampling=hot, draws=[number], steps=4)
-        assert alone[0].tokens == together[number]
+    alone = answer(models[2], PROMPTS[1:2], sampling=hot, draws=[1], steps=4)
+    assert alone[0].tokens == together[1]
     in_pairs = [one.tokens for one in answer(models[2], sampling=hot, rows=2, steps=4)]
     assert in_pairs == together
     other = answer(models[2], sampling={**hot, "seed": 5}, steps=4)
     assert [one.tokens for one in other] != together
-    shorter = answer(models[2], sampling={"max_new_tokens": 5})
-    assert [len(one.tokens) for one in shorter] == [5, 5, 5]
 
 
+@pytest.mark.slow
 def test_gumbel_noise_draws_from_the_softmax(models):
     """Of an answer of one token: its frequencies over many draws."""
     count = 512
