@@ -29,7 +29,6 @@ from jaxtrain.data.template import encode, end_of_turn_ids
 from jaxtrain.data.tree import chain
 from jaxtrain.errors import UserError
 from jaxtrain.models.build import to_host
-from jaxtrain.models.draft import DraftConfig
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
 from jaxtrain.parallel.feed import feed, row_shards
@@ -63,7 +62,7 @@ class Model:
         self.config, self.held = trained.config, trained.held
         self.open_sampler = trained.task.sampler
         parts = self.held.roles.parts
-        if isinstance(parts.architecture, DraftConfig):
+        if parts.architecture.guesses:
             raise UserError(
                 f"{self.name} is the run of a draft model, which writes nothing alone; name its"
                 f" target, {self.config.model.path}, and {self.name}/model as --draft"

@@ -1,7 +1,7 @@
 """Section task of DFlash: drafts that guess a block of tokens in one pass."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,8 +14,9 @@ class DFlashTask(DraftTask):
 
     kind: Literal["dflash"] = "dflash"
     """The training method."""
-    block_size: int = Field(16, ge=2, le=256)
-    """Tokens of a block: the one that is known and those that are guessed."""
+    block_size: int | None = Field(None, ge=2, le=256)
+    """Tokens of a block: the one that is known and those that are guessed. Unset: 16, or as many as
+    the draft folder has that training goes on from."""
     num_anchors: int = Field(512, ge=1, le=TOKENS)
     """Most blocks of a packed row; they begin at trained tokens, drawn anew in every step."""
     decay: float | None = Field(7.0, gt=0, le=1e6)
@@ -32,9 +33,8 @@ class DFlashTask(DraftTask):
     min_loss_tokens: int = Field(32, ge=0, le=TOKENS)
     """Samples with fewer trained tokens are left out, and counted."""
 
-    def find_conflicts(self, config: Any) -> Iterator[str]:
-        """Yield one sentence for each impossible combination."""
-        yield from super().find_conflicts(config)
+    def find_own_conflicts(self) -> Iterator[str]:
+        """See DraftTask."""
         given = self.model_dump(exclude_defaults=True)
         if self.weighting == "decay" and "alpha" in given:
             yield 'task.alpha has no effect with task.weighting "decay"; remove it'

@@ -94,7 +94,12 @@ class DraftTask(TaskSection):
 
     def find_conflicts(self, config: Any) -> Iterator[str]:
         """See find_draft_conflicts."""
-        return find_draft_conflicts(config)
+        yield from find_draft_conflicts(config)
+        yield from self.find_own_conflicts()
+
+    def find_own_conflicts(self) -> Iterator[str]:
+        """Yield one sentence for each impossible combination of keys of this section."""
+        return iter(())
 
     def started_from(self, config: Any) -> str:
         """See TaskSection."""
@@ -131,8 +136,13 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
             "eval.sets asks for answers, which a draft alone does not write; remove [[eval.sets]]"
             " and measure with `jaxtrain speculate`"
         )
-    wide = {"float64": 8, "float32": 4, "bfloat16": 2}
-    compute = draft.compute_dtype or model.compute_dtype
+    yield from find_width_conflicts(config.task, config)
+
+
+def find_width_conflicts(task: DraftTask, config: Any) -> Iterator[str]:
+    """One sentence where a draft would compute in more bits than its weights have."""
+    draft, wide = task.draft, {"float64": 8, "float32": 4, "bfloat16": 2}
+    compute = draft.compute_dtype or config.model.compute_dtype
     if wide[compute] > wide[draft.param_dtype]:
         yield (
             f"task.draft.compute_dtype {compute} is wider than task.draft.param_dtype"

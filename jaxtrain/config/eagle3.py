@@ -1,7 +1,7 @@
 """Section task of Eagle3: drafts of one layer that feed on their own states."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,8 +14,9 @@ class Eagle3Task(DraftTask):
 
     kind: Literal["eagle3"] = "eagle3"
     """The training method."""
-    length: int = Field(7, ge=1, le=64)
-    """Steps of the unroll in training, and tokens that the draft guesses."""
+    length: int | None = Field(None, ge=1, le=64)
+    """Steps of the unroll in training, and tokens that the draft guesses. Unset: 7, or as many as
+    the draft folder has that training goes on from."""
     decay: float = Field(0.8, gt=0, le=1)
     """Factor of the loss of each further step."""
     draft_vocab_size: int | None = Field(None, ge=1, le=2**24)
@@ -33,9 +34,8 @@ class Eagle3Task(DraftTask):
     kl_decay: float = Field(3.0, ge=0, le=1e3)
     """loss lambda: how fast that share falls as more is accepted."""
 
-    def find_conflicts(self, config: Any) -> Iterator[str]:
-        """Yield one sentence for each impossible combination."""
-        yield from super().find_conflicts(config)
+    def find_own_conflicts(self) -> Iterator[str]:
+        """See DraftTask."""
         draft = self.draft
         if draft.num_layers not in (None, 1):
             yield f"task.draft.num_layers {draft.num_layers}: an Eagle3 draft has one; remove it"

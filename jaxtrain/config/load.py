@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -222,8 +223,9 @@ def kind_of(section: Any) -> str | None:
 
 
 def is_tag(location: list[Any], part: Any) -> bool:
-    """Whether a part of an error's location is a kind of the union task, not a key."""
-    return location[0] == "task" and len(location) > 1 and location[1] is part and part != "kind"
+    """Whether a part of an error's location is a kind of a union `task`, not a key."""
+    behind = (after for before, after in pairwise(location) if before == "task")
+    return any(after is part for after in behind) and part in TASKS
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
+from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
 
@@ -44,6 +45,9 @@ class RolloutConfig(Section):
     draft_rows: int = Field(0, ge=0, le=ROWS)
     """With draft: it guesses only while no more answers than these are under way, for many rows
     fill the device without it; 0: always."""
+    draft_refresh: DraftRefresh | None = None
+    """With draft: train it further between rounds, so that it follows the policy; see its section.
+    Unset: it stays as it is."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
     term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""
@@ -101,6 +105,7 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             "rollout.draft is for the local engine: remove it, or set rollout.engine to"
             f' "local"{own if rollout.engine == "vllm" else ""}'
         )
+    yield from find_refresh_conflicts(config)
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):

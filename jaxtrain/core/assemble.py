@@ -28,7 +28,6 @@ from jaxtrain.hf.files import read_object
 from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.models import build
-from jaxtrain.models.draft import DraftConfig
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.models.scores import ScoreHead
@@ -257,7 +256,7 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
 def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") -> Any:
     """The architecture with the head that a method wants, None for the language model's; UserError
     where it has another one, or for a draft."""
-    if isinstance(found, DraftConfig):
+    if found.guesses:
         raise UserError(
             f"{key} holds {found.architecture}, a draft model, which guesses for a target and"
             " writes nothing alone; name its target here, and the draft as task.draft.path (to"

@@ -24,6 +24,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.task import TaskSection
 from jaxtrain.core.assemble import Parts
+from jaxtrain.core.beside import Beside, Learner
 from jaxtrain.core.export import export_model
 from jaxtrain.core.roles import Held, Models, Role
 from jaxtrain.core.scorer import Scorer
@@ -31,6 +32,8 @@ from jaxtrain.data.pack import Fields
 
 POLICY = "policy"
 """What methods with one model call it."""
+DRAFT = "draft"
+"""What a model is called that guesses for another one, trained by itself or beside that one."""
 
 
 class Round(NamedTuple):
@@ -57,6 +60,8 @@ class Live(Protocol):
 
     step: int
     """Optimizer steps done."""
+    beside: Mapping[str, Beside]
+    """The models of Task.beside."""
 
     def held(self) -> Held:
         """The models with their current weights."""
@@ -157,8 +162,9 @@ def keep_length(tokens: int) -> int:
     return tokens
 
 
-def keep_weights(live: Live, before: int) -> None:
+def keep_weights(live: Live, before: int) -> dict[str, float]:
     """`Task.after_round` of a method that changes nothing between rounds."""
+    return {}
 
 
 def no_numbers(held: Held, scorer: Scorer) -> dict[str, float]:
@@ -186,8 +192,11 @@ class Task:
     a vector of n a token."""
     grown: Callable[[int], int] = keep_length
     """Tokens of a row once it is prepared, from those of a row of data."""
-    after_round: Callable[[Live, int], None] = keep_weights
-    """(live, steps done before the round): once its last step was made."""
+    after_round: Callable[[Live, int], dict[str, float]] = keep_weights
+    """(live, steps done before the round) -> numbers about it: once its last step was made, before
+    its weights go to an engine."""
+    beside: Mapping[str, Learner] = field(default_factory=dict)
+    """Models of their own that `after_round` trains; no roles, for the step does not know them."""
     evaluate: Callable[[Held, Scorer], dict[str, float]] = no_numbers
     """Numbers of its own besides the held-out loss: {"eval/...": ...}; on every process."""
     sampler: Callable[..., Any] | None = None

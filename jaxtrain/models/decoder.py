@@ -39,6 +39,8 @@ class DecoderConfig:
     """What a config.json calls fields that have another name here."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Before attention and MLP, and behind the last layer."""
+    guesses: ClassVar[bool] = False
+    """Whether the family guesses for another model, its target, and writes nothing alone."""
     carries: ClassVar[tuple[str, ...]] = ()
     """What tensors are called that no layer here has, and that every export takes along as they
     are: a vision tower."""

@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, D the target's features, C captured layers, K guesses,
 
 import dataclasses
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from jaxtrain.models.decoder import DecoderConfig, Ends, Layered, Options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftConfig(DecoderConfig):
     """What all drafts have beside the sizes of their own layers."""
+
+    guesses: ClassVar[bool] = True
 
     capture: tuple[int, ...]
     """Layers of the target whose output the draft reads, in this order; they count from 0."""
@@ -79,8 +81,6 @@ class Draft(Layered):
     """As in DraftConfig."""
     num_drafted: int
     """K, the tokens that `propose` guesses."""
-    experts_per_token: tuple[int, int] | None = None
-    """As in DecoderConfig: drafts have no router."""
     head_table: Embed | None = None
     """Where an output projection of its own is stored; None: it uses the target's."""
     experts_per_token: tuple[int, int] | None = None

@@ -66,7 +66,7 @@ class Acceptance:
         if not self.cycles:
             return {}
         found = {
-            "draft/accept_len": self.mean,
+            "draft/tau": self.mean,
             "draft/acceptance": self.accepted / (self.cycles * self.num_drafted),
             "draft/cycles": float(self.cycles),
         }

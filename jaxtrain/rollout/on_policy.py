@@ -10,9 +10,9 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from jaxtrain.core.task import Live, Round
+from jaxtrain.core.task import DRAFT, Live, Round
 from jaxtrain.rollout.shared_rounds import SharedRounds
-from jaxtrain.rollout.types import Engine, Publisher
+from jaxtrain.rollout.types import DraftPublisher, Engine, Publisher
 
 
 class OnPolicy:
@@ -101,4 +101,7 @@ class OnPolicy:
         held: Any = live.held()
         with live.phase("bringing weights to the engine"):
             rebuild = held.roles.rebuild(held.roles.trained)
+            if (draft := live.beside.get(DRAFT)) is not None:
+                assert isinstance(self.publisher, DraftPublisher), "the config says who takes one"
+                self.publisher.use_draft(draft.held())
             self.published = self.publisher.publish(self.source.version, held.params(), rebuild)

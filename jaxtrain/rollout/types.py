@@ -8,7 +8,7 @@ row ──Env.run──> Episode ─┘
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.config import Config, SamplingConfig
 
@@ -85,6 +85,16 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DraftPublisher(Publisher, Protocol):
+    """That of an engine which guesses with a draft."""
+
+    def use_draft(self, draft: Any) -> None:
+        """Guess with this draft from the next publish on, a core.roles.Held whose weights may
+        change after that; on every process."""
+        ...
 
 
 class EngineKind(ABC):

@@ -30,6 +30,9 @@ SHOWN = {
     "sampling/mismatch_kl": "mismatch",
     "completions/clipped_ratio": "clipped",
     "lag/max": "lag",
+    "draft/tau": "tau",
+    "draft/loss": "draft loss",
+    "draft/accept_len": "draft accept_len",
     "rollout/seconds": "rollout s",
     "sync/seconds": "sync s",
 }

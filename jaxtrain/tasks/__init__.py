@@ -3,6 +3,7 @@
 from jaxtrain import plugins
 from jaxtrain.config import Config
 from jaxtrain.core.task import Method, Task
+from jaxtrain.tasks.refresh import with_refresh
 
 METHODS = {
     "sft": "jaxtrain.tasks.sft",
@@ -26,4 +27,9 @@ def find_method(config: Config) -> Method:
 
 def make_task(config: Config) -> Task:
     """The config's task; raises UserError for what cannot run, before any weight is read."""
-    return find_method(config).make(config)
+    task = find_method(config).make(config)
+    refresh = config.rollout.draft_refresh
+    if refresh is None or config.rollout.draft is None:
+        return task
+    taught = config.model_copy(update={"task": refresh.task})
+    return with_refresh(task, config, find_method(taught))

@@ -14,42 +14,54 @@ from jaxtrain.config import Config, DFlashTask
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.drafts import assemble_draft, assemble_target, find_mask_token
 from jaxtrain.core.roles import Models
-from jaxtrain.core.task import Task
+from jaxtrain.core.task import DRAFT, Task
 from jaxtrain.data.anchors import lay_blocks
 from jaxtrain.errors import UserError
 from jaxtrain.losses.dflash import COMPONENT, Guesses, dflash_loss
 from jaxtrain.models import dflash
-from jaxtrain.tasks.drafting import DRAFT, TARGET, DraftData, Label, draft_roles, open_draft_data
-from jaxtrain.tasks.target_stages import open_stage
+from jaxtrain.tasks.drafting import (
+    TARGET,
+    DraftData,
+    Label,
+    Lesson,
+    make_draft_task,
+    open_draft_data,
+)
 
 Section = DFlashTask
 NUM_LAYERS = 5
 """Layers of a draft that is not told otherwise."""
+BLOCK_SIZE = 16
+"""Tokens of its blocks."""
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
     """Documents, conversations, prompts with answers, of which enough trains."""
-    return open_draft_data(config, tokenizer, make_label(config))
+    task = config.task
+    assert isinstance(task, DFlashTask)
+    return open_draft_data(config, tokenizer, make_label(task, task.block_size or BLOCK_SIZE))
 
 
 def make(config: Config) -> Task:
     """The draft, its target, and the loss of the draft's guesses."""
+    target = assemble_target(config)
+    return make_draft_task(config, target, teach(config, target))
+
+
+def teach(config: Config, target: Parts) -> Lesson:
+    """How a draft of this target learns, by section task."""
     task = config.task
     assert isinstance(task, DFlashTask)
-    target = assemble_target(config)
     draft = open_draft(config, task, target)
-    stage = open_stage(config, target, draft, last=False)
-    data = open_draft_data(config, target.tokenizer, make_label(config), target.architecture, stage)
     numbers = Guesses(
         min(task.num_anchors, config.data.sequence_len), task.decay, task.weighting, task.alpha
     )
-    return Task(
-        roles=draft_roles(config, target, draft),
+    return Lesson(
+        parts=draft,
         loss=partial(guess, numbers=numbers, impl=config.model.logp),
-        coef={COMPONENT: 1.0},
-        data=data,
-        prepare=data.prepare,
-        prepared={ANCHOR: np.int32, NEXT: np.int32, **data.states},
+        component=COMPONENT,
+        label=make_label(task, draft.architecture.block_size),
+        streams={ANCHOR: np.int32, NEXT: np.int32},
     )
 
 
@@ -58,15 +70,13 @@ def guess(models: Models, batch: Batch, numbers: Guesses, impl: str):
     return dflash_loss(models[DRAFT], models[TARGET], batch, numbers, impl)
 
 
-def make_label(config: Config) -> Label:
+def make_label(task: DFlashTask, block_size: int) -> Label:
     """What draws the blocks of a batch."""
-    task = config.task
-    assert isinstance(task, DFlashTask)
     by_block = task.weighting != "decay"
     return partial(
         lay_blocks,
         num_anchors=task.num_anchors,
-        block_size=task.block_size,
+        block_size=block_size,
         decay=task.decay,
         component=COMPONENT,
         by_block=by_block,
@@ -91,7 +101,7 @@ def open_draft(config: Config, task: DFlashTask, target: Parts) -> Parts:
         return dflash.Config(
             **sizes,
             mask_token_id=mask,
-            block_size=task.block_size,
+            block_size=task.block_size or BLOCK_SIZE,
             attention_bias=section.attention_bias,
             layer_types=tuple(types or ["full_attention"] * count),
             use_sliding_window=section.sliding_window is not None,
@@ -101,9 +111,9 @@ def open_draft(config: Config, task: DFlashTask, target: Parts) -> Parts:
 
     compute, impl = config.model.compute_dtype, config.model.attention
     parts = assemble_draft(section, target, dflash.Config, new, compute, impl)
-    if parts.architecture.block_size != task.block_size:
+    if task.block_size not in (None, parts.architecture.block_size):
         raise UserError(
             f"task.block_size is {task.block_size}, the draft of task.draft.path guesses blocks of"
-            f" {parts.architecture.block_size}; set it to that"
+            f" {parts.architecture.block_size}; remove it"
         )
     return parts

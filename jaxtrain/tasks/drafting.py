@@ -8,6 +8,7 @@ The target is never trained. What is written at the end is the draft alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,41 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DraftTask
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.drafts import ends_of
-from jaxtrain.core.roles import Role
+from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.scorer import Scorer
-from jaxtrain.core.task import Round
+from jaxtrain.core.task import DRAFT, Round, Task
 from jaxtrain.data.drafts import DraftSequences
 from jaxtrain.errors import UserError
 from jaxtrain.models.trees import follows_trees
 from jaxtrain.tasks.ahead import AheadRounds, Stage
 from jaxtrain.tasks.offline import OfflineData, OfflineRounds, check_packing
 from jaxtrain.tasks.stored_states import StoredStates
+from jaxtrain.tasks.target_stages import open_stage
 
-DRAFT, TARGET = "draft", "target"
-"""The roles."""
+TARGET = "target"
+"""The role beside DRAFT."""
 
 Label = Callable[[Batch, np.random.Generator], Batch]
 """What a method adds to a batch [A, B, T] before its step; all that is random comes from the
 generator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """How a draft learns from batches of whatever origin: what its method gives as `teach(config,
+    target)`, for runs that train a draft and for those that refresh one."""
+
+    parts: Parts
+    """The draft."""
+    loss: Callable[[Models, Batch], tuple[dict[str, Any], dict[str, Any]]]
+    """As Task.loss, of DRAFT and TARGET."""
+    component: str
+    """The loss's one component."""
+    label: Label
+    streams: Mapping[str, Any]
+    """Dtypes of the streams that `label` adds."""
+    reads_last: bool = False
+    """Whether the loss reads the target's final-normed states, too."""
 
 
 class DraftData(OfflineData):
@@ -100,6 +120,20 @@ def open_draft_data(
     trees = config.data.share_prefixes and (target is None or follows_trees(target))
     recipe = DraftSequences(config.data, tokenizer, task.min_loss_tokens, trees)
     return DraftData(config, recipe, label, stage)
+
+
+def make_draft_task(config: Config, target: Parts, lesson: Lesson) -> Task:
+    """The task of a run that trains a draft on section data."""
+    stage = open_stage(config, target, lesson.parts, last=lesson.reads_last)
+    data = open_draft_data(config, target.tokenizer, lesson.label, target.architecture, stage)
+    return Task(
+        roles=draft_roles(config, target, lesson.parts),
+        loss=lesson.loss,
+        coef={lesson.component: 1.0},
+        data=data,
+        prepare=data.prepare,
+        prepared={**lesson.streams, **data.states},
+    )
 
 
 def draft_roles(config: Config, target: Parts, draft: Parts) -> dict[str, Role]:

@@ -1,5 +1,6 @@
 """Eagle3: a draft of one layer, trained on the states that it will feed itself while decoding."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtrain.config import Config, Eagle3Task
 from jaxtrain.core.assemble import Parts
 from jaxtrain.core.drafts import assemble_draft, assemble_target
 from jaxtrain.core.roles import Models, Role
-from jaxtrain.core.task import Task
+from jaxtrain.core.task import DRAFT, Task
 from jaxtrain.data.anchors import WEIGHTS, count_branches, draw_next
 from jaxtrain.data.frequency import count_trained, keep_frequent
 from jaxtrain.errors import UserError
@@ -26,12 +27,13 @@ from jaxtrain.losses.soft_targets import SoftTargets
 from jaxtrain.models.draft import check_capture
 from jaxtrain.models.eagle3 import Config as Architecture
 from jaxtrain.parallel.agree import broadcast_or_raise
-from jaxtrain.tasks.drafting import DRAFT, TARGET, DraftData, draft_roles, open_draft_data
-from jaxtrain.tasks.target_stages import open_stage
+from jaxtrain.tasks.drafting import TARGET, DraftData, Lesson, make_draft_task, open_draft_data
 
 Section = Eagle3Task
 LARGEST = 32_000
 """Tokens that a draft can say unless the config asks for another number."""
+LENGTH = 7
+"""Steps of the unroll, likewise."""
 
 
 def open_data(config: Config, tokenizer: Any) -> DraftData:
@@ -41,9 +43,20 @@ def open_data(config: Config, tokenizer: Any) -> DraftData:
 
 def make(config: Config) -> Task:
     """The unrolled draft against its target's distributions."""
+    target = assemble_target(config)
+    lesson = teach(config, target)
+    task, draft = make_draft_task(config, target, lesson), lesson.parts
+    if draft.folder is None and draft.architecture.prunes:
+        assert isinstance(task.data, DraftData)
+        role = Role(draft, tables=find_kept(config, draft, task.data))
+        return dataclasses.replace(task, roles={**task.roles, DRAFT: role})
+    return task
+
+
+def teach(config: Config, target: Parts) -> Lesson:
+    """How a draft of this target learns, by section task."""
     task = config.task
     assert isinstance(task, Eagle3Task)
-    target = assemble_target(config)
     draft = assemble_draft(
         task.draft,
         target,
@@ -52,20 +65,16 @@ def make(config: Config) -> Task:
         config.model.compute_dtype,
         config.model.attention,
     )
-    stage = open_stage(config, target, draft, last=True)
-    data = open_draft_data(config, target.tokenizer, label_guesses, target.architecture, stage)
-    roles = draft_roles(config, target, draft)
-    if draft.folder is None and draft.architecture.prunes:
-        roles[DRAFT] = Role(draft, tables=find_kept(config, draft, data))
-    numbers = Unroll(task.length, task.decay, SoftTargets(task.loss, task.kl_scale, task.kl_decay))
+    length = task.length or draft.architecture.length
+    numbers = Unroll(length, task.decay, SoftTargets(task.loss, task.kl_scale, task.kl_decay))
     floats = np.float64 if config.model.compute_dtype == "float64" else np.float32
-    return Task(
-        roles=roles,
+    return Lesson(
+        parts=draft,
         loss=partial(loss_of, numbers),
-        coef={COMPONENT: 1.0},
-        data=data,
-        prepare=data.prepare,
-        prepared={NEXT: np.int32, BRANCHES: np.int32, GUESS: floats, **data.states},
+        component=COMPONENT,
+        label=label_guesses,
+        streams={NEXT: np.int32, BRANCHES: np.int32, GUESS: floats},
+        reads_last=True,
     )
 
 
@@ -95,7 +104,7 @@ def describe_draft(task: Eagle3Task, target: Parts, sizes: dict[str, Any]) -> Ar
         )
     sizes["num_hidden_layers"] = 1
     sizes["draft_vocab_size"] = min(LARGEST, vocab_size) if asked is None else asked
-    return Architecture(**sizes, length=task.length)
+    return Architecture(**sizes, length=task.length or LENGTH)
 
 
 def find_kept(

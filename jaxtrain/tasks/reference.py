@@ -30,13 +30,16 @@ def find_reference(kind: str, adapter: Adapter | None) -> Weights:
     return kinds[kind]
 
 
-def mixing(weights: Weights | None, every: int, share: float) -> Callable[[Live, int], None]:
+def mixing(
+    weights: Weights | None, every: int, share: float
+) -> Callable[[Live, int], dict[str, float]]:
     """`Task.after_round` for a reference of these weights: a moving one takes `share` of the policy
     every so many steps (TR-DPO, arXiv 2404.09656); others stay."""
     return partial(mix_reference, every, share) if weights == "moving" else keep_weights
 
 
-def mix_reference(every: int, share: float, live: Live, before: int) -> None:
+def mix_reference(every: int, share: float, live: Live, before: int) -> dict[str, float]:
     """The moving reference follows the policy every so many steps."""
     if live.step // every > before // every:
         live.mix(REFERENCE, share)
+    return {}

@@ -17,8 +17,8 @@ import jax
 from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
+from jaxtrain.core.export import export_model
 from jaxtrain.errors import Interrupted, UserError
-from jaxtrain.models.draft import DraftConfig
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
@@ -198,8 +198,8 @@ class Loop:
         if session.step > before:
             if rounds.pauses:
                 self.report()  # nobody shall get the weights of a bad step
-            session.task.after_round(session, before)
-            found = rounds.finish(session, interrupted=interrupted)
+            found = dict(session.task.after_round(session, before) or {})
+            found |= rounds.finish(session, interrupted=interrupted)
             self.saves.mark()
             self.note(session.step, found)
         return not interrupted
@@ -352,10 +352,13 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     if config.run.export:
         session.task.export(session.held(), config, folder / "model")
         places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
+        for name, one in session.beside.items():
+            export_model(one.held(), config, folder / name)
+            places[name] = folder / name
     lines += [f"{name:<12} {path}" for name, path in places.items()]
     program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
     agent = " --env" if config.env.kind != "single_turn" else ""
-    drafts = isinstance(session.parts.architecture, DraftConfig)
+    drafts = session.parts.architecture.guesses
     writes = session.parts.architecture.score is None
     target = f"{config.model.path} --draft {folder / 'model'} --set gsm8k"
     lines += [

@@ -107,7 +107,7 @@ class Saves:
         self.tried = point.step
         self.checkpoints.save(
             point.step,
-            self.session.state.tree(),
+            self.session.tree(),
             point.cursor,
             metrics=metrics,
             config=self.config.saved(),

@@ -1,14 +1,15 @@
 """What a training run works with: task, models, optimizer, compiled functions, in one place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.core.beside import Beside
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.scorer import Scorer
@@ -43,6 +44,8 @@ class Session:
     """Shapes until `start_state` has filled it."""
     frozen: Params
     """What no step changes, of all roles; shapes until then, too."""
+    beside: Mapping[str, Beside] = field(default_factory=dict)
+    """See task.Live; shapes until then, too."""
     start: int = 0
     """Steps that were done before this process."""
     step: int = 0
@@ -64,6 +67,11 @@ class Session:
         """See task.Live."""
         weights = {**self.frozen, **self.state.copies, **self.state.params}
         return Held(self.roles, weights, self.step)
+
+    def tree(self) -> dict[str, Any]:
+        """All arrays of a checkpoint: the state's, and of models beside by their names."""
+        beside = {name: one.state.tree() for name, one in self.beside.items()}
+        return {**self.state.tree(), **beside}
 
     def prepare(self, round: Round) -> Round:
         """See task.Live."""
@@ -108,6 +116,7 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
             run_eval=make_eval(roles.build, task.loss),
             state=abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes),
             frozen=roles.frozen_shapes,
+            beside={name: Beside(one, roles.parts) for name, one in task.beside.items()},
         )
     except BaseException:
         rounds.close()
@@ -138,12 +147,17 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     """
     seed = session.config.run.seed
     session.fine = jax.device_put(True, session.state.step.sharding)
-    restored = checkpoints.restore(session.state.tree())
+    restored = checkpoints.restore(session.tree())
     if restored is None:
         trained, session.frozen, copies = session.roles.open(seed)
         session.state = init_state(trained, session.optimizer, copies)
+        for one in session.beside.values():
+            one.open(seed)
         return
     _, session.frozen, _ = session.roles.open(seed, trained=False)
-    session.state = State.of_tree(restored.arrays)
+    tree = dict(restored.arrays)
+    for name, one in session.beside.items():
+        one.state = State.of_tree(tree.pop(name))
+    session.state = State.of_tree(tree)
     session.start = session.step = restored.step
     session.rounds.restore(restored.cursor)

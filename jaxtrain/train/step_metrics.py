@@ -14,7 +14,6 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import Throughput, average, count_work, model_flops, peak_flops
 from jaxtrain.core.optim import is_vector
-from jaxtrain.models.draft import Draft
 from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.train.saving import NotFinite
@@ -53,7 +52,9 @@ class StepReader:
         self.model = roles.rebuild(roles.trained)(jax.tree.map(shape, held.params()))
         self.beside: list[tuple[Any, float]] = []
         """Beside a draft the layers of its target, where the step runs them, and their weights."""
-        if isinstance(self.model, Draft):
+        self.guesses = session.parts.architecture.guesses
+        """Whether a step runs the target of what trains, too."""
+        if self.guesses:
             for name, role in roles.roles.items():
                 model = roles.rebuild(name)(jax.tree.map(shape, held.params(name)))
                 if role.in_loss and name != roles.trained and hasattr(model, "stack"):
@@ -89,7 +90,7 @@ class StepReader:
 
     def count_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
         """FLOPs of a step: of a draft and of its target's forward pass, or of the trained model."""
-        if not isinstance(self.model, Draft):
+        if not self.guesses:
             mixing = self.model.stack.mixing_flops(spans)
             return model_flops(self.matmul_params, tokens, mixing)
         total = self.model.step_flops(batch, tokens, spans)

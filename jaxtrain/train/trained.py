@@ -91,7 +91,7 @@ def holds_run(saved: Path) -> bool:
 def alone(config: Config) -> Config:
     """The config of a run for who only looks at what it trained: no device is set aside, and no
     draft is looked for."""
-    rollout = config.rollout.model_copy(update={"devices": 0, "draft": None})
+    rollout = config.rollout.model_copy(update={"devices": 0, "draft": None, "draft_refresh": None})
     return config.model_copy(update={"rollout": rollout})
 
 

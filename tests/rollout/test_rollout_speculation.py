@@ -262,7 +262,7 @@ def test_acceptance_counts():
     counted.add([4, 4], tokens=8, seconds=1.0)
     new = counted.since(before)
     assert new.metrics() == {
-        "draft/accept_len": 4.0,
+        "draft/tau": 4.0,
         "draft/acceptance": 1.0,
         "draft/cycles": 2.0,
         "draft/tokens_per_second": 8.0,

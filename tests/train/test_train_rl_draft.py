@@ -49,7 +49,7 @@ def test_answers_and_losses_are_those_without_a_draft(config, tmp_path):
     (plain, plain_samples), (drafted, samples) = found
     assert [one["completion"] for one in samples] == [one["completion"] for one in plain_samples]
     for one, other in zip(plain, drafted, strict=True):
-        assert 1 <= other["draft/accept_len"] <= 4 and other["draft/cycles"] > 10
+        assert 1 <= other["draft/tau"] <= 4 and other["draft/cycles"] > 10
         for key in one:
             if not any(clock in key for clock in CLOCKS) and isinstance(one[key], float):
                 # The sampler's log-probs are rounded otherwise.

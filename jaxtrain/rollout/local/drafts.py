@@ -1,13 +1,19 @@
-"""Opens a draft model for the sampler: loaded beside its target, and checked against it first."""
+"""A draft model for the sampler: loaded beside its target and checked against it first, or copied
+from the one that a run trains."""
+
+from collections.abc import Callable
 
 import jax
 
 from jaxtrain.core.assemble import Parts, find_folder
+from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
 from jaxtrain.models.draft import Draft, DraftConfig, check_target
+from jaxtrain.models.parameters import Params
 from jaxtrain.models.trials import require_trials
 from jaxtrain.rollout.local.slots import unstack
+from jaxtrain.rollout.local.weights import make_copier
 
 
 def check_draft(name: str, target: Parts, key: str) -> None:
@@ -40,3 +46,16 @@ def open_draft(name: str, target: Parts, mesh: jax.sharding.Mesh, key: str) -> D
     assert isinstance(draft, Draft)
     with jax.set_mesh(mesh):
         return unstack(draft)
+
+
+def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[Held], Params]:
+    """What copies the weights of a draft that a run trains to the sampler's `mesh`: as
+    `weights.make_copier`, made when the first one comes."""
+    made: list[Callable[[Params], Params]] = []
+
+    def copy(draft: Held) -> Params:
+        if not made:
+            made.append(make_copier(draft.roles.parts, mesh))
+        return made[0](draft.params())
+
+    return copy

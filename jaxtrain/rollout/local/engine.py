@@ -12,7 +12,7 @@ it waits until nobody is about to ask, so that turns meet in one batch.
 import asyncio
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,11 +133,21 @@ class LocalPublisher:
     process 0 has an engine.
     """
 
-    def __init__(self, engine: LocalEngine | None, copy: Any, *, rests: bool, draft: Any = None):
+    def __init__(
+        self,
+        engine: LocalEngine | None,
+        copy: Any,
+        *,
+        rests: bool,
+        draft: Any = None,
+        copy_draft: Callable[[Any], Any] | None = None,
+    ):
         """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
         the trainer trains, so the copies' memory is given back for that time. draft: guesses for
-        all versions of the weights (models.draft.Draft)."""
+        all versions of the weights (models.draft.Draft) until there is another. copy_draft: as
+        `copy`, a core.roles.Held -> the parameters of a draft."""
         self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
+        self.copy_draft = copy_draft
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
         """Sample from a copy of `params` from the next chunk on."""
@@ -149,6 +159,14 @@ class LocalPublisher:
             model = unstack(rebuild(copies))
         self.engine.use(model if self.draft is None else Drafted(model, self.draft), version)
         return {"sync/seconds": time.monotonic() - start}
+
+    def use_draft(self, draft: Any) -> None:
+        """See types.DraftPublisher."""
+        assert self.copy_draft is not None, "the engine was opened for a draft that is trained"
+        copies = self.copy_draft(draft)
+        if self.engine is not None:
+            with self.engine.sampler.on_mesh():
+                self.draft = unstack(draft.roles.rebuild(draft.roles.trained)(copies))
 
     def sleep(self) -> None:
         """Give the copies back until the next publish."""

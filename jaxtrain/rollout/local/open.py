@@ -7,7 +7,7 @@ from jaxtrain.core.assemble import Parts
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process, split_devices
-from jaxtrain.rollout.local.drafts import check_draft, open_draft
+from jaxtrain.rollout.local.drafts import check_draft, make_draft_copier, open_draft
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
@@ -46,9 +46,9 @@ class Local(EngineKind):
                 ' "sync" and streaming to false'
             )
         mesh = make_sampler_mesh(devices, parts.mesh)
-        copy, named = make_copier(parts, mesh), config.rollout.draft
+        copy, copy_draft = make_copier(parts, mesh), make_draft_copier(mesh)
         if not is_main_process():
-            return None, LocalPublisher(None, copy, rests=not ahead)
+            return None, LocalPublisher(None, copy, rests=not ahead, copy_draft=copy_draft)
         sampler = LocalSampler(
             None,
             end_of_turn_ids(parts.tokenizer),
@@ -59,5 +59,9 @@ class Local(EngineKind):
             draft_rows=config.rollout.draft_rows,
         )
         engine = LocalEngine(sampler)
-        draft = open_draft(named, parts, mesh, "rollout.draft") if named else None
-        return engine, LocalPublisher(engine, copy, rests=not ahead, draft=draft)
+        named, draft = config.rollout.draft, None
+        if named and config.rollout.draft_refresh is None:
+            draft = open_draft(named, parts, mesh, "rollout.draft")
+        return engine, LocalPublisher(
+            engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft
+        )

@@ -1,0 +1,81 @@
+"""Section rollout.draft_refresh: a draft that follows the policy which it guesses for."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from jaxtrain.config.base import Section
+from jaxtrain.config.bounds import ROWS
+from jaxtrain.config.dflash import DFlashTask
+from jaxtrain.config.draft import SIZES, find_width_conflicts
+from jaxtrain.config.eagle3 import Eagle3Task
+from jaxtrain.config.model import OptimConfig
+
+
+class RefreshOptim(OptimConfig):
+    """As section optim; a round is a step, or a few."""
+
+    learning_rate: float = Field(1e-4, gt=0, le=1000)
+    """Peak learning rate."""
+    lr_scheduler: Literal["constant", "inverse_sqrt"] = "constant"  # pyright: ignore
+    """Shape after warm-up. Others need a number of steps, which rounds do not tell."""
+
+
+def find_kind(task: Any) -> Any:
+    """The kind that a table or a section names."""
+    return task.get("kind") if isinstance(task, dict) else getattr(task, "kind", None)
+
+
+class DraftRefresh(Section):
+    """The draft of rollout.draft learns between rounds, from the answers that were just drawn and
+    the policy's new weights."""
+
+    task: Annotated[
+        Annotated[DFlashTask, Tag("dflash")] | Annotated[Eagle3Task, Tag("eagle3")],
+        Discriminator(
+            find_kind,
+            custom_error_type="draft_kind",
+            custom_error_message='kind must be "dflash" or "eagle3"',
+        ),
+    ]
+    """How it learns, as in section task of a run that trains such a draft: kind, num_anchors, ...
+    """
+    every: int = Field(1, ge=1, le=ROWS)
+    """Rounds from one refresh to the next; each learns from the last round's answers."""
+    passes: int = Field(1, ge=1, le=ROWS)
+    """Optimizer steps of the draft on each batch of a round."""
+    optim: RefreshOptim = RefreshOptim()
+    """As section optim, for the draft."""
+
+
+UNUSED = {
+    "target": "the target is the policy",
+    "min_loss_tokens": "every answer counts",
+    "draft_vocab_size": "rollout.draft fixes it",
+    "vocab_rows": "rollout.draft has its vocabulary",
+}
+"""Keys of a draft's task that say nothing here, and why."""
+
+
+def find_refresh_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination around rollout.draft_refresh."""
+    refresh, key = config.rollout.draft_refresh, "rollout.draft_refresh"
+    if refresh is None:
+        return
+    if config.rollout.draft is None:
+        yield f"{key} has no effect without rollout.draft; name the draft's folder there"
+    given = refresh.task.model_dump(exclude_defaults=True)
+    for name, why in UNUSED.items():
+        if name in given:
+            yield f"{key}.task.{name} has no effect, for {why}; remove it"
+    for name in ("path", *SIZES):
+        if name in given.get("draft", {}):
+            yield f"{key}.task.draft.{name}: the draft is that of rollout.draft; remove it"
+    for text in (*refresh.task.find_own_conflicts(), *find_width_conflicts(refresh.task, config)):
+        yield text.replace("task.", f"{key}.task.")
+    optim = refresh.optim
+    if optim.warmup_ratio is not None:
+        yield f"{key}.optim.warmup_ratio needs a number of steps; set warmup_steps instead"
+    if optim.gradient_accumulation_steps > 1:
+        yield f"{key}.optim.gradient_accumulation_steps: rounds set the size of a step; remove it"
