@@ -76,7 +76,8 @@ def assemble_draft(
                 f" draft of architecture {family.architecture}"
             )
     check_target(architecture, target.architecture)
-    if (spoken := architecture.mask_token_id) is not None and spoken < len(target.tokenizer):
+    spoken = architecture.mask_token_id
+    if folder is None and spoken is not None and spoken < len(target.tokenizer):
         name = target.tokenizer.convert_ids_to_tokens(spoken)
         if is_main_process() and spoken not in target.tokenizer.all_special_ids:
             print(

@@ -45,7 +45,11 @@ def with_refresh(task: Task, config: Config, method: Any) -> Task:
     trained = next(role.parts for role in task.roles.values() if role.weights == "trained")
     draft = section.task.draft.model_copy(update={"path": config.rollout.draft})
     own = section.task.model_copy(update={"draft": draft})
-    lesson: Lesson = method.teach(config.model_copy(update={"task": own}), trained)
+    try:
+        lesson: Lesson = method.teach(config.model_copy(update={"task": own}), trained)
+    except UserError as error:
+        text = str(error).replace("task.draft.path", "rollout.draft")
+        raise UserError(text.replace("task.", "rollout.draft_refresh.task.")) from None
     refresh = Refresh(section, lesson.label, config.run.seed)
     return dataclasses.replace(
         task,

@@ -12,6 +12,7 @@ from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import count_microsteps
+from jaxtrain.core.beside import Beside
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
 from jaxtrain.core.step import abstract_state, make_step
@@ -32,7 +33,8 @@ def dry_run(config: Config) -> None:
     for index, one in enumerate(config.eval.sets):
         count = len(read_problems(index, one))
         console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
-    for parts in {id(role.parts): role.parts for role in task.roles.values()}.values():
+    roles = [*task.roles.values(), *(one.role for one in task.beside.values())]
+    for parts in {id(role.parts): role.parts for role in roles}.values():
         if parts.folder is not None:
             build.check_folder(parts.folder, parts.architecture)
             carried = build.count_carried(parts.folder, parts.architecture)
@@ -68,7 +70,8 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(count_weights(path, value) for path, value in params.items())
-    others = bytes_per_device(beside)
+    learners = [Beside(one, parts).state for one in task.beside.values()]
+    others = bytes_per_device(beside) + bytes_per_device(learners)
     table = Table(show_header=False, title="model", title_justify="left")
     table.add_column()
     table.add_column(justify="right")
