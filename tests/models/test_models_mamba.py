@@ -142,6 +142,34 @@ def test_published_spellings_are_read():
     assert build.config_from_hf(granite).mamba_d_head == 8
 
 
+NANO = {
+    "model_type": "nemotron_h",
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 128,
+    "vocab_size": 131072,
+}
+
+
+def test_a_published_config_counts_its_published_parameters():
+    """The model card of Nemotron 3 Nano: 31.6B parameters, of which a token goes through 3.2B."""
+    config = build.config_from_hf(NANO)
+    assert round(build.param_count(config) / 1e9, 1) == 31.6
+    assert round(count_matmul_params(build.abstract(config)) / 1e9, 1) == 3.2
+
+
 def test_adapters_have_pefts_names():
     config = build.config_from_hf(RAW["nemotron_h_moe"])
     linears = find_linears(config)
