@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxtrain import plugins
 from jaxtrain.config import EnvConfig
+from jaxtrain.data.text_only import MediaTokens, find_media
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.rollout.types import Completion, Engine, Env, Episode, EpisodeFailed, Sampling
@@ -28,18 +29,25 @@ class Guarded:
     """An `Env` that only raises EpisodeFailed, and what the engine raises to end a run."""
 
     def __init__(
-        self, env: Env, name: str, timeout: float | None = None, step_timeout: float | None = None
+        self,
+        env: Env,
+        name: str,
+        timeout: float | None = None,
+        step_timeout: float | None = None,
+        media: MediaTokens | None = None,
     ):
         """name: "env.kind 'single_turn'". timeout: seconds of an episode; step_timeout: seconds
-        from one answer of the engine to the next question, or the end."""
+        from one answer of the engine to the next question, or the end. media: tokens that no prompt
+        may hold."""
         self.env, self.name = env, name
         self.timeout, self.step_timeout = timeout, step_timeout
+        self.media = media or {}
 
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
         """See types.Env."""
-        watched = Watched(engine)
+        watched = Watched(engine, self.media)
         task = asyncio.ensure_future(self._play(self.env.run(row, watched, sampling, index)))
         try:
             await self._wait(task, watched)
@@ -93,8 +101,8 @@ class Guarded:
 class Watched:
     """An engine that knows whether it is being asked, and since when it is not."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, media: MediaTokens):
+        self._engine, self._media = engine, media
         self.asking = 0
         self.since = time.monotonic()
 
@@ -106,6 +114,8 @@ class Watched:
         index: int = 0,
     ) -> Completion:
         """See types.Engine."""
+        if self._media and (problem := find_media(prompt, self._media)):
+            raise UserError(problem)
         self.asking += 1
         try:
             return await self._engine.generate(prompt, sampling, stop_ids, index)
@@ -156,9 +166,14 @@ def given_rewards(episode: Episode) -> list[dict[str, Any]]:
 
 
 def open_guarded(
-    config: EnvConfig, tokenizer: Any, row_tokens: int | None = None, section: str = "env"
+    config: EnvConfig,
+    tokenizer: Any,
+    row_tokens: int | None = None,
+    section: str = "env",
+    media: MediaTokens | None = None,
 ) -> Guarded:
-    """As open.open_env, behind its border; `section` is its key in the config."""
+    """As open.open_env, behind its border; `section` is its key in the config, media: as for
+    Guarded."""
     key, name = ("kind", config.kind) if config.path is None else ("path", config.path)
     env = open_env(config, tokenizer, row_tokens, section)
-    return Guarded(env, f"{section}.{key} {name!r}", config.timeout, config.step_timeout)
+    return Guarded(env, f"{section}.{key} {name!r}", config.timeout, config.step_timeout, media)

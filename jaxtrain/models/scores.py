@@ -19,6 +19,8 @@ SUFFIXES: dict[str, Per] = {
     "ForTokenClassification": "token",
 }
 LANGUAGE = "ForCausalLM"
+OTHERWISE = {"Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification"}
+"""What transformers calls those of text alone where the rule's name is a multimodal class."""
 MAX_LABELS = 2**14
 
 
@@ -37,8 +39,9 @@ class ScoreHead:
         """Keys of the config.json of such a model of a family, by its causal model's name."""
         suffix = next(suffix for suffix, per in SUFFIXES.items() if per == self.per)
         one = self.per == "sequence" and len(self.labels) == 1
+        name = architecture.removesuffix(LANGUAGE) + suffix
         return {
-            "architectures": [architecture.removesuffix(LANGUAGE) + suffix],
+            "architectures": [OTHERWISE.get(name, name)],
             "num_labels": len(self.labels),
             "id2label": {str(index): label for index, label in enumerate(self.labels)},
             "label2id": {label: index for index, label in enumerate(self.labels)},
@@ -50,6 +53,7 @@ class ScoreHead:
 def split_architecture(name: str) -> tuple[str, Per | None]:
     """(the family's causal model, what its head scores) of an architecture's name; None: tokens are
     predicted."""
+    name = next((ours for ours, theirs in OTHERWISE.items() if theirs == name), name)
     for suffix, per in SUFFIXES.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix) + LANGUAGE, per

@@ -122,14 +122,14 @@ def open_problem_sets(
             config.rewards, config.rollout.reward_workers, config.rollout.retries
         )
         stack.callback(rewards.close)
-        tokenizer = parts.tokenizer
+        tokenizer, media = parts.tokenizer, parts.architecture.media_tokens
         room = min(config.data.sequence_len, parts.architecture.max_position_embeddings)
         made = ProblemSets(
             config.eval.sets,
             [
-                open_guarded(config.env, tokenizer, room)
+                open_guarded(config.env, tokenizer, room, media=media)
                 if one.env is None
-                else open_guarded(one.env, tokenizer, room, f"eval.sets.{index}.env")
+                else open_guarded(one.env, tokenizer, room, f"eval.sets.{index}.env", media)
                 for index, one in enumerate(config.eval.sets)
             ],
             rewards,

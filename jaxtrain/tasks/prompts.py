@@ -16,6 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
+from jaxtrain.data.text_only import MediaTokens
 from jaxtrain.envs.guard import open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
@@ -114,7 +115,8 @@ class PromptData:
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
         room = min(data.sequence_len, parts.architecture.max_position_embeddings)
-        env, own = open_envs(config, parts.tokenizer, rewards, room)
+        media = parts.architecture.media_tokens
+        env, own = open_envs(config, parts.tokenizer, rewards, room, media)
         self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
         kind = find_engine(config)
         engine, publisher = kind.open(with_secrets(config), parts, say)
@@ -229,19 +231,25 @@ class PromptData:
 
 
 def open_envs(
-    config: Config, tokenizer: Any, rewards: Rewards, row_tokens: int
+    config: Config,
+    tokenizer: Any,
+    rewards: Rewards,
+    row_tokens: int,
+    media: MediaTokens | None = None,
 ) -> tuple[Env, list[tuple[Env, Rewards]]]:
     """(the run's environment, environment and rewards of each dataset where one has its own).
-    row_tokens: longest sequence that can be drawn and trained."""
+    row_tokens: longest sequence that can be drawn and trained. media: as for Guarded."""
     datasets = config.data.datasets
-    env = open_guarded(config.env, tokenizer, row_tokens)
+    env = open_guarded(config.env, tokenizer, row_tokens, media=media)
     if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
         return env, []
     return env, [
         (
             env
             if dataset.env is None
-            else open_guarded(dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env"),
+            else open_guarded(
+                dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env", media
+            ),
             rewards.only(dataset.rewards),
         )
         for index, dataset in enumerate(datasets)

@@ -8,10 +8,11 @@ import pytest
 from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.guard import open_guarded
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.eval_sets import list_turns
-from jaxtrain.rollout.types import Completion
+from jaxtrain.rollout.types import Completion, EpisodeFailed
 
 SAMPLING = SamplingConfig(max_new_tokens=64, temperature=1.0)
 
@@ -142,3 +143,17 @@ def test_an_own_environment_comes_from_a_file(tokenizer, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             open_env(broken, tokenizer)
+
+
+def test_a_prompt_with_a_token_of_an_image_is_a_failed_row(tokenizer):
+    row = CalculatorRows(1, seed=3, follow_up=0)[0]
+    texts = [call("2 + 2"), f"It is {row['answers'][0]}.<|im_end|>"]
+    engine = Script(tokenizer, texts)
+    play(open_guarded(EnvConfig(kind="calculator"), tokenizer), row, engine)
+    first = engine.asked[0][0][0]
+    engine = Script(tokenizer, texts)
+    env = open_guarded(EnvConfig(kind="calculator"), tokenizer, media={first: "image_token_id"})
+    with pytest.raises(EpisodeFailed, match="cannot be played") as failed:
+        play(env, row, engine)
+    assert f"token {first} (image_token_id) stands for an image" in failed.value.cause
+    assert not engine.asked

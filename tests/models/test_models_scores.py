@@ -67,6 +67,8 @@ def slow(*values):
         ("llama", TOKEN),
         slow("mixtral", SEQUENCE),
         slow("qwen3_moe_mixed", TOKEN),
+        slow("qwen3_5", SEQUENCE),
+        slow("qwen3_next", TOKEN),
     ],
 )
 def test_transformers_scores_what_we_write(name, head, tmp_path):
