@@ -208,6 +208,32 @@ def _trl(made: Conversion, value: Any) -> None:
         made.set("rollout.vllm.servers", [f"http://{host}:{value['vllm_server_port']}"])
 
 
+UNREAD = "used here: Axolotl's training does not read it"
+DIFFUSION: dict[str, Rule] = {
+    "noise_schedule": to(
+        "task.noise_schedule", {"linear": "linear", "cosine": "cosine"}, note=UNREAD
+    ),
+    "min_mask_ratio": to("task.min_mask_ratio", note=UNREAD),
+    "max_mask_ratio": to("task.max_mask_ratio", note=UNREAD),
+    "num_diffusion_steps": always("t is continuous"),
+    "eps": to("task.eps"),
+    "importance_weighting": to("task.importance_weighting"),
+    "mask_token_id": to("task.mask_token_id"),
+    "mask_token_str": to("task.mask_token"),
+    "generate_samples": always("[[eval.sets]] has problems answered"),
+    "generation_interval": to("eval.every"),
+    "num_generation_samples": to("eval.show"),
+    "generation_steps": to("task.steps"),
+    "generation_temperature": to("sampling.temperature"),
+    "generation_max_length": to("sampling.max_new_tokens"),
+}
+
+
+def _diffusion(made: Conversion, value: Any) -> None:
+    made.set("task.kind", "diffusion")
+    made.run(DIFFUSION, value or {}, prefix="diffusion.")
+
+
 TRL_ONLY = {"use_data_producer": always('rollout.mode = "prefetch" or "async"')}
 
 RULES: dict[str, Rule] = {
@@ -318,11 +344,12 @@ RULES: dict[str, Rule] = {
     "process_reward_model": _process_reward_model,
     "center_rewards_coefficient": to("task.center_rewards_coefficient"),
     "trl": _trl,
+    "diffusion": by('task.kind = "diffusion"')(_diffusion),
 }
 """Every key that is known."""
 
-BUILT_IN = ("liger", "cut_cross_entropy")
-"""Parts of the names of plugins whose kernels are built in here."""
+BUILT_IN = ("liger", "cut_cross_entropy", "diffusion")
+"""Parts of the names of plugins that are built in here."""
 
 
 def _plugins(made: Conversion, value: Any) -> None:

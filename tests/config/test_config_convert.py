@@ -150,7 +150,11 @@ def test_every_key_that_the_tables_name_exists_here():
         place = title.split(" ")[0].strip("[]")
         ours |= {f"{place}.{key}" for key, *_ in list_keys(section)}
     tables = [system.RULES for system in SYSTEMS.values()]
-    tables += [trl.GRPO, *(v for v in vars(prime_rl).values() if isinstance(v, dict))]
+    tables += [
+        trl.GRPO,
+        axolotl.DIFFUSION,
+        *(v for v in vars(prime_rl).values() if isinstance(v, dict)),
+    ]
     rules = [r for t in tables for r in t.values() if isinstance(r, Rule) and r.key is not None]
     assert len(rules) > 150
     assert {rule.key for rule in rules} <= ours
