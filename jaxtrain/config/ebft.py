@@ -123,6 +123,11 @@ class EBFTTask(PolicyTask):
                 "rollout.replay_size keeps answers by rewards that are known when they are drawn;"
                 " set it to 0 with task.kind ebft"
             )
+        if config.rollout.zero_advantage == "refill":
+            yield (
+                'rollout.zero_advantage "refill" needs rewards that are known when answers are'
+                " drawn; remove it with task.kind ebft"
+            )
         given = self.model_dump(exclude_defaults=True)
         for key in ("gt_length_multiplier", "adaptive_min_tokens"):
             if key in given and not self.adaptive_max_tokens:
