@@ -98,13 +98,13 @@ def lay_blocks(batch: Batch, strides: Strides) -> tuple[Batch, Spots]:
         np.full((rows, T), U, np.int32),
         np.zeros((rows, A, strides.length), np.int32),
     )
+    owners = np.full((rows, U), -1, np.int32)
     forest = Batch(
         tokens=np.zeros((rows, U), np.int32),
         positions=np.zeros((rows, U), np.int32),
         prev=np.full((rows, U), -1, np.int32),
         until=np.broadcast_to(index + 1, (rows, U)).copy(),
         weights={name: np.zeros((rows, U), nll.dtype) for name in (CE, RL)},
-        owner=np.full((rows, U), -1, np.int32),
     )
     for row in range(rows):
         before = find_predictors(prev[row], until[row], answer[row], strides)
@@ -118,7 +118,7 @@ def lay_blocks(batch: Batch, strides: Strides) -> tuple[Batch, Spots]:
         forest.prev[row, own] = np.where(prev[row] >= 0, place[np.maximum(prev[row], 0)], -1)[real]
         # The last token of a document has no branches: the subtree ends right behind it.
         forest.until[row, own] = (place[until[row] - 1] + 1)[real]
-        forest.owner[row, own] = owner[row, real]
+        owners[row, own] = owner[row, real]
         forest.weights[CE][row, own] = nll[row, real]
         spots.place[row, real] = own
         if not count:
@@ -133,7 +133,7 @@ def lay_blocks(batch: Batch, strides: Strides) -> tuple[Batch, Spots]:
         forest.prev[row, at] = np.where(step > 0, at - 1, place[before][:, None, None])
         forest.until[row, at] = (branch + strides.length)[:, :, None]
         numbers = owner[row].max() + 1 + np.arange(branch.size).reshape(branch.shape)
-        forest.owner[row, at] = numbers[:, :, None]
+        owners[row, at] = numbers[:, :, None]
         forest.weights[RL][row, at] = 1.0
 
     def shaped(x: np.ndarray) -> np.ndarray:
@@ -142,7 +142,7 @@ def lay_blocks(batch: Batch, strides: Strides) -> tuple[Batch, Spots]:
     named = {name: shaped(x) for name, x in forest.weights.items()}
     arrays = [shaped(getattr(forest, n)) for n in ("tokens", "positions", "prev", "until")]
     return (
-        Batch(*arrays, weights=named, owner=shaped(forest.owner)),
+        Batch(*arrays, weights=named, owner=shaped(owners)),
         Spots(*map(shaped, spots)),
     )
 
