@@ -65,8 +65,11 @@ def adapter_entries(
     base = {entry.param: entry.op for entry in family(config).names(config)}
     entries, places = [], {} if reading else find_joint(config, adapter)
     for path, slot in adapter.slots.items():
+        kernel = base[f"{path}.kernel"]
+        if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], Stack):
+            raise _without_form(_innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
-            op = _adapted(base[f"{path}.kernel"], name, places.get(path))
+            op = _adapted(kernel, name, places.get(path))
             entries.append(Entry(f"{path}.adapter.{name}", op))
     for path in adapter.full:
         tensor = base[path]
@@ -416,7 +419,7 @@ def _adapted(op: Op, name: str, place: Place | None) -> Op:
         case Transpose():
             inner = _adapted(op.op, name, place)
             return inner if name == "magnitude" else Transpose(inner)
-        case Tensor() if op.name.endswith(".weight"):
+        case Tensor():
             return Tensor(_peft_name(op.name, name))
         case Rows():
             renamed = _peft_name(op.name, name)
@@ -427,8 +430,11 @@ def _adapted(op: Op, name: str, place: Place | None) -> Op:
                 return Block(renamed, op.runs, op.total, start, all_ranks)
             # The factor a knows no rows.
             return Tensor(renamed) if name == "a" else dataclasses.replace(op, name=renamed)
-    assert isinstance(op, Split | Tensor), op
-    raise UserError(
+    raise _without_form(op)
+
+
+def _without_form(op: Any) -> UserError:
+    return UserError(
         f"adapter.target chooses {op.name}, one tensor of several matrices in this folder; PEFT's"
         ' form of such adapters is not known here. Leave it out, as adapter.target "attention" does'
     )

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields
 from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry, Split, Stack, Transpose
+from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.block import PreNormBlock
 from jaxtrain.layers.mixer import LayerSpec
@@ -225,6 +225,7 @@ def shared_names(config: Config, kind: str, layers: Sequence[int]) -> list[Entry
     hidden, entries = config.shared_intermediate_size, []
     for place, part in enumerate(("gate", "up")):
         tensors = (f"model.layers.{layer}.shared_mlp.input_linear.weight" for layer in layers)
-        ops = (Transpose(Split(name, 0, place * hidden, 2 * hidden)) for name in tensors)
+        runs = ((place * hidden, hidden),)
+        ops = (Transpose(Rows(name, 0, runs, 2 * hidden)) for name in tensors)
         entries.append(Entry(f"stack.{kind}.{ours}.{part}.kernel", Stack(tuple(ops))))
     return entries + linear_entries(kind, layers, f"{ours}.down", "shared_mlp.output_linear")

@@ -58,7 +58,6 @@ class Config(DecoderConfig):
     norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
     carries: ClassVar[tuple[str, ...]] = ("mtp.",)
     goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
-    goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     layers_block_type: tuple[str, ...]
     """Of KINDS."""

@@ -169,12 +169,18 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "rslora"), [(["attention"], False), (["attention.z", "attention.b"], True)], ids=str
+    ("name", "target", "rslora"),
+    [
+        ("qwen3_next", ["attention"], False),
+        ("qwen3_next", ["attention.z", "attention.b"], True),
+        ("granitemoehybrid_dense", ["mlp"], False),
+    ],
+    ids=str,
 )
-def test_the_joint_pair_is_the_sum_of_ours(target, rslora, tmp_path):
+def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
     """Tensor by tensor: scale B A of the folder against our products, written as weights are; and
     read back."""
-    config = build.config_from_hf(RAW["qwen3_next"])
+    config = build.config_from_hf(RAW[name])
     adapter = make_adapter(config, target, rslora=rslora)
     _, values, _ = make_params(config, adapter)
     write_peft(values, config, adapter, tmp_path, None)
@@ -205,12 +211,13 @@ def test_the_joint_pair_is_the_sum_of_ours(target, rslora, tmp_path):
 
 
 def test_experts_in_one_tensor_are_refused_before_training():
-    config = build.config_from_hf(RAW["qwen3_5_moe"])
-    config = config.fit(["model.layers.0.mlp.experts.gate_up_proj", "model.embed_tokens.weight"])
-    for target in ("all-linear", "experts.down"):
-        with pytest.raises(UserError, match=r"layers.\d.mlp.experts.*, one tensor of several"):
-            choose_adapter(AdapterConfig(kind="lora", target=target), config)
-    assert choose_adapter(AdapterConfig(kind="lora", target="attention"), config).slots
+    qwen = build.config_from_hf(RAW["qwen3_5_moe"])
+    qwen = qwen.fit(["model.layers.0.mlp.experts.gate_up_proj", "model.embed_tokens.weight"])
+    for config in (qwen, build.config_from_hf(RAW["granitemoehybrid"])):
+        for target in ("all-linear", "experts.down"):
+            with pytest.raises(UserError, match=r"layers.\d.*, one tensor of several matrices"):
+                choose_adapter(AdapterConfig(kind="lora", target=target), config)
+        assert choose_adapter(AdapterConfig(kind="lora", target="attention"), config).slots
 
 
 def test_parts_of_one_matrix_need_one_rank(tmp_path):
