@@ -57,6 +57,7 @@ class Scratch(NamedTuple):
     d_x: jax.Ref
     """[ROWS, C], and d_S [ROWS, K]: on their way out."""
     d_S: jax.Ref
+    identity: jax.Ref
     ready: jax.Ref
     free: jax.Ref
 
@@ -75,6 +76,7 @@ def make_scratch(key_dim: int, dtype, stages: int) -> Scratch:
         G=per_token,
         d_x=swizzled((ROWS, CHUNK), dtype),
         d_S=swizzled((ROWS, key_dim), dtype),
+        identity=swizzled((CHUNK, CHUNK), dtype),
         ready=plgpu.Barrier(num_barriers=stages, num_arrivals=7),  # one for each copy
         free=plgpu.Barrier(num_barriers=stages),
     )
@@ -121,7 +123,8 @@ def walk_back(
             i, j = (
                 plgpu.broadcasted_iota(jnp.int32, square, axis, layout=wgmma) for axis in (0, 1)
             )
-            identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
+            smem.identity[...] = jnp.where(i == j, 1.0, 0.0).astype(dtype)
+            plgpu.commit_smem()
 
             def read(ref):
                 return plgpu.load(ref, layout=wgmma, optimized=False)
@@ -158,16 +161,16 @@ def walk_back(
                 low_S = d_S.astype(dtype)
 
                 def transpose(acc):
-                    plgpu.wgmma(acc, identity, smem.d_out.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, do, smem.identity)
                     return acc[...]
 
-                do = pl.run_scoped(transpose, plgpu.ACC(square, f32))
-                low_do = do.astype(dtype)
-                decayed_do = (do * per_column(eG)).astype(dtype)
+                do = smem.d_out.at[slot].transpose((1, 0))
+                turned = pl.run_scoped(transpose, plgpu.ACC(square, f32))
+                decayed_do = (turned * per_column(eG)).astype(dtype)
 
                 def of_new(seen, own):
                     plgpu.wgmma(seen, low_S, smem.k.at[slot].transpose((1, 0)))
-                    plgpu.wgmma(own, low_do, smem.P.at[slot])
+                    plgpu.wgmma(own, do, smem.P.at[slot])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
                     smem.d_S[...] = low_S
                     return own[...] + seen[...] * per_column(rest)
@@ -256,5 +259,6 @@ def walk_back(
         [links, ordered, d_out, d_last],
         grid={"program": L * N * parts},
         warpgroups=1,
+        by_lane=True,
     )
     return d_x, d_S, d_state.swapaxes(2, 3)
