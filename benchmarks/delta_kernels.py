@@ -65,7 +65,9 @@ def times(case: Case) -> dict[str, float]:
     """Milliseconds of each kernel. Contents are made up, the chunks are the case's."""
     forest = case.forest()
     row = testing.pack(forest, case.tokens)
-    until, prev = (jnp.asarray(row[n], jnp.int32)[None] for n in ("until", "prev"))
+    used = np.arange(case.tokens) < sum(size for size, _ in forest)
+    until = jnp.asarray(np.where(used, row["until"], 0), jnp.int32)[None]
+    prev = jnp.asarray(row["prev"], jnp.int32)[None]
     chain = len(forest) == 1
     links, slots = gpu_order.order_rows(None if chain else prev, until, 1)
     B, n = links.start.shape

@@ -149,7 +149,20 @@ def moe_step(rank: int | None = None):
     return jax.grad(loss, trained), x, experts, gates, *weights, *factors
 
 
+def gated_delta_step():
+    from jaxtrain_kernels import gated_delta
+
+    def loss(q, k, v, g, beta, until):
+        out, _ = gated_delta(q, k, v, g, beta, until, impl="mosaic_gpu")
+        return out.astype(jnp.float32).sum()
+
+    heads = [jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16) for n in (16, 16, 32)]
+    gates = [jax.ShapeDtypeStruct((1, 8192, 32), jnp.float32)] * 2
+    return jax.value_and_grad(loss, range(5)), *heads, *gates, jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+
+
 def main():
+    report("gated_delta", *gated_delta_step())
     report("moe", *moe_step())
     report("moe lora", *moe_step(rank=16))
     report("logp_gather", *logp_gather_step())

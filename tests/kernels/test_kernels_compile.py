@@ -28,6 +28,11 @@ def test_kernels_compile_for_hopper():
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     kernels = {row["kernel"] for row in rows}
     assert kernels == {
+        "gated_delta_gradients",
+        "gated_delta_prepare",
+        "gated_delta_walk",
+        "gated_delta_walk_back",
+        "gated_delta_walk_states",
         "grouped_gated_gradient",
         "grouped_gated_product",
         "grouped_gather",

@@ -256,22 +256,22 @@ def gradients(
                 total, before = carry
                 head = key_head * heads + r
                 wait(TOKENS)
-                near = nearness()
                 i, j = index()
                 M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
-                low_M = jnp.where(i <= j, M * near, 0.0).astype(dtype)
+                low_M = jnp.where(i <= j, M * nearness(), 0.0).astype(dtype)
                 beta = by_row(smem.beta)
                 eG = jnp.exp(by_row(smem.G))
                 last = smem.G[C - 1]
                 rest = jnp.exp(last - by_row(smem.G))
 
                 wait(D_X)
-                lower = product(C, (turned(smem.d_x), turned(smem.new))) * near
-                lower = jnp.where(i > j, lower, 0.0)
+                lower = product(C, (turned(smem.d_x), turned(smem.new)))
+                lower = jnp.where(i > j, -lower * nearness(), 0.0)
                 kk = product(C, (smem.k, turned(smem.k)))
-                own = (lower * kk).sum(axis=1)
-                upper = product(C, (smem.new, smem.d_x)) * near * across(by_column(smem.beta))
-                low_Y = jnp.where(i < j, -upper, -along(beta, C) * lower).astype(dtype)
+                own = -(lower * kk).sum(axis=1)
+                low_Y = (along(beta, C) * lower).astype(dtype)
+                upper = product(C, (smem.new, smem.d_x)) * across(by_column(smem.beta))
+                low_Y = jnp.where(i < j, (-upper * nearness()).astype(dtype), low_Y)
 
                 wait(STATE)
                 seen = product(K, (turned(smem.d_x), smem.S)) * along(eG, K)

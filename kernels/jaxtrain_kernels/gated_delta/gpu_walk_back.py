@@ -154,45 +154,44 @@ def walk_back(
                     lambda: d_S,
                 )
                 plgpu.barrier_wait(smem.ready.at[slot])
-                G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
-                beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
+                low_S, do = d_S.astype(dtype), smem.d_out.at[slot].transpose((1, 0))
                 last = smem.G[slot, CHUNK - 1]
-                eG, rest = jnp.exp(G), jnp.exp(last - G)
-                low_S = d_S.astype(dtype)
+                # Before anything is queued: ptxas would wait for all of it.
+                decayed = d_S * jnp.exp(last)
 
-                def transpose(acc):
-                    plgpu.wgmma(acc, do, smem.identity)
-                    return acc[...]
-
-                do = smem.d_out.at[slot].transpose((1, 0))
-                turned = pl.run_scoped(transpose, plgpu.ACC(square, f32))
-                decayed_do = (turned * per_column(eG)).astype(dtype)
-
-                def of_new(seen, own):
+                def go_through(seen, own, turned):
+                    # wgmma runs behind the instructions, in the order of its queue.
                     plgpu.wgmma(seen, low_S, smem.k.at[slot].transpose((1, 0)))
                     plgpu.wgmma(own, do, smem.P.at[slot])
+                    plgpu.wgmma(turned, do, smem.identity)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
                     smem.d_S[...] = low_S
-                    return own[...] + seen[...] * per_column(rest)
+                    G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
+                    eG, rest = jnp.exp(G), jnp.exp(last - G)
+                    seen, own = (plgpu.wgmma_accumulator_load(x, wait_n=1) for x in (seen, own))
+                    low_new = (own + seen * per_column(rest)).astype(dtype)
+
+                    def add(d_S):
+                        def of_x(ref):
+                            plgpu.wgmma(ref, low_new, smem.T.at[slot])
+                            do = plgpu.wgmma_accumulator_load(turned, wait_n=1)
+                            low_do = (do * per_column(eG)).astype(dtype)
+                            plgpu.wgmma(d_S, low_do, smem.q.at[slot])
+                            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+                        d_x = pl.run_scoped(of_x, plgpu.ACC(square, f32))
+                        beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
+                        pull = (d_x * per_column(-beta * eG)).astype(dtype)
+                        plgpu.wgmma(d_S, pull, smem.k.at[slot])
+                        smem.d_x[...] = d_x.astype(dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(smem.d_x, d_x_out.at[row, c, head, mine])
+                        plgpu.copy_smem_to_gmem(smem.d_S, d_S_out.at[row, c, head, mine])
+
+                    return pl.run_state(add)(plgpu.ACC.init(decayed))
 
                 acc = plgpu.ACC(square, f32)
-                low_new = pl.run_scoped(of_new, acc, acc).astype(dtype)
-
-                def behind(d_S):
-                    def of_x(ref):
-                        plgpu.wgmma(ref, low_new, smem.T.at[slot])
-                        plgpu.wgmma(d_S, decayed_do, smem.q.at[slot])
-                        return plgpu.wgmma_accumulator_load(ref, wait_n=1)
-
-                    d_x = pl.run_scoped(of_x, plgpu.ACC(square, f32))
-                    pull = (d_x * per_column(-beta * eG)).astype(dtype)
-                    plgpu.wgmma(d_S, pull, smem.k.at[slot])
-                    smem.d_x[...] = d_x.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(smem.d_x, d_x_out.at[row, c, head, mine])
-                    plgpu.copy_smem_to_gmem(smem.d_S, d_S_out.at[row, c, head, mine])
-
-                d_S = pl.run_state(behind)(plgpu.ACC.init(d_S * jnp.exp(last)))
+                d_S = pl.run_scoped(go_through, acc, acc, acc)
                 plgpu.barrier_arrive(smem.free.at[slot])
 
                 # Whom it is owed to: the chunk before in the list, a slot or the first state.
