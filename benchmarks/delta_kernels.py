@@ -29,29 +29,35 @@ from timing import jax_ms
 NAMES = ("out", "q", "k", "v", "g", "beta")
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(impl, dtype, low, gates, until, prev):
+    """out and the gradients."""
+    q, k, v, d_out = (x.astype(dtype) for x in low)
+
+    def function(*arrays):
+        return gated_delta(*arrays, until, prev, impl=impl)[0]
+
+    out, pull = jax.vjp(function, q, k, v, *gates)
+    return out, *pull(d_out)
+
+
 def errors(gates: str, tokens: int = 1024, heads=(4, 8)) -> dict[str, list[float]]:
     """By name: [of the kernels, of XLA in bfloat16]."""
     tree = functools.partial(testing.agent_tree, 4, tokens // 6, tokens // 20)
     case = Case("", tree, tokens, *heads, 128, 128, frozenset(), gates=gates)
     inputs = case.inputs()
-    until, prev = (jnp.asarray(inputs[n]) for n in ("until", "prev"))
+    context = [jnp.asarray(inputs[n]) for n in ("until", "prev")]
     low = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("q", "k", "v", "d_out")]
     rest = [jnp.asarray(inputs[n]) for n in ("g", "beta")]
-
-    def run(impl, dtype):
-        def both(q, k, v, d_out, g, beta):
-            def function(*arrays):
-                return gated_delta(*arrays, until, prev, impl=impl)[0]
-
-            out, pull = jax.vjp(function, q, k, v, g, beta)
-            return out, *pull(d_out)
-
-        found = jax.jit(both)(*(x.astype(dtype) for x in low), *rest)
-        return [np.asarray(x, np.float64) for x in found]
-
-    with jax.default_matmul_precision("highest"):
-        exact = run("xla", jnp.float32)
-    mine, again, plain = (run(i, jnp.bfloat16) for i in ("mosaic_gpu", "mosaic_gpu", "xla"))
+    exact, plain, mine, again = (
+        [np.asarray(x, np.float64) for x in run(impl, dtype, low, rest, *context)]
+        for impl, dtype in (
+            ("xla", jnp.float32),
+            ("xla", jnp.bfloat16),
+            ("mosaic_gpu", jnp.bfloat16),
+            ("mosaic_gpu", jnp.bfloat16),
+        )
+    )
     same = all((a == b).all() for a, b in zip(mine, again, strict=True))
     norm = np.linalg.norm
     table = {
@@ -104,8 +110,9 @@ def main():
     options = parser.parse_args()
     start, found = time.monotonic(), {"device": jax.devices()[0].device_kind}
     chosen = [c for c in CASES if c.name in options.cases.split(",")]
-    jobs = [(f"times {c.name}", functools.partial(times, c)) for c in chosen]
-    jobs += [(f"errors {g}", functools.partial(errors, g)) for g in options.errors.split(",") if g]
+    gates = [g for g in options.errors.split(",") if g]
+    jobs = [(f"errors {g}", functools.partial(errors, g)) for g in gates]
+    jobs += [(f"times {c.name}", functools.partial(times, c)) for c in chosen]
     for name, job in jobs:
         if time.monotonic() - start > options.seconds:
             break

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
-from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
+from jaxtrain_kernels.mosaic import launch, num_cores, opaque, plgpu, swizzled
 
 WARPGROUPS = 2
 
@@ -62,7 +62,8 @@ class Scratch(NamedTuple):
     """[C], and dg the same: on their way out."""
     d_g: jax.Ref
     shared_ready: jax.Ref
-    """q and k."""
+    """q and k have come; `shared_free`: dq and dk have left from their buffers."""
+    shared_free: jax.Ref
     ready: jax.Ref
     """One for each of the groups of buffers below."""
     free: jax.Ref
@@ -70,6 +71,15 @@ class Scratch(NamedTuple):
     sums_free: jax.Ref
     finished: jax.Ref
     """Both warpgroups have come here."""
+
+
+class Place(NamedTuple):
+    """A chunk and a key head."""
+
+    row: jax.Array
+    chunk: jax.Array
+    tokens: pl.Slice
+    key_head: jax.Array
 
 
 GROUPS = (("d_out", "new", "G", "beta"), ("d_x",), ("S",), ("d_S",), ("v",))
@@ -95,6 +105,7 @@ def make_scratch(K: int, V: int, dtype) -> Scratch:
         d_beta=line,
         d_g=line,
         shared_ready=plgpu.Barrier(num_arrivals=2),
+        shared_free=plgpu.Barrier(num_arrivals=WARPGROUPS),
         ready=tuple(plgpu.Barrier(num_arrivals=len(group)) for group in GROUPS),
         # v is the first warpgroup's alone.
         free=tuple(plgpu.Barrier(num_arrivals=WARPGROUPS - (i == VALUES)) for i in range(5)),
@@ -124,16 +135,27 @@ def gradients(
     B, tokens, H, K = ordered.q.shape
     N, V = ordered.v.shape[2:]
     n, heads, dtype = tokens // C, N // H, ordered.q.dtype
+    items = B * n * H
+    programs = min(num_cores(), items)
     f32, square = jnp.float32, (C, C)
 
     def kernel(links, ordered, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, smem: Scratch):
-        program, group = lax.axis_index("program"), lax.axis_index("group")
-        key_head = lax.rem(program, jnp.int32(H))
-        place = lax.div(program, jnp.int32(H))
-        row, c = lax.div(place, jnp.int32(n)), lax.rem(place, jnp.int32(n))
-        here = pl.ds(pl.multiple_of(c * C, C), C)
-        used = c < links.total[row]
+        group = lax.axis_index("group")
         wgmma = plgpu.Layout.WGMMA
+
+        def go_through(work):
+            """work(place, value heads before) for each chunk and key head of this thread block."""
+
+            def body(i, before):
+                item = i * programs + lax.axis_index("program")
+                key_head, place = lax.rem(item, jnp.int32(H)), lax.div(item, jnp.int32(H))
+                row, c = lax.div(place, jnp.int32(n)), lax.rem(place, jnp.int32(n))
+                here = pl.ds(pl.multiple_of(c * C, C), C)
+                used = (item < items) & (c < links.total[lax.min(row, B - 1)])
+                pl.when(used)(lambda: work(Place(row, c, here, key_head), before))
+                return before + jnp.where(used, heads, 0)
+
+            return lax.fori_loop(0, -(-items // programs), body, jnp.int32(0))
 
         def by_row(ref):
             return plgpu.load(ref, layout=wgmma.reduce(1))
@@ -196,153 +218,177 @@ def gradients(
             plgpu.barrier_arrive(smem.finished)
             plgpu.barrier_wait(smem.finished)
 
-        @pl.when(used & (group == 0))
+        @pl.when(group == 0)
         def queries():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            plgpu.barrier_wait(smem.shared_ready)
 
-            def value_head(r, carry):
-                total, before = carry
-                head = key_head * heads + r
-                wait(TOKENS)
-                M = product(C, (smem.d_out, turned(smem.new)))
-                i, j = index()
-                low_M = jnp.where(i >= j, M * nearness(), 0.0).astype(dtype)
-                eG, beta = jnp.exp(by_row(smem.G)), by_row(smem.beta)
-                wait(STATE)
-                total += along(eG, K) * product(K, (smem.d_out, smem.S))
-                give_back(TOKENS)
-                total = plus(total, (low_M, smem.k))
-                behind = (total * loaded(smem.q)).sum(axis=1)
+            def work(place: Place, done):
+                plgpu.barrier_wait(smem.shared_ready)
 
-                wait(D_X)
-                identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
-                x = product(V, (identity, turned(smem.d_x)))
-                give_back(D_X)
-                wait(VALUES)
-                pull = (x * loaded(smem.v)).sum(axis=1)
-                smem.v[...] = (along(beta, V) * x).astype(dtype)
+                def value_head(r, carry):
+                    total, before = carry
+                    head = place.key_head * heads + r
+                    wait(TOKENS)
+                    M = product(C, (smem.d_out, turned(smem.new)))
+                    i, j = index()
+                    low_M = jnp.where(i >= j, M * nearness(), 0.0).astype(dtype)
+                    eG, beta = jnp.exp(by_row(smem.G)), by_row(smem.beta)
+                    wait(STATE)
+                    total += along(eG, K) * product(K, (smem.d_out, smem.S))
+                    give_back(TOKENS)
+                    total = plus(total, (low_M, smem.k))
+                    behind = (total * loaded(smem.q)).sum(axis=1)
+
+                    wait(D_X)
+                    identity = jnp.where(i == j, 1.0, 0.0).astype(dtype)
+                    x = product(V, (identity, turned(smem.d_x)))
+                    give_back(D_X)
+                    wait(VALUES)
+                    pull = (x * loaded(smem.v)).sum(axis=1)
+                    smem.v[...] = (along(beta, V) * x).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(smem.v, dv.at[place.row, place.tokens, head])
+
+                    wait(D_STATE)
+                    part = pl.ds(0, C)
+                    inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
+                    give_back(STATE)
+                    give_back(D_STATE)
+                    pl.when(done + r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
+                    smem.sums[0] = pull
+                    smem.sums[1] = behind - before
+                    smem.sums[2] = inner
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(smem.sums_ready)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(smem.free[VALUES])
+                    return total, behind
+
+                start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
+                total, _ = lax.fori_loop(0, heads, value_head, start)
+                meet()
+                smem.q[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.v, dv.at[row, here, head])
-
-                wait(D_STATE)
-                part = pl.ds(0, C)
-                inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
-                give_back(STATE)
-                give_back(D_STATE)
-                pl.when(r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
-                smem.sums[0] = pull
-                smem.sums[1] = behind - before
-                smem.sums[2] = inner
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(smem.sums_ready)
+                plgpu.copy_smem_to_gmem(smem.q, dq.at[place.row, place.tokens, place.key_head])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(smem.free[VALUES])
-                return total, behind
+                plgpu.barrier_arrive(smem.shared_free)
 
-            start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
-            total, _ = lax.fori_loop(0, heads, value_head, start)
-            plgpu.barrier_wait(smem.sums_free)
-            meet()
-            smem.q[...] = total.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.q, dq.at[row, here, key_head])
+            done = go_through(work)
+            pl.when(done > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(used & (group == 1))
+        @pl.when(group == 1)
         def keys():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            plgpu.barrier_wait(smem.shared_ready)
 
-            def value_head(r, carry):
-                total, before = carry
-                head = key_head * heads + r
-                wait(TOKENS)
-                i, j = index()
-                M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
-                low_M = jnp.where(i <= j, M * nearness(), 0.0).astype(dtype)
-                beta = by_row(smem.beta)
-                eG = jnp.exp(by_row(smem.G))
-                last = smem.G[C - 1]
-                rest = jnp.exp(last - by_row(smem.G))
+            def work(place: Place, done):
+                plgpu.barrier_wait(smem.shared_ready)
 
-                wait(D_X)
-                lower = product(C, (turned(smem.d_x), turned(smem.new)))
-                lower = jnp.where(i > j, -lower * nearness(), 0.0)
-                kk = product(C, (smem.k, turned(smem.k)))
-                own = -(lower * kk).sum(axis=1)
-                low_Y = (along(beta, C) * lower).astype(dtype)
-                upper = product(C, (smem.new, smem.d_x)) * across(by_column(smem.beta))
-                low_Y = jnp.where(i < j, (-upper * nearness()).astype(dtype), low_Y)
+                def value_head(r, carry):
+                    total, before = carry
+                    head = place.key_head * heads + r
+                    wait(TOKENS)
+                    i, j = index()
+                    M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
+                    low_M = jnp.where(i <= j, M * nearness(), 0.0).astype(dtype)
+                    beta = by_row(smem.beta)
+                    eG = jnp.exp(by_row(smem.G))
+                    last = smem.G[C - 1]
+                    rest = jnp.exp(last - by_row(smem.G))
 
-                wait(STATE)
-                seen = product(K, (turned(smem.d_x), smem.S)) * along(eG, K)
-                give_back(D_X)
-                own += (seen * loaded(smem.k)).sum(axis=1)
-                total -= along(beta, K) * seen
-                wait(D_STATE)
-                kept = product(K, (smem.new, smem.d_S)) * along(rest, K)
-                give_back(TOKENS)
-                ends = (kept * loaded(smem.k)).sum(axis=1)
-                total += kept
-                part = pl.ds(C, C)
-                inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
-                give_back(STATE)
-                give_back(D_STATE)
-                total = plus(total, (low_M, smem.q), (low_Y, smem.k))
-                behind = (total * loaded(smem.k)).sum(axis=1)
+                    wait(D_X)
+                    lower = product(C, (turned(smem.d_x), turned(smem.new)))
+                    lower = jnp.where(i > j, -lower * nearness(), 0.0)
+                    kk = product(C, (smem.k, turned(smem.k)))
+                    own = -(lower * kk).sum(axis=1)
+                    low_Y = (along(beta, C) * lower).astype(dtype)
+                    upper = product(C, (smem.new, smem.d_x)) * across(by_column(smem.beta))
+                    low_Y = jnp.where(i < j, (-upper * nearness()).astype(dtype), low_Y)
 
-                plgpu.barrier_wait(smem.sums_ready)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dg of the head before
-                smem.d_beta[...] = by_row(smem.sums.at[0]) - own
-                smem.sums[3] = by_row(smem.sums.at[1]) - (behind - before) - 2.0 * beta * own
-                decayed = by_row(smem.sums.at[2]) + inner
-                smem.sums[4] = ends + decayed * jnp.exp(last)
+                    wait(STATE)
+                    seen = product(K, (turned(smem.d_x), smem.S)) * along(eG, K)
+                    give_back(D_X)
+                    own += (seen * loaded(smem.k)).sum(axis=1)
+                    total -= along(beta, K) * seen
+                    wait(D_STATE)
+                    kept = product(K, (smem.new, smem.d_S)) * along(rest, K)
+                    give_back(TOKENS)
+                    ends = (kept * loaded(smem.k)).sum(axis=1)
+                    total += kept
+                    part = pl.ds(C, C)
+                    inner = (loaded(smem.S.at[part]) * loaded(smem.d_S.at[part])).sum(axis=1)
+                    give_back(STATE)
+                    give_back(D_STATE)
+                    total = plus(total, (low_M, smem.q), (low_Y, smem.k))
+                    behind = (total * loaded(smem.k)).sum(axis=1)
+
+                    plgpu.barrier_wait(smem.sums_ready)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dg of the head before
+                    smem.d_beta[...] = by_row(smem.sums.at[0]) - own
+                    smem.sums[3] = by_row(smem.sums.at[1]) - (behind - before) - 2.0 * beta * own
+                    decayed = by_row(smem.sums.at[2]) + inner
+                    smem.sums[4] = ends + decayed * jnp.exp(last)
+                    plgpu.commit_smem()
+                    d_G, everywhere = by_column(smem.sums.at[3]), by_column(smem.sums.at[4])
+                    summed = jnp.where(i <= j, across(d_G), 0.0) + across(everywhere)
+                    smem.d_g[...] = summed.sum(axis=1)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(smem.sums_free)
+                    plgpu.copy_smem_to_gmem(smem.d_beta, d_beta.at[place.row, place.chunk, head])
+                    plgpu.copy_smem_to_gmem(smem.d_g, d_g.at[place.row, place.chunk, head])
+                    return total, behind
+
+                start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
+                total, _ = lax.fori_loop(0, heads, value_head, start)
+                meet()
+                smem.k[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                d_G, everywhere = by_column(smem.sums.at[3]), by_column(smem.sums.at[4])
-                summed = jnp.where(i <= j, across(d_G), 0.0) + across(everywhere)
-                smem.d_g[...] = summed.sum(axis=1)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(smem.sums_free)
-                plgpu.copy_smem_to_gmem(smem.d_beta, d_beta.at[row, c, head])
-                plgpu.copy_smem_to_gmem(smem.d_g, d_g.at[row, c, head])
-                return total, behind
+                plgpu.copy_smem_to_gmem(smem.k, dk.at[place.row, place.tokens, place.key_head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(smem.shared_free)
 
-            start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
-            total, _ = lax.fori_loop(0, heads, value_head, start)
-            meet()
-            smem.k[...] = total.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.k, dk.at[row, here, key_head])
+            go_through(work)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(used & (group == WARPGROUPS))
+        @pl.when(group == WARPGROUPS)
         def memory():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             copy = plgpu.copy_gmem_to_smem
-            copy(ordered.q.at[row, here, key_head], smem.q, smem.shared_ready)
-            copy(ordered.k.at[row, here, key_head], smem.k, smem.shared_ready)
 
-            @pl.loop(0, heads)
-            def _(r):
-                head = key_head * heads + r
-                sources = {
-                    "d_out": d_out.at[row, here, head],
-                    "new": new.at[row, here, head],
-                    "v": ordered.v.at[row, here, head],
-                    "G": ordered.G.at[row, c, head],
-                    "beta": ordered.beta.at[row, c, head],
-                    "d_x": d_x.at[row, c, head],
-                    "S": S.at[row, c, head],
-                    "d_S": d_S.at[row, c, head],
-                }
-                for group, names in enumerate(GROUPS):
-                    pl.when(r > 0)(functools.partial(plgpu.barrier_wait, smem.free[group]))
-                    for name in names:
-                        copy(sources[name], getattr(smem, name), smem.ready[group])
+            def work(place: Place, done):
+                pl.when(done > 0)(lambda: plgpu.barrier_wait(smem.shared_free))
+                key = (place.row, place.tokens, place.key_head)
+                copy(ordered.q.at[key], smem.q, smem.shared_ready)
+                copy(ordered.k.at[key], smem.k, smem.shared_ready)
 
-            for group in range(len(GROUPS)):  # leave no barrier phase unobserved
-                plgpu.barrier_wait(smem.free[group])
+                @pl.loop(0, heads)
+                def _(r):
+                    head = place.key_head * heads + r
+                    tokens = (place.row, place.tokens, head)
+                    chunk = (place.row, place.chunk, head)
+                    sources = {
+                        "d_out": d_out.at[tokens],
+                        "new": new.at[tokens],
+                        "v": ordered.v.at[tokens],
+                        "G": ordered.G.at[chunk],
+                        "beta": ordered.beta.at[chunk],
+                        "d_x": d_x.at[chunk],
+                        "S": S.at[chunk],
+                        "d_S": d_S.at[chunk],
+                    }
+                    for group, names in enumerate(GROUPS):
+                        wait = functools.partial(plgpu.barrier_wait, smem.free[group])
+                        pl.when(done + r > 0)(wait)
+                        for name in names:
+                            copy(sources[name], getattr(smem, name), smem.ready[group])
+
+            done = go_through(work)
+
+            @pl.when(done > 0)
+            def _():  # leave no barrier phase unobserved
+                plgpu.barrier_wait(smem.shared_free)
+                for group in range(len(GROUPS)):
+                    plgpu.barrier_wait(smem.free[group])
 
     dq, dk, dv, d_g, d_beta = launch(
         kernel,
@@ -354,7 +400,7 @@ def gradients(
         ],
         [make_scratch(K, V, dtype)],
         [links, ordered, S, new, d_out, d_x, d_S],
-        grid={"program": B * n * H},
+        grid={"program": programs},
         warpgroups=WARPGROUPS,
         by_lane=True,
     )
