@@ -158,7 +158,12 @@ def gated_delta_step():
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16) for n in (16, 16, 32)]
     gates = [jax.ShapeDtypeStruct((1, 8192, 32), jnp.float32)] * 2
-    return jax.value_and_grad(loss, range(5)), *heads, *gates, jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    return (
+        jax.value_and_grad(loss, range(5)),
+        *heads,
+        *gates,
+        jax.ShapeDtypeStruct((1, 8192), jnp.int32),
+    )
 
 
 def main():
