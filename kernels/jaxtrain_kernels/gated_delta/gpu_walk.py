@@ -34,7 +34,7 @@ class Config:
 
     stages: int = 3
     """Chunks in flight."""
-    compute_registers: int = 240
+    compute_registers: int = 248
     memory_registers: int = 24
 
 
@@ -138,8 +138,16 @@ def walk(
 
             column = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(0))
 
+            def send(found, c):
+                """v' or outputs of a chunk, transposed on the way."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
+                found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
+                smem.out.transpose((1, 0))[...] = found
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(smem.out, out.at[row, tokens_of(c), head, mine])
+
             def step(i, carry):
-                S, source, keep, length = carry
+                S, held, source, keep, length = carry
                 c, slot = first + i, lax.rem(i, jnp.int32(stages))
                 following = link(c + 1)
 
@@ -151,62 +159,62 @@ def walk(
                 S = laid(lax.cond(source == NEIGHBOUR, lambda: S, elsewhere))
                 low_S = laid(S.astype(dtype))
                 plgpu.barrier_wait(smem.ready.at[slot])
-                G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
-                beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
-                last = smem.G[slot, C - 1]
-                eG = jnp.exp(G)
 
                 def seen(seen_ref, asked_ref=None):
                     plgpu.wgmma(seen_ref, low_S, smem.k.at[slot].transpose((1, 0)))
                     if not states:
                         plgpu.wgmma(asked_ref, low_S, smem.q.at[slot].transpose((1, 0)))
-                    v = plgpu.load(smem.v.at[slot].transpose((1, 0)), layout=wgmma).astype(f32)
+                    # Meanwhile what needs neither: the chunk before leaves, this one's factors.
+                    pl.when(i > 0)(lambda: send(held, c - 1))
+                    if states:
+                        smem.S[...] = low_S
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(smem.S, behind.at[row, c, head, mine])
+                    G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
+                    beta = plgpu.load(smem.beta.at[slot], layout=wgmma.reduce(0))
+                    last = smem.G[slot, C - 1]
+                    eG, rest = jnp.exp(G), jnp.exp(last - G)
+                    v = read(smem.v.at[slot].transpose((1, 0))).astype(f32)
+                    bv, factor = laid(v * per_column(beta)), per_column(-beta * eG)
+                    before = laid(S * jnp.exp(last))
                     found = laid(plgpu.wgmma_accumulator_load(seen_ref, wait_n=0 if states else 1))
-                    x = laid((per_column(beta) * (v - per_column(eG) * found)).astype(dtype))
+                    x = laid((bv + factor * found).astype(dtype))
 
                     def solve(ref):
                         plgpu.wgmma(ref, x, smem.T.at[slot].transpose((1, 0)))
                         return laid(ref[...])
 
                     new = pl.run_scoped(solve, square)
-                    if states:
-                        return (new,)
-                    own = jnp.where(column < length, eG, 0.0)  # behind them q is not cleared
-                    return new, asked_ref[...] * per_column(own)
+                    asked = ()
+                    if not states:
+                        own = jnp.where(column < length, eG, 0.0)  # behind them q is not cleared
+                        asked = (laid(asked_ref[...] * per_column(own)),)
+                    return before, rest, new, *asked
 
                 accs = (square,) if states else (square, square)
-                new, *asked = pl.run_scoped(seen, *accs)
+                before, rest, new, *asked = pl.run_scoped(seen, *accs)
                 low_new = laid(new.astype(dtype))
-                decayed = laid((new * per_column(jnp.exp(last - G))).astype(dtype))
+                decayed = laid((new * per_column(rest)).astype(dtype))
 
                 def leave(refs):
                     plgpu.wgmma(refs[0], decayed, smem.k.at[slot])
                     if not states:
                         plgpu.wgmma(refs[1], low_new, smem.P.at[slot].transpose((1, 0)))
 
-                before = laid(S * jnp.exp(last))
                 S, *own = pl.run_state(leave)(tuple(plgpu.ACC.init(x) for x in (before, *asked)))
                 plgpu.commit_smem()  # v was read into registers, and TMA overwrites it
                 plgpu.barrier_arrive(smem.free.at[slot])
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
-                found = low_new if states else own[0].astype(dtype)
-                found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
-                smem.out.transpose((1, 0))[...] = found
-                if states:
-                    smem.S[...] = low_S
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.out, out.at[row, tokens_of(c), head, mine])
-                if states:
-                    plgpu.copy_smem_to_gmem(smem.S, behind.at[row, c, head, mine])
 
                 @pl.when(keep < slots)
                 def _():
                     kept.at[lane, lax.min(keep, slots - 1), head, mine][...] = S
 
-                return S, *following
+                return S, low_new if states else laid(own[0].astype(dtype)), *following
 
-            S, *_ = lax.fori_loop(0, count, step, (at_root(), *link(first)))
+            nothing = plgpu.layout_cast(jnp.zeros((ROWS, C), dtype), wgmma)
+            carry = (at_root(), nothing, *link(first))
+            S, held, *_ = lax.fori_loop(0, count, step, carry)
+            pl.when(count > 0)(lambda: send(held, first + count - 1))
             if not states:
                 behind.at[lane, head, mine][...] = S
             plgpu.wait_smem_to_gmem(0)
