@@ -55,7 +55,7 @@ def by(module):
     ],
 )
 def test_interpreted_outputs(order, gates):
-    """By the 2x rule beside XLA's, in the slow tests no data race; zeros where there is no token."""
+    """By the 2x rule beside XLA's; no data race; zeros where there is no token."""
     inputs, options = draw(order, gates)
     with interpreted(detect_races=gates != "slow"):
         found = run(lambda *arrays: mosaic_gpu.run(options, *arrays), inputs, jnp.bfloat16)
