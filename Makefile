@@ -25,7 +25,7 @@ dpo: $(VENV)/installed
 dflash: $(VENV)/installed quickstart
 	$(RUN) -m jaxtrain.main --config configs/dflash_quickstart.toml run.overwrite=true
 	$(RUN) -m jaxtrain.main speculate runs/quickstart dataset.split=test \
-		--draft runs/dflash_quickstart/model --input builtin:calculator
+		--draft runs/dflash_quickstart/model --input builtin:calculator --most 200 --rows 16
 
 test: $(VENV)/installed-test style
 	$(RUN) -m pytest $(SPREAD)

@@ -360,10 +360,9 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     agent = " --env" if config.env.kind != "single_turn" else ""
     drafts = session.parts.architecture.guesses
     writes = session.parts.architecture.score is None
-    target = f"{config.model.path} --draft {folder / 'model'} --set gsm8k"
     lines += [
         "try next",
-        f"  {program} speculate {target}" if drafts and config.model.path else "",
+        f"  {program} {suggest_speculate(config, folder)}" if drafts and config.model.path else "",
         f"  {program} generate {folder}{agent}" if writes and not drafts else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {folder}" if session.parts.adapter and writes else "",
@@ -371,3 +370,13 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
         f"  {program} --help",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def suggest_speculate(config: Config, folder: Path) -> str:
+    """The command that measures a draft: on held-out data where the run has some."""
+    held = config.data.eval_datasets[:1]
+    split = [f"dataset.split={one.split}" for one in held]
+    asked = [f"--input {one.path}" for one in held] or ["--set gsm8k"]
+    return " ".join(
+        ["speculate", str(config.model.path), *split, f"--draft {folder / 'model'}", *asked]
+    )
