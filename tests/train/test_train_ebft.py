@@ -226,14 +226,25 @@ def read(folder):
     "words",
     [
         [],
-        ["adapter.kind=lora", "rollout.mode=async", "task.features.whitening=true"],
-        ["task.num_minibatches=2", "rollout.streaming=true", "env.kind=dialogue"],
+        [
+            "adapter.kind=lora",
+            "rollout.mode=async",
+            "rollout.devices=2",
+            "task.features.whitening=true",
+        ],
+        [
+            "task.num_minibatches=2",
+            "rollout.streaming=true",
+            "rollout.devices=2",
+            "env.kind=dialogue",
+        ],
     ],
     ids=["start", "bare", "streamed"],
 )
 def test_a_run(folder, tmp_path, words):
     data = f'data.datasets=[{{ path = "{folder / "rows.jsonl"}" }}]'
-    held = data.replace("datasets", "eval_datasets")
+    renamed = ', fields = { completion = "ground_truth" }, as_chat = true }]'
+    held = data.replace("datasets", "eval_datasets").replace(" }]", renamed)
     out = [f"run.output_dir={tmp_path}", "log.plot=false", "eval.at_start=true"]
     assert main(["--config", str(folder / "config.toml"), data, held, *out, *words]) == 0
     lines = read(tmp_path)
