@@ -71,7 +71,7 @@ class Roles:
                     other, self._rebuild[name] = abstract_params(role.parts)
                     self.frozen_shapes |= prefix(name, other)
                 case "start":
-                    stored = {
+                    stored: dict[str, Any] = {
                         path: jax.ShapeDtypeStruct(
                             one.shape, stored_as(one.dtype, role.dtype), sharding=one.sharding
                         )

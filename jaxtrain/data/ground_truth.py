@@ -12,7 +12,7 @@ first one the others remain, which an environment may have played (`remaining_tu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxtrain.data.messages import Malformed, read_messages
@@ -148,9 +148,9 @@ def write_answer(message: Mapping[str, Any]) -> str:
     return f"<think>\n{thoughts}\n</think>\n\n{said}" if thoughts else said
 
 
-def count_examples(rows: Sequence[Mapping[str, Any]], turns: Turns) -> list[tuple[int, int]]:
-    """(row, place of the turn) of every example of a dataset; a row that gives none, or cannot be
-    read, stands there once, so that it is counted where it is asked for."""
+def count_examples(rows: Any, turns: Turns) -> list[tuple[int, int]]:
+    """(row, place of the turn) of every example of rows with random access; a row that gives none,
+    or cannot be read, stands there once, so that it is counted where it is asked for."""
     found: list[tuple[int, int]] = []
     for index in range(len(rows)):
         try:

@@ -41,7 +41,9 @@ class GroundTruthRows:
     def __init__(self, rows: PromptRows, turns: Turns, thinking: Thinking, column: str, key: str):
         """UserError where none of the first rows has one."""
         self.rows, self.dataset = rows, rows.dataset
-        self.turns, self.thinking, self.column = turns, thinking, column
+        self.turns: Turns = turns
+        self.thinking: Thinking = thinking
+        self.column = column
         # With all turns a row gives several examples, and only reading it tells how many.
         self.places = count_examples(rows, turns) if turns == "all" else None
         if len(self) == 0:

@@ -196,19 +196,18 @@ class Matching(rl.Preparation):
 
     def reward_answers(self, scorer: Scorer) -> None:
         """Rewards of the part's episodes, for `judge`; features are computed by all processes."""
-        start, asked = time.monotonic(), None
+        start, asked = time.monotonic(), []
 
         def begin() -> Batch:
-            nonlocal asked
-            asked = self.collect(self.source.groups)
-            return asked.batch
+            asked.append(self.collect(self.source.groups))
+            return asked[0].batch
 
         batch = broadcast_or_raise("answers that need features", begin)
         places = 3 if self.features.pooling == "concat" else 1
         found = scorer.features(batch, FEATURES, self.layers, places)
         if is_main_process():
-            assert asked is not None, "process 0 asked"
-            self.settle(self.source.groups, np.stack([found[place] for place in asked.places]))
+            features_NF = np.stack([found[place] for place in asked[0].places])
+            self.settle(self.source.groups, features_NF)
             self.numbers["ebft/feature_seconds"] = time.monotonic() - start
 
     def collect(self, groups: Sequence[Group]) -> Asked:
