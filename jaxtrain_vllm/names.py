@@ -35,14 +35,25 @@ def describe(
         parent, _, last = module.rpartition(".")
         parts = [".".join(filter(None, (parent, p, leaf))) for p in fused.get(last, [last])]
         if stored and not any(part in stored for part in parts):
-            # Experts are fused in a way that no table tells: all that the files hold there.
-            parts = [key for key in stored if key.startswith(f"{module}.")] or parts
+            parts = _experts(module, stored) or parts
         found |= {part: stored.get(part) for part in parts}
     if tied:
         # On CPU the head is listed, but only as a copy of the embedding.
         for name in [name for name in found if name.endswith("lm_head.weight")]:
             del found[name]
     return {names.get(name, name): shape for name, shape in found.items()}
+
+
+def _experts(module: str, stored: Shapes) -> list[str]:
+    """All that the files hold of experts, which are fused in a way that no table tells: below that
+    module, or below the one around it ("experts.routed_experts")."""
+    found: list[str] = []
+    while not found and module:
+        found = [key for key in stored if key.startswith(f"{module}.")]
+        module, _, last = module.rpartition(".")
+        if "experts" not in last:
+            break
+    return found
 
 
 def _served(name: str, prefixes: Mapping[str, str | None]) -> str | None:

@@ -399,7 +399,10 @@ def test_a_served_model_is_taken_apart_into_hugging_face_tensors():
     attention = [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
     stored = {name: [4, 4] for name in (*experts, *attention, "model.embed_tokens.weight")}
     served = ["model.embed_tokens.weight", f"{layer}.self_attn.qkv_proj.base_layer.weight"]
-    served += [f"{layer}.mlp.experts.w13_weight", f"{layer}.mlp.experts.w2_weight"]
+    around = f"{layer}.mlp.experts.routed_experts"
+    served += [f"{around}.w13_weight", f"{around}.w2_weight"]
+    old = [name.replace("routed_experts.", "") for name in served]
+    assert describe(old, fused, stored, tied=True) == stored
     assert describe([*served, "lm_head.weight"], fused, stored, tied=True) == stored
     assert describe([*served, "lm_head.weight"], fused, stored, tied=False) == {
         **stored,
