@@ -113,7 +113,8 @@ def test_a_row_in_pieces_ends_in_the_same_state():
             seen += counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding(dtype):
     """Errors by norm beside float64: of float32 sums, and of bfloat16 operands."""
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ def make_torch(raw, seed=0):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.5, 0.1)
+                buffer.uniform_(-0.2, 0.1)
     return model.float().eval()
 
 
@@ -68,8 +68,9 @@ def relative_error(ours, theirs):
     return np.abs(np.asarray(ours) - theirs).max() / scale
 
 
-# What the first two have beside qwen3_5 is another layout of folders.
-SLOW = {"qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid_dense"}
+# What the first two have beside qwen3_5 is another layout of folders; nemotron_h_moe has most of
+# what the other families with Mamba-2 have.
+SLOW = {"qwen3_5_moe", "qwen3_next", *MAMBA} - {"nemotron_h_moe"}
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ MAMBA = {
     },
     "nemotron_h_moe": {
         "model_type": "nemotron_h",
-        "hybrid_override_pattern": "ME*E",
-        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "ME*",
+        "num_hidden_layers": 3,
         "head_dim": 16,
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,

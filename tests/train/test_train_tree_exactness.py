@@ -78,8 +78,8 @@ HYBRIDS = {
     "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
     "nemotron_h": {
         "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M-*ME",
-        "num_hidden_layers": 5,
+        "hybrid_override_pattern": "ME*",
+        "num_hidden_layers": 3,
         "head_dim": 16,
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,
