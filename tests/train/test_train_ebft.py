@@ -10,6 +10,7 @@ import pytest
 from toy_run import MODEL
 
 from jaxtrain.config import load_config
+from jaxtrain.core.roles import Roles
 from jaxtrain.core.scorer import POOLING
 from jaxtrain.core.task import Round
 from jaxtrain.data.steps import Shape
@@ -215,6 +216,23 @@ def test_what_cannot_be_is_told(folder, words, said):
 def test_a_layer_that_is_not_there_is_told_before_weights_are_read(folder):
     with pytest.raises(UserError, match="has 3, but the feature network has 1 layers"):
         make(load(folder, "task.features.layers=[3]"))
+
+
+@pytest.mark.slow
+def test_the_network_is_a_frozen_copy_in_bfloat16_that_no_checkpoint_holds(folder):
+    task = make(load(folder))
+    roles = Roles(task.roles)
+    trained, frozen, copies = roles.open(0)
+    own = {path: value for path, value in frozen.items() if path.startswith("features/")}
+    assert len(own) == len(trained) and not copies
+    for path, value in own.items():
+        start = trained[path.removeprefix("features/")]
+        assert value.dtype == jnp.bfloat16 == roles.frozen_shapes[path].dtype
+        np.testing.assert_array_equal(value, start.astype(jnp.bfloat16))
+    resumed = roles.open(0, trained=False)[1]  # read again, whatever was trained since
+    assert all((resumed[path] == value).all() for path, value in own.items())
+    bare = make(load(folder, "adapter.kind=lora")).roles["features"]
+    assert bare.weights == "bare" and not bare.in_loss
 
 
 def read(folder):
