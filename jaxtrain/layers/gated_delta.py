@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtrain_kernels import causal_conv, gated_delta
+from jaxtrain_kernels import Context, causal_conv, gated_delta
+from jaxtrain_kernels.gated_delta import find_chunks
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear, multiply_together
@@ -119,6 +120,13 @@ class GatedDelta(Mixer):
         state = self.num_key_heads * self.repeats * self.key_dim * self.value_dim
         return 6.0 * state * len(spans)
 
+    def find_shared(self, context: Context):
+        """See Mixer: the chunks of the rows. On a mesh each device finds those of its own."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return find_chunks(used_until(context), context.prev)
+        return None
+
     def commit_state(self, spec: LayerSpec, tried: TriedDelta, decoding: Decoding) -> DeltaState:
         """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
         T = tried.m_BTHF.shape[1]
@@ -148,10 +156,12 @@ class GatedDelta(Mixer):
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
         if state is None:
-            until_BT = jnp.where(context.real(), context.until, 0)
+            until_BT = used_until(context)
         else:
             until_BT = context.until
-        out_BTHF, S = self._mix(m_BTHF, g_BTHR, beta_BTHR, until_BT, context.prev, state)
+        out_BTHF, S = self._mix(
+            m_BTHF, g_BTHR, beta_BTHR, until_BT, context.prev, state, inputs.shared
+        )
         by_head = (*x_BTD.shape[:2], H * R, self.value_dim)
         out_BTNV = self.norm(out_BTHF.reshape(by_head), z_BTHF.reshape(by_head))
         y_BTD = self.out(out_BTNV.reshape(*x_BTD.shape[:2], -1))
@@ -170,7 +180,7 @@ class GatedDelta(Mixer):
         places = count_B[:, None] + jnp.arange(self.taps - 1, dtype=jnp.int32)
         return jnp.take_along_axis(longer, places[:, :, None, None], axis=1)
 
-    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, until_BT, prev_BT, state):
+    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, until_BT, prev_BT, state, chunks=None):
         """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set."""
         conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
         run = functools.partial(
@@ -178,7 +188,7 @@ class GatedDelta(Mixer):
         )
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
+            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state, chunks=chunks)
         by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
         rows, _, heads, _ = by_token
         of_state = DeltaState(by_token, PartitionSpec(rows, heads))
@@ -199,8 +209,24 @@ class GatedDelta(Mixer):
         )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
 
 
+def used_until(context: Context) -> jax.Array:
+    """`until` of packed rows, 0 in padding."""
+    return jnp.where(context.real(), context.until, 0)
+
+
 def mix_heads(
-    m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state, *, repeats, key_dim, impl
+    m_BTHF,
+    conv_HFW,
+    g_BTHR,
+    beta_BTHR,
+    until_BT,
+    prev_BT,
+    state,
+    *,
+    repeats,
+    key_dim,
+    impl,
+    chunks=None,
 ):
     """The convolution and the rule on the key heads that are here."""
     B, T, H, F = m_BTHF.shape
@@ -221,6 +247,7 @@ def mix_heads(
         until_BT,
         prev_BT,
         state=None if state is None else state.S.reshape(B, N, key_dim, V),
+        chunks=chunks,
         impl=impl,
     )
     if state is None:

@@ -60,6 +60,8 @@ class LayerInputs(NamedTuple):
     """This layer's slice of the stack's per-layer inputs."""
     beside: Any = None
     """What all layers read alike beside the hidden states, with gradients: a draft's context."""
+    shared: Any = None
+    """What the mixers of this kind found in the context, once for all: see `Mixer.find_shared`."""
     trial: bool = False
     """Whether some of the new tokens may be taken back: a layer with `trials` "own" then returns a
     state that its `commit_state` understands."""
@@ -94,6 +96,10 @@ class Mixer(nnx.Module):
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         """FLOPs of a forward pass beside those of its weights; spans int [n]: how many tokens see
         each token, itself among them."""
+
+    def find_shared(self, context: Context) -> Any:
+        """Arrays, of packed rows, that each layer of this kind would otherwise compute alike."""
+        return None
 
     def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> State:
         """A state of packed rows and what goes on from their tokens, with room for `slots`; of

@@ -129,12 +129,19 @@ class Stack(nnx.Module):
         blocks = self._split_blocks(segments)
         extras = _split(extra, [len(segment.layers) for segment in segments])
 
+        shared = {}
+        if states is None:
+            for kind, part in (pair for own in blocks for pair in own.items()):
+                if kind not in shared:
+                    shared[kind] = nnx.merge(*part).mixer.find_shared(context)
+
         def run(x_BTD, params, extra, state, graphdef, spec):
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             own = trial and block.mixer.trials == "own"
             turns = angles.get(spec.rope)
-            inputs = LayerInputs(context, spec, turns, decoding, extra, beside, own)
+            found = shared.get(spec.kind)
+            inputs = LayerInputs(context, spec, turns, decoding, extra, beside, found, own)
             before = Replay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
             if trial and not own:

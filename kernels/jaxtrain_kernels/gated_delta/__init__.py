@@ -6,7 +6,10 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.gated_delta import mosaic_gpu, reference, xla
+from jaxtrain_kernels.gated_delta.mosaic_gpu import find_chunks
 from jaxtrain_kernels.precision import accumulator
+
+__all__ = ["find_chunks", "gated_delta"]
 
 BACKENDS = {
     "xla": xla.gated_delta,
@@ -25,6 +28,7 @@ def gated_delta(
     prev: jax.Array | None = None,
     *,
     state: jax.Array | None = None,
+    chunks: tuple[jax.Array, ...] | None = None,
     impl: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """(o [B, T, N, V] in v's dtype, the state behind the last token of each row).
@@ -39,6 +43,7 @@ def gated_delta(
     (None: zeros). prev None: each row is one chain, and the state behind its last token is
     returned, too; with prev there is no such state, but None. Tokens with until[t] <= t are left
     out: they give 0, change no state and get no gradient; those of a chain are its last ones.
+    chunks: `find_chunks(until, prev)`, which layers of the same rows share; None: found here.
     Gradients flow to q, k, v, g, beta and `state`. Nothing is normalised or scaled here.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
@@ -62,4 +67,6 @@ def gated_delta(
             )
     if N % H:
         raise ValueError(f"gated_delta: {N} value heads are no multiple of {H} key heads")
-    return dispatch("gated_delta", impl, BACKENDS, q, k, v, g, beta, until, prev, state=state)
+    return dispatch(
+        "gated_delta", impl, BACKENDS, q, k, v, g, beta, until, prev, state=state, chunks=chunks
+    )

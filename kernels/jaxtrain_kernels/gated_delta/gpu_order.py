@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.recurrence.chunks import ROOT, cut_rows
+from jaxtrain_kernels.recurrence.chunks import ROOT, count_slots, cut_rows
 
 C = 64
 """Tokens of a chunk: the rows of a wgmma."""
@@ -60,23 +60,28 @@ def capacity(tokens: int, chain: bool) -> int:
     return whole if chain else min(tokens, whole + whole // 4 + 32)
 
 
-def order_rows(prev, until, lanes: int) -> tuple[Links, int]:
+def cut(prev, until) -> tuple[jax.Array, ...]:
+    """start, length, source and keep [B, n] and the number [B] of the chunks of a forest's rows."""
+    return tuple(cut_rows(prev, until, C, 1, 1))[1:-1]
+
+
+def order_rows(prev, until, lanes: int, found=None) -> tuple[Links, int]:
     """(links, slots) of rows of tokens; `lanes` lists a row. `total` may exceed n: see `capacity`.
-    prev and until as in `gated_delta`."""
+    prev and until as in `gated_delta`; found: what `cut` found in them before."""
     B, T = until.shape
     n = capacity(T, prev is None)
-    chunks = cut_rows(prev, until, C, 1, 1)
-    start, length, source, keep = (x[:, :n] for x in chunks[1:5])
     rows = jnp.arange(B, dtype=jnp.int32)
     if prev is None:  # also chunks without tokens, which hand the state on
+        chunks = cut_rows(prev, until, C, 1, 1)
         total = jnp.full(B, n, jnp.int32)
-        links = Links(rows, jnp.zeros_like(rows), total, total, start, length, source, keep)
+        links = Links(rows, jnp.zeros_like(rows), total, total, *chunks[1:5])
         return links, chunks.slots
-    total = chunks.count
+    *links, total = cut(prev, until) if found is None else found
+    start, length, source, keep = (x[:, :n] for x in links)
     first = jax.vmap(lambda source, total: _deal(source, total, lanes))(source, total)
     count = jnp.diff(first, append=jnp.minimum(total, n)[:, None], axis=1)
     lists = (jnp.repeat(rows, lanes), first.reshape(-1), count.reshape(-1))
-    return Links(*lists, total, start, length, source, keep), chunks.slots
+    return Links(*lists, total, start, length, source, keep), count_slots(T)
 
 
 def _deal(source, total, lanes: int):

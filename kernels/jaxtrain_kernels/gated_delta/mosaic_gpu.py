@@ -36,7 +36,7 @@ class Options(NamedTuple):
     """Thread blocks that share the columns of a head's state."""
 
 
-def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None):
+def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):
     """See `jaxtrain_kernels.gated_delta`; bfloat16, 128 dims, one GPU per call."""
     require_hopper()
     T, (K, V) = q.shape[1], (q.shape[-1], v.shape[-1])
@@ -46,7 +46,17 @@ def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None):
         raise NotImplementedError(f"heads of {K} and {V} dims are not of {DIM}")
     if T == 1:
         raise NotImplementedError("one token a row is no chunk")
-    return run(choose_options(q, v, prev is None), q, k, v, g, beta, until, prev, state)
+    options = choose_options(q, v, prev is None)
+    return run(options, q, k, v, g, beta, until, prev, state, chunks)
+
+
+def find_chunks(until, prev):
+    """What `gated_delta` takes as `chunks`; None where this backend declines, and for chains."""
+    try:
+        require_hopper()
+    except NotImplementedError:
+        return None
+    return None if prev is None else gpu_order.cut(prev, until)
 
 
 def choose_options(q, v, chain: bool) -> Options:
@@ -57,23 +67,23 @@ def choose_options(q, v, chain: bool) -> Options:
     return options._replace(lanes=lanes)
 
 
-def run(options, q, k, v, g, beta, until, prev, state):
+def run(options, q, k, v, g, beta, until, prev, state, chunks=None):
     """`gated_delta` behind its checks."""
     B, T = until.shape
     if state is None:
         state = jnp.zeros((B, v.shape[2], q.shape[-1], v.shape[-1]), jnp.float32)
-    out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev)
+    out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev, chunks)
     return out, last if options.chain else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_delta(options, q, k, v, g, beta, state, until, prev):
-    return _choose(options, _walked, _looped, (q, k, v, g, beta, state), until, prev)
+def _gated_delta(options, q, k, v, g, beta, state, *rows):
+    return _choose(options, _walked, _looped, (q, k, v, g, beta, state), *rows)
 
 
-def _choose(options, kernels, loops, arrays, until, prev):
+def _choose(options, kernels, loops, arrays, until, prev, chunks):
     """By the kernels, or by XLA where a forest has too many chunks for them."""
-    links, slots = gpu_order.order_rows(prev, until, options.lanes)
+    links, slots = gpu_order.order_rows(prev, until, options.lanes, chunks)
     by_kernels = functools.partial(kernels, options, links, slots)
     if options.chain:
         return by_kernels(*arrays)
@@ -100,20 +110,20 @@ def _looped(until, prev, q, k, v, g, beta, state):
     return out, jnp.zeros_like(state) if last is None else last
 
 
-def _forward(options, q, k, v, g, beta, state, until, prev):
-    out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev)
+def _forward(options, q, k, v, g, beta, state, *rows):
+    out, last = _gated_delta(options, q, k, v, g, beta, state, *rows)
     # In a loop XLA would run the kernels twice: for their result, and into the stack of all
     # layers'.
     out, last = lax.optimization_barrier((out, last))
     # A remat policy that saves this name spares the backward a second forward.
     out = checkpoint_name(out, "attention_out")
-    return (out, last), (q, k, v, g, beta, state, until, prev)
+    return (out, last), (q, k, v, g, beta, state, rows)
 
 
 def _backward(options, residuals, cotangents):
-    *arrays, until, prev = residuals
-    grads = _choose(options, _walked_back, _looped_back, (*arrays, *cotangents), until, prev)
-    return *grads, None, None
+    *arrays, rows = residuals
+    grads = _choose(options, _walked_back, _looped_back, (*arrays, *cotangents), *rows)
+    return *grads, None, None, None
 
 
 def _walked_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):

@@ -9,7 +9,9 @@ from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.recurrence.walk import Rule, run
 
 
-def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunk=64, lanes=None):
+def gated_delta(
+    q, k, v, g, beta, until, prev=None, *, state=None, chunks=None, chunk=64, lanes=None
+):
     """See `jaxtrain_kernels.gated_delta`; `chunk` and `lanes` override the schedule."""
     B, T, H, K = q.shape
     N, V = v.shape[2:]
