@@ -452,6 +452,7 @@ class Decoder(Ends, Layered):
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """x times a number, in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
