@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import testing
-from jaxtrain_kernels.gated_delta import mosaic_gpu, reference, xla
+from jaxtrain_kernels.gated_delta import gpu_gradients, gpu_order, mosaic_gpu, reference, xla
 from jaxtrain_kernels.gated_delta.cases import Case
 from mosaic_interpreter import interpreted
 
@@ -38,18 +38,26 @@ def by(module):
     return lambda *arrays: module.gated_delta(*arrays[:7], state=arrays[7])
 
 
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """No thread blocks for chunks that are not there, and some that go through several."""
+    monkeypatch.setattr(gpu_order, "capacity", lambda tokens, chain: 5)
+    monkeypatch.setattr(gpu_gradients, "num_cores", lambda: 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gates", "chain"),
+    ("gates", "chain", "races"),
     [
-        ("slow", False),
-        pytest.param("init", False, marks=pytest.mark.slow),
-        pytest.param("hard", False, marks=pytest.mark.slow),
-        pytest.param("slow", True, marks=pytest.mark.slow),
+        ("slow", False, True),
+        ("init", False, False),
+        ("hard", False, False),
+        ("slow", True, True),
     ],
 )
-def test_interpreted_gradients(gates, chain):
-    """By the 2x rule beside XLA's, no data race; a chain ends inside of a chunk, and something is
-    owed to its last state."""
+def test_interpreted_gradients(gates, chain, races):
+    """By the 2x rule beside XLA's; a chain ends inside of a chunk, and something is owed to its
+    last state."""
     case = Case("", lambda: FOREST, 160, 1, 2, 128, 128, frozenset(), gates=gates)
     inputs = case.inputs()
     prev = jnp.asarray(inputs["prev"])
@@ -60,7 +68,7 @@ def test_interpreted_gradients(gates, chain):
     state, d_last = (0.1 * rng.standard_normal((1, 2, 128, 128)) for _ in range(2))
     options = mosaic_gpu.Options(chain, 1)
     run = functools.partial(gradients, inputs=inputs, state=state, d_last=d_last, prev=prev)
-    with interpreted(detect_races=True):
+    with interpreted(detect_races=races):
         found = run(functools.partial(mosaic_gpu.run, options), dtype=jnp.bfloat16)
     plain = run(by(xla), dtype=jnp.bfloat16)
     with jax.enable_x64(True):
@@ -69,3 +77,38 @@ def test_interpreted_gradients(gates, chain):
         testing.assert_accurate(a, b, c, "bfloat16", name)
         norm = np.linalg.norm
         testing.assert_accurate(a, b, c, "bfloat16", name, norm=norm)
+
+
+def test_groups_of_heads_by_the_memory_of_their_states():
+    """The benchmarks' shapes go in one; 128k tokens of 32 heads in four, 1.07 GB of states each."""
+    for chunks, key_heads, value_heads, wanted in (
+        (128, 16, 32, 1),
+        (512, 16, 32, 1),
+        (1024, 16, 32, 2),
+        (2048, 16, 32, 4),
+        (2048, 16, 48, 8),
+        (2048, 1, 2, 1),
+        (10**5, 3, 6, 1),  # three key heads are not halved
+    ):
+        found = mosaic_gpu.count_groups(chunks, key_heads, value_heads, 128 * 128)
+        assert found == wanted, (chunks, key_heads, value_heads)
+
+
+def test_groups_of_heads_are_put_together_again(monkeypatch):
+    """With what a group does made up: each array's part comes back in its place."""
+    heads = {"q": 4, "k": 4, "v": 8, "g": 8, "beta": 8}
+    arrays = [jnp.arange(2.0 * 3 * n).reshape(2, 3, n, 1) for n in heads.values()]
+    arrays[3:] = [x[..., 0] for x in arrays[3:]]
+    state = jnp.arange(16.0).reshape(2, 8, 1, 1)
+    arrays += [state, arrays[2], state]
+    links = gpu_order.order_rows(None, jnp.full((2, 3), 3, jnp.int32), 1)[0]
+    monkeypatch.setattr(mosaic_gpu, "STATES", 32)
+
+    def negative(options, links, slots, *part):
+        assert part[0].shape[2] == 2 and part[2].shape[2] == 4
+        return tuple(-x for x in part[:6])
+
+    monkeypatch.setattr(mosaic_gpu, "_group_back", negative)
+    found = mosaic_gpu._walked_back(None, links, 1, *arrays)
+    for a, b in zip(found, arrays[:6], strict=True):
+        np.testing.assert_array_equal(a, -b)

@@ -24,6 +24,9 @@ from jaxtrain_kernels.gated_delta import (
 from jaxtrain_kernels.mosaic import num_cores, require_hopper
 
 DIM = 128  # of keys and of values
+STATES = 2**30 * 5 // 4
+"""Bytes of states, before and behind each chunk, that the backward holds: those of 32,768 tokens
+and 32 heads."""
 
 
 class Options(NamedTuple):
@@ -126,7 +129,38 @@ def _backward(options, residuals, cotangents):
     return *grads, None, None, None
 
 
-def _walked_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
+def _walked_back(options, links, slots, *arrays):
+    """Some heads after the others where the states of all chunks would take too much memory."""
+    q, _, v = arrays[:3]
+    count = count_groups(links.start.size, q.shape[2], v.shape[2], q.shape[3] * v.shape[3])
+    one_group = functools.partial(_group_back, options, links, slots)
+    if count == 1:
+        return one_group(*arrays)
+    axes = (2, 2, 2, 2, 2, 1, 2, 1)  # of the heads
+
+    def body(i, grads):
+        part = (
+            lax.dynamic_slice_in_dim(x, i * (x.shape[axis] // count), x.shape[axis] // count, axis)
+            for x, axis in zip(arrays, axes, strict=True)
+        )
+        return tuple(
+            lax.dynamic_update_slice_in_dim(whole, x, i * x.shape[axis], axis)
+            for whole, x, axis in zip(grads, one_group(*part), axes, strict=False)
+        )
+
+    return lax.fori_loop(0, count, body, tuple(jnp.zeros_like(x) for x in arrays[:6]))
+
+
+def count_groups(chunks: int, key_heads: int, value_heads: int, size: int) -> int:
+    """Groups of heads that the backward goes through, each of whole key heads; `size` numbers a
+    state. Groups are no larger than need be: each walks the whole list again."""
+    count, states = 1, 2 * 2 * chunks * value_heads * size
+    while states > count * STATES and key_heads % (2 * count) == 0:
+        count *= 2
+    return count
+
+
+def _group_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
     ordered = _in_order(options, links, q, k, v, g, beta)
     T, P = gpu_prepare.prepare(ordered, links)
     ordered = ordered._replace(T=T, P=P)
