@@ -82,13 +82,15 @@ class Place(NamedTuple):
     key_head: jax.Array
 
 
+WIDE = ("q", "k", "d_out", "new", "v", "d_x", "S", "d_S")
+
 GROUPS = (("d_out", "new", "G", "beta"), ("d_x",), ("S",), ("d_S",), ("v",))
 """Buffers that are filled and given back together."""
 TOKENS, D_X, STATE, D_STATE, VALUES = range(len(GROUPS))
 
 
 def make_scratch(K: int, V: int, dtype) -> Scratch:
-    keys, values, states = (swizzled(shape, dtype) for shape in ((C, K), (C, V), (V, K)))
+    keys, values, states = (swizzled((1, *shape), dtype) for shape in ((C, K), (C, V), (V, K)))
     line = plgpu.SMEM((C,), jnp.float32)
     return Scratch(
         q=keys,
@@ -96,7 +98,7 @@ def make_scratch(K: int, V: int, dtype) -> Scratch:
         d_out=values,
         new=values,
         v=values,
-        d_x=swizzled((V, C), dtype),
+        d_x=swizzled((1, V, C), dtype),
         S=states,
         d_S=states,
         beta=line,
@@ -139,9 +141,15 @@ def gradients(
     programs = min(num_cores(), items)
     f32, square = jnp.float32, (C, C)
 
-    def kernel(links, ordered, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, smem: Scratch):
+    def kernel(links, ordered, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, whole: Scratch):
+        smem = whole._replace(**{name: getattr(whole, name).at[0] for name in WIDE})
         group = lax.axis_index("group")
         wgmma = plgpu.Layout.WGMMA
+
+        def here(smem: Scratch) -> Scratch:
+            """The same. Opaque, or addresses are computed ahead of all loops and spill."""
+            zero = opaque(jnp.int32(0))
+            return smem._replace(**{name: getattr(smem, name).at[zero] for name in WIDE})
 
         def go_through(work):
             """work(place, value heads before) for each chunk and key head of this thread block."""
@@ -226,6 +234,7 @@ def gradients(
                 plgpu.barrier_wait(smem.shared_ready)
 
                 def value_head(r, carry):
+                    smem = here(whole)
                     total, before = carry
                     head = place.key_head * heads + r
                     wait(TOKENS)
@@ -285,6 +294,7 @@ def gradients(
                 plgpu.barrier_wait(smem.shared_ready)
 
                 def value_head(r, carry):
+                    smem = here(whole)
                     total, before = carry
                     head = place.key_head * heads + r
                     wait(TOKENS)
