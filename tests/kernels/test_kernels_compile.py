@@ -10,6 +10,10 @@ HERE = Path(__file__).parent
 PTXAS = Path("/usr/local/cuda/bin/ptxas")
 
 ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are not named: none
+    ("gated_delta", "gated_delta_prepare"): 16,
+    ("gated_delta", "gated_delta_walk"): 24,
+    ("gated_delta", "gated_delta_walk_back"): 24,
+    ("gated_delta", "gated_delta_gradients"): 216,
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
     ("weighted_logp softcap", "logp_exponentials"): 72,

@@ -1,4 +1,4 @@
-"""The Hopper kernels of the gradient of gated_delta, interpreted: beside float64 and XLA."""
+"""The Hopper kernels of gated_delta's gradient, interpreted: beside XLA in float64 and bfloat16."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import testing
-from jaxtrain_kernels.gated_delta import gpu_gradients, gpu_order, mosaic_gpu, reference, xla
+from jaxtrain_kernels.gated_delta import gpu_gradients, gpu_order, mosaic_gpu, xla
 from jaxtrain_kernels.gated_delta.cases import Case
 from mosaic_interpreter import interpreted
 
@@ -34,8 +34,8 @@ def gradients(function, inputs, state, d_last, dtype, prev):
     return [np.asarray(x, np.float64) for x in found]
 
 
-def by(module):
-    return lambda *arrays: module.gated_delta(*arrays[:7], state=arrays[7])
+def by_xla(*arrays):
+    return xla.gated_delta(*arrays[:7], state=arrays[7])
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def test_interpreted_gradients(gates, chain, races):
     run = functools.partial(gradients, inputs=inputs, state=state, d_last=d_last, prev=prev)
     with interpreted(detect_races=races):
         found = run(functools.partial(mosaic_gpu.run, options), dtype=jnp.bfloat16)
-    plain = run(by(xla), dtype=jnp.bfloat16)
+    plain = run(by_xla, dtype=jnp.bfloat16)
     with jax.enable_x64(True):
-        exact = run(by(reference), dtype=jnp.float64)
+        exact = run(by_xla, dtype=jnp.float64)
     for name, a, b, c in zip(NAMES, found, exact, plain, strict=True):
         testing.assert_accurate(a, b, c, "bfloat16", name)
         norm = np.linalg.norm
