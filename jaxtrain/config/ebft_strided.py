@@ -44,7 +44,8 @@ class EBFTStridedTask(TaskSection):
     ce_coef: float = Field(0.0, ge=0)
     """Factor of the likelihood of the texts' trained tokens."""
     mask_thinking: bool = False
-    """Leave what stands between <think> and </think> out of that likelihood."""
+    """Leave what stands between <think> and </think>, as the tokenizer writes these alone, out of
+    that likelihood."""
     features: FeatureConfig = FeatureConfig()
     """The frozen network that blocks are compared by."""
 

@@ -129,11 +129,10 @@ def check_greedy(name: str, drawn) -> None:
 
 
 def test_greedy_blocks_are_each_decoded_alone():
-    drawn = draw("qwen3", Drawing(N, G, 0.0))
-    check_greedy("qwen3", drawn)
-    check_scores("qwen3", drawn)
+    check_greedy("qwen3", draw("qwen3", Drawing(N, G, 0.0)))
 
 
+@pytest.mark.slow
 def test_keys_kept_draw_what_whole_forests_draw():
     """With sampled tokens, so that blocks and samples differ; of the draws some share no token."""
     how = Drawing(N, G, 0.9, 0.8)
