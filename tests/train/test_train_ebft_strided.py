@@ -154,8 +154,7 @@ def test_advantages_lie_on_the_tokens_of_their_own_draw(one):
 
 
 def test_rows_without_blocks_change_nothing():
-    """No denominator of 0, gradients of exactly 0 for every parameter, nothing that is not finite.
-    """
+    """No denominator of 0, gradients of exactly 0 everywhere, nothing that is not finite."""
     short = [[(6, 0)], [(5, 3)]]
     metrics, gradients, batch = update(make(ce_coef=0.0), rows=short)
     assert not batch.weights[RL].any()
