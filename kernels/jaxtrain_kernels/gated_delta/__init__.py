@@ -12,9 +12,9 @@ from jaxtrain_kernels.precision import accumulator
 __all__ = ["find_chunks", "gated_delta"]
 
 BACKENDS = {
+    "mosaic_gpu": mosaic_gpu.gated_delta,
     "xla": xla.gated_delta,
     "reference": reference.gated_delta,
-    "mosaic_gpu": mosaic_gpu.gated_delta,
 }
 
 
