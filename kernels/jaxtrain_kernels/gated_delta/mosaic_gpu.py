@@ -109,7 +109,7 @@ def _in_order(options, links, q, k, v, g, beta) -> gpu_order.Ordered:
 
 
 def _looped(until, prev, q, k, v, g, beta, state):
-    out, last = xla.gated_delta(q, k, v, g, beta, until, prev, state=state)
+    out, last = xla.gated_delta(q, k, v, g, beta, until, prev, state=state, lanes=1)
     return out, jnp.zeros_like(state) if last is None else last
 
 
