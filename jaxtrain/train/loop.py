@@ -309,14 +309,14 @@ class Loop:
 
 def open_early_stop(config: Config, session: Session) -> EarlyStop | None:
     """By section `eval`, with what earlier attempts of the run have seen."""
-    options, kept = config.eval, config.checkpoint
-    if options.patience is None or kept.best_metric is None:
+    options, metric = config.eval, config.checkpoint.best_metric
+    if options.patience is None or metric is None:
         return None
-    stop = EarlyStop(kept.best_metric, kept.best_mode, options.patience, options.min_delta)
+    stop = EarlyStop(metric, config.checkpoint.best_mode, options.patience, options.min_delta)
     path = session.folder / "metrics.jsonl"
-    seen = broadcast("earlier evaluations", lambda: list(read_values(path, kept.best_metric)))
+    seen = broadcast("earlier evaluations", lambda: list(read_values(path, metric)))
     for value in seen if session.start else []:
-        stop.look({kept.best_metric: value})
+        stop.look({metric: value})
     return stop
 
 

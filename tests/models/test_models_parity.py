@@ -49,7 +49,8 @@ def stored_grads(theirs):
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if theirs.config.model_type == "nemotron_h":
             name = name.replace("model.", "backbone.", 1)
-        for ours, stored in GRANITE.items():
+        granite = theirs.config.model_type == "granitemoehybrid"
+        for ours, stored in GRANITE.items() if granite else ():
             name = name.replace(f"block_sparse_moe.{ours}", f"block_sparse_moe.{stored}")
         module, _, leaf = name.rpartition(".")
         if not module.endswith(".experts"):
