@@ -221,17 +221,19 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
 
 def run(
     settings: list[Setting],
+    asked: list[Setting],
     peers: list[str],
     out: Path | None,
     command: str,
     trace: Path | None,
 ) -> dict:
-    """Measure each setting, then PyTorch on their work; the report is written after each."""
+    """Measure each setting, then PyTorch on the work that was asked for; the report is written
+    after each."""
     report = start_report(command)
     for index, setting in enumerate(settings):
         add(report, measure_setting(setting, trace and trace / str(index)), out)
     works = dict.fromkeys(
-        dataclasses.replace(s, impl="", remat="", layers="", flags=()) for s in settings
+        dataclasses.replace(s, impl="", remat="", layers="", flags=()) for s in asked
     )
     for setting, peer in itertools.product(works, peers):
         add(report, measure_peer(setting, peer), out)
@@ -393,7 +395,11 @@ def main(arguments: list[str] | None = None) -> dict:
     command = "python benchmarks/train_step.py " + " ".join(given).split(" --out")[0]
     print(HEADER)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
-    return run(choose_settings(options), options.peer, options.out, command, options.trace)
+    settings = choose_settings(options)
+    options.impl = options.impl or [""]
+    return run(
+        settings, choose_settings(options), options.peer, options.out, command, options.trace
+    )
 
 
 if __name__ == "__main__":
