@@ -73,7 +73,7 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     made.run(RULES, {**DEFAULTS, **table})
     settle(made)
     share = table.get("val_set_size")
-    if share and not table.get("test_datasets"):
+    if isinstance(share, int | float) and share > 0 and not table.get("test_datasets"):
         _hold_out(made, share)
     if table.get("train_on_inputs"):
         for dataset in made.get("data.datasets") or []:
@@ -85,7 +85,7 @@ def _hold_out(made: Conversion, share: float) -> None:
     """The last rows of every dataset as held-out data."""
     datasets, held = made.get("data.datasets") or [], []
     for dataset in datasets:
-        split = dataset.get("split", "train")
+        split = str(dataset.get("split", "train"))
         if "[" in split:
             made.said.append(("val_set_size", f"{dataset['path']}: split {split!r} is cut already"))
             continue

@@ -78,15 +78,23 @@ class Conversion:
         """Apply the rules to every key of a table of theirs, in its order."""
         for key, value in theirs.items():
             before, self._at = self._at, (prefix + str(key), value)
-            rule = rules.get(key)
-            if rule is None:
-                self.miss("unknown to this converter")
-            else:
-                rule.apply(self, value)
+            self._apply(rules.get(key), value)
             self._at = before
 
+    def _apply(self, rule: Rule | None, value: Any) -> None:
+        if rule is None:
+            self.miss("unknown to this converter")
+            return
+        try:
+            rule.apply(self, value)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
+            # The border: rules take values to be of the kind that the other system allows.
+            self.miss("its value is of a kind that is not expected there")
+
     def set(self, key: str, value: Any) -> None:
-        """Put a value under a dotted key of ours; the last one counts."""
+        """Put a value under a dotted key of ours; the last one counts. None sets nothing."""
+        if value is None:
+            return
         table = self.table
         *path, last = key.split(".")
         for part in path:
@@ -150,9 +158,10 @@ def _key(key: str) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+        given = {k: v for k, v in value.items() if v is not None}
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in given.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(entry) for entry in value) + "]"
+        return "[" + ", ".join(_value(entry) for entry in value if entry is not None) + "]"
     if isinstance(value, float) and (math.isinf(value) or math.isnan(value)):
         return str(value)
     # A JSON text is a TOML text once DEL is escaped as well.

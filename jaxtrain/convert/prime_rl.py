@@ -23,15 +23,17 @@ def convert(table: Mapping[str, Any]) -> Conversion:
         made.set("task.kind", "rl")
         made.set("sampling.temperature", 1.0)
     made.run(RULES, table)
+    if made.get("adapter"):
+        made.table["adapter"].setdefault("kind", "lora")
     batch = made.table.pop("batch_size", None)
+    size = made.get("rollout.group_size") or 1
+    if not (type(batch) is type(size) is int and size > 0):
+        return made
     if batch and "orchestrator" in table:
-        size = made.get("rollout.group_size") or 1
         made.set("rollout.group_size", size)
         made.set("rollout.prompts_per_step", max(1, batch // size))
     elif batch:
         made.set("data.global_batch_size", batch)
-    if made.get("adapter"):
-        made.table["adapter"].setdefault("kind", "lora")
     return made
 
 

@@ -33,7 +33,10 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
         return 1 if problem else 0
     if output.exists():
         raise UserError(f"{output} exists; name another file")
-    write_atomically(output, text)
+    try:
+        write_atomically(output, text)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
     print(f"{output}: {count(made.table)} keys from {system}")
     for key, value, why in made.missed:
         print(printable(f"  no counterpart: {key} = {show(value)[:80]}: {why}"))

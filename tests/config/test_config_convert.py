@@ -196,3 +196,30 @@ def test_version_tells_what_is_installed(capsys):
     assert main(["--version"]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"jaxtrain {jaxtrain.__version__}, python 3.") and ", jax 0." in told
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_values_of_any_kind_end_in_a_config_or_a_line(name):
+    """No rule fails on a value that the other system would refuse, and what is written is TOML."""
+    system = SYSTEMS[name]
+    odd = (
+        None,
+        True,
+        -1,
+        2.5,
+        float("inf"),
+        "x",
+        "",
+        [],
+        [None, {"a": None}],
+        {"b.c": [1, "\x7f"]},
+    )
+    for key in system.RULES:
+        for value in odd:
+            made = system.convert({key: value})
+            tomllib.loads(made.write("head"))
+    for value in odd:
+        data = {"datasets": [{"path": "a.jsonl", "split": value}, value], "val_set_size": value}
+        tomllib.loads(axolotl.convert(data).write("head"))
+    deep = {"orchestrator": dict.fromkeys(prime_rl.ORCHESTRATOR, 3), "trainer": {"model": [1]}}
+    tomllib.loads(prime_rl.convert(deep).write("head"))
