@@ -1,5 +1,6 @@
 """TRL's command lines (`trl dpo --model_name_or_path ...`) and its YAML files."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -266,9 +267,10 @@ def _value(word: str) -> Any:
         return word.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(word)
+            number = kind(word)
         except ValueError:
             continue
+        return number if math.isfinite(number) else word
     return word
 
 

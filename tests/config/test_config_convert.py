@@ -207,7 +207,7 @@ def test_values_of_any_kind_end_in_a_config_or_a_line(name):
         True,
         -1,
         2.5,
-        float("inf"),
+        1e300,
         "x",
         "",
         [],
