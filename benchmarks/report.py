@@ -19,8 +19,9 @@ class Report:
         self.path = path
         self.rows = []
         self.header = {
-            "command": f"python benchmarks/{Path(sys.argv[0]).name} "
-            + " ".join(sys.argv[1:]).split(" --out")[0],
+            "command": " ".join(
+                [f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+            ).split(" --out")[0],
             "hardware": f"{jax.device_count()} {device.device_kind}",
             "jax": jax.__version__,
         }

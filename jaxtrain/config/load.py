@@ -23,52 +23,20 @@ S = TypeVar("S", bound=BaseModel)
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
     "scheduler": "optim.lr_scheduler",
-    "optimizer": "optim.name",
-    "base_model": "model.path",
-    "model_name_or_path": "model.path",
-    "chat_template_jinja": "model.chat_template",
-    "gradient_checkpointing": "model.remat",
-    "bf16": "model.compute_dtype",
-    "dtype": "model.compute_dtype",
-    "max_length": "data.sequence_len",
-    "max_seq_length": "data.sequence_len",
-    "seq_len": "data.sequence_len",
-    "sample_packing": "data.packing",
     "batch_size": "data.global_batch_size or data.micro_batch_size",
-    "per_device_train_batch_size": "data.micro_batch_size",
-    "train_on_inputs": 'train_on = "all" of a dataset',
-    "val_set_size": "data.eval_datasets",
-    "num_train_epochs": "run.num_epochs",
     "epochs": "run.num_epochs",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every",
     "problems": '[[eval.sets]] with path = "builtin:calculator", options.num_rows = the number and'
     ' env.kind = "calculator"',
-    "logging_steps": "log.every",
-    "report_to": "log.tensorboard or log.wandb_project",
-    "resume_from_checkpoint": "run.resume",
     "r": "adapter.rank",
-    "lora_r": "adapter.rank",
     "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "use_rslora": "adapter.rslora",
-    "peft_use_rslora": "adapter.rslora",
-    "use_dora": 'adapter.kind = "dora"',
-    "peft_use_dora": 'adapter.kind = "dora"',
-    "use_peft": 'adapter.kind = "lora"',
     "target_modules": "adapter.target",
     "lora_target": "adapter.target",
-    "lora_target_modules": "adapter.target",
     "lora_target_linear": 'adapter.target = "all-linear"',
     "modules_to_save": "adapter.train_embeddings and adapter.train_head",
-    "lora_modules_to_save": "adapter.train_embeddings and adapter.train_head",
-    "lora_model_dir": "adapter.path",
-    "load_in_4bit": 'adapter.quantize = "nf4"',
-    "load_in_8bit": 'adapter.quantize = "int8"',
     "adapter_name_or_path": "adapter.path",
 }
-"""What users of other systems, or of older versions, may call a key."""
+"""What users of other systems, or of older versions, may call a key; those of Axolotl, TRL and
+prime-rl are in `convert`."""
 
 KINDS_ELSEWHERE = {
     "dpo": 'task.kind = "preference" with task.loss = "sigmoid"',
@@ -184,19 +152,17 @@ def suggest(key: str, allowed: list[str]) -> str:
     """Name the nearest allowed key, the section that has this one, or all that are allowed."""
     # Looking for what is near takes the product of the lengths.
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
-    if near and key not in KNOWN_ELSEWHERE:
+    known = KNOWN_ELSEWHERE.get(key) or find_hint(key)
+    # What has the same name in another section is less likely meant than what is near in this one.
+    if near and (known is None or known.endswith(f".{key}")):
         return f"unknown key {show(key)}; did you mean {near[0]!r}?"
-    elsewhere = (
-        KNOWN_ELSEWHERE.get(key)
-        or find_hint(key)
-        or next(
-            (
-                f"{name}.{key}"
-                for name, field in Config.model_fields.items()
-                if key in getattr(section_type(field.annotation), "model_fields", ())
-            ),
-            None,
-        )
+    elsewhere = known or next(
+        (
+            f"{name}.{key}"
+            for name, field in Config.model_fields.items()
+            if key in getattr(section_type(field.annotation), "model_fields", ())
+        ),
+        None,
     )
     if elsewhere:
         return f"unknown key {show(key)}; here it is {elsewhere}"

@@ -173,6 +173,9 @@ def test_keys_of_other_systems_are_answered_with_ours():
     assert find_hint("evals_per_epoch") == "eval.per_epoch" and find_hint("no_such_key") is None
     assert "sampling.max_new_tokens" in suggest("max_completion_length", ["seed"])
     assert "kernel follows" in suggest("flash_attention", ["seed"])
+    assert "checkpoint.every" in suggest("save_steps", ["every", "profile_steps"])
+    # One that task has, in a section with a key that is nearly the same.
+    assert "did you mean 'beta1'" in suggest("beta", ["beta1", "eps"])
 
 
 @pytest.mark.slow
