@@ -23,16 +23,14 @@ peak GiB  jaxtrain: arguments, outputs and temporaries of the compiled program; 
 import argparse
 import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from apart import run_apart
 from preference import write_tokenizer
 from step_work import MODELS
 
@@ -353,22 +351,6 @@ def table_line(row: dict) -> str:
     )
 
 
-def run_limited(options, kind: str, side: str, rows: Path) -> str | None:
-    """One side of one method in a process of its own; why it ended early, if it did."""
-    given = [*sys.argv[1:], "--child", kind, side, str(rows)]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, *given], start_new_session=True, env=environment
-    )
-    try:
-        code = process.wait(options.seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"cut off after {options.seconds:.0f} s"
-    return f"exit {code}; see above" if code else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="full", choices=[*SIZES])
@@ -415,7 +397,7 @@ def main() -> None:
             for side in options.sides.split(","):
                 say(f"{kind}, {side}")
                 rows = Path(place) / f"{kind}-{side}.jsonl"
-                failed = run_limited(options, kind, side, rows)
+                failed = run_apart(__file__, ["--child", kind, side, str(rows)], options.seconds)
                 lines = rows.read_text().splitlines() if rows.exists() else []
                 found = {row["length"]: row for row in map(json.loads, lines)}
                 report["rows"] += found.values()

@@ -19,16 +19,14 @@ peak GiB  the allocator's peak
 import argparse
 import contextlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from apart import run_apart
 from preference import write_tokenizer
 from step_work import MODELS
 
@@ -210,22 +208,6 @@ def table_line(row: dict) -> str:
     )
 
 
-def run_limited(options, side: str, path: Path) -> str | None:
-    """One side in a process of its own; why it ended early, if it did."""
-    given = [*sys.argv[1:], "--child", side, str(path)]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, *given], start_new_session=True, env=environment
-    )
-    try:
-        code = process.wait(options.seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"cut off after {options.seconds:.0f} s"
-    return f"exit {code}; see above" if code else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="full", choices=[*SIZES])
@@ -251,7 +233,7 @@ def main() -> None:
         for side in options.sides.split(","):
             say(side)
             path = Path(place) / f"{side}.json"
-            failed = run_limited(options, side, path)
+            failed = run_apart(__file__, ["--child", side, str(path)], options.seconds)
             row = {"by": side, "failed": failed} if failed else json.loads(path.read_text())
             report["rows"].append(row)
             lines = [HEADER, *map(table_line, report["rows"])]

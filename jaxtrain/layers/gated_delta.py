@@ -23,6 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
+from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
 from jaxtrain.parallel.rules import constrain, partition_spec
 
 EPS = 1e-6  # of the unit length
@@ -131,10 +132,9 @@ class GatedDelta(Mixer):
         """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
         T = tried.m_BTHF.shape[1]
         count_B = decoding.end - decoding.start
-        token_T = jnp.arange(T, dtype=jnp.int32)
-        until_BT = jnp.where(token_T < count_B[:, None], T, 0).astype(jnp.int32)
+        until_BT = kept_until(count_B, T)
         _, S = self._mix(*tried[1:], until_BT, None, tried.old)
-        return DeltaState(self._move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
+        return DeltaState(move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: DeltaState | None = None
@@ -171,14 +171,8 @@ class GatedDelta(Mixer):
         if inputs.trial:
             return y_BTD, TriedDelta(state, m_BTHF, g_BTHR, beta_BTHR)
         decoding = inputs.decoding
-        tail = self._move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
+        tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
-
-    def _move_tail(self, tail, m_BTHF, count_B):
-        """The last inputs of the convolution behind `count` new ones."""
-        longer = jnp.concatenate([tail, m_BTHF.astype(tail.dtype)], axis=1)
-        places = count_B[:, None] + jnp.arange(self.taps - 1, dtype=jnp.int32)
-        return jnp.take_along_axis(longer, places[:, :, None, None], axis=1)
 
     def _mix(self, m_BTHF, g_BTHR, beta_BTHR, until_BT, prev_BT, state, chunks=None):
         """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set."""
@@ -207,11 +201,6 @@ class GatedDelta(Mixer):
             out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
             check_vma=False,
         )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
-
-
-def used_until(context: Context) -> jax.Array:
-    """`until` of packed rows, 0 in padding."""
-    return jnp.where(context.real(), context.until, 0)
 
 
 def mix_heads(

@@ -24,6 +24,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GroupedRMSNorm
+from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
 from jaxtrain.parallel.rules import constrain, count_ways, mesh_axes, partition_spec
 
 FIRST_STEPS = (1e-3, 1e-1)
@@ -139,10 +140,9 @@ class Mamba2(Mixer):
         """See Mixer: the recurrence runs again over those that stay, the projections do not."""
         T = tried.m_BTGF.shape[1]
         count_B = decoding.end - decoding.start
-        token_T = jnp.arange(T, dtype=jnp.int32)
-        until_BT = jnp.where(token_T < count_B[:, None], T, 0).astype(jnp.int32)
+        until_BT = kept_until(count_B, T)
         _, S = self._mix(tried.m_BTGF, tried.dt_BTN, until_BT, None, tried.old)
-        return MambaState(self._move_tail(tried.old.tail, tried.m_BTGF, count_B), S)
+        return MambaState(move_tail(tried.old.tail, tried.m_BTGF, count_B), S)
 
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: MambaState | None = None
@@ -163,7 +163,7 @@ class Mamba2(Mixer):
         dt_BTN = dt_BTGR.reshape(B, T, -1).astype(wide) + self.dt_bias[...].astype(wide)[None, None]
         dt_BTN = jnp.clip(jax.nn.softplus(dt_BTN), *self.dt_limit)
         if state is None:
-            until_BT = jnp.where(context.real(), context.until, 0)
+            until_BT = used_until(context)
         else:
             until_BT = context.until
         y_BTF, S = self._mix(m_BTGF, dt_BTN, until_BT, context.prev, state)
@@ -174,14 +174,8 @@ class Mamba2(Mixer):
         if inputs.trial:
             return y_BTD, TriedMamba(state, m_BTGF, dt_BTN)
         decoding = inputs.decoding
-        tail = self._move_tail(state.tail, m_BTGF, decoding.end - decoding.start)
+        tail = move_tail(state.tail, m_BTGF, decoding.end - decoding.start)
         return y_BTD, MambaState(tail, S)
-
-    def _move_tail(self, tail, m_BTGF, count_B):
-        """The last inputs of the convolution behind `count` new ones."""
-        longer = jnp.concatenate([tail, m_BTGF.astype(tail.dtype)], axis=1)
-        places = count_B[:, None] + jnp.arange(self.taps - 1, dtype=jnp.int32)
-        return jnp.take_along_axis(longer, places[:, :, None, None], axis=1)
 
     def _mix(self, m_BTGF, dt_BTN, until_BT, prev_BT, state):
         """(what the heads found [B, T, N P], the last S or None), on whatever mesh is set."""
