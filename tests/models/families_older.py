@@ -1,7 +1,12 @@
-"""Families that test_models_parity.py has, too: the harness agrees with it."""
+"""The families that tiny_models.py has."""
 
-from tiny_models import RAW
+from tiny_models import HYBRID, MAMBA, RAW
 
-FAMILIES = {name: {**RAW[name]} for name in ("qwen3_moe_mixed", "qwen3_5_moe")}
-FAMILIES["qwen3_5_moe"]["intermediate_size"] = None  # there is no dense layer
-SHARDED = {"qwen3_moe_mixed": [{"expert": 2, "tensor": 2}, {"context": 2, "fsdp": 2}]}
+FAMILIES = {name: {"intermediate_size": None, **raw} for name, raw in RAW.items()}
+DEFAULT = {
+    *("qwen3_yarn", "qwen2_window", "llama", "mistral", "mixtral"),
+    *("qwen3_moe", "qwen3_5", "nemotron_h_moe"),
+}
+LONG = {*HYBRID, *MAMBA}
+DECODED = {"nemotron_h_moe", "granitemoehybrid"}
+SHARDED = {"qwen3_moe_mixed": [{"context": 2, "expert": 2}]}

@@ -16,7 +16,6 @@ MESHES = [
     {"expert": 2, "tensor": 2},
     pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
     pytest.param({"expert": 4}, marks=pytest.mark.slow),
-    pytest.param({"context": 2, "expert": 2}, marks=pytest.mark.slow),
 ]
 
 

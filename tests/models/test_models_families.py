@@ -1,4 +1,4 @@
-"""Every further family against transformers in torch: logits and all gradients of a document and
+"""Every family against transformers in torch: logits and all gradients of a document and
 of a packed tree whose branches torch reads alone; folders; decoding.
 
 A family is a tiny config in one of the files families_*.py. Their gradients are written with
@@ -20,8 +20,7 @@ import torch
 import transformers
 from flax import nnx
 from safetensors.numpy import load_file
-from test_models_parity import make_torch, relative_error
-from tiny_models import SIZES, check_decoding, documents
+from tiny_models import SIZES, check_decoding, documents, pack
 
 from jaxtrain.batch import Batch
 from jaxtrain.models import build
@@ -37,19 +36,23 @@ FAMILIES = {
 """A value None in a config takes out what SIZES has."""
 DEFAULT = {name for m in MODULES for name in getattr(m, "DEFAULT", ())}
 """Those that run in every test; together they have all blocks that the others are made of."""
+DECODED = {name for m in MODULES for name in getattr(m, "DECODED", ())}
+"""Those whose caches are not like those of others."""
 SHARDED = {name: sizes for m in MODULES for name, sizes in getattr(m, "SHARDED", {}).items()}
 
-T, PREFIX, BRANCHES, LAST = 48, 16, (14, 10), 8
-"""A row: a document, or a prefix with two branches and a document behind them."""
+LONG = {name for m in MODULES for name in getattr(m, "LONG", ())}
+"""Those with chunks of 64 tokens."""
 
 
 def cases(names):
     return [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in sorted(names)]
 
 
-def make_batch() -> tuple[Batch, list[tuple[int, np.ndarray, int]]]:
+def make_batch(name) -> tuple[Batch, list[tuple[int, np.ndarray, int]]]:
     """[2, T] and its sequences: (row, the places of its tokens, how many of them an earlier one
-    has, too)."""
+    has, too). One row is a document, the other a prefix with two branches and a document."""
+    T = 96 if name in LONG else 48
+    PREFIX, BRANCHES, LAST = T // 3, (14 * T // 48, 10 * T // 48), T // 6
     tokens = np.stack(documents(1, T, T))
     positions = np.tile(np.arange(T, dtype=np.int32), (2, 1))
     prev = positions - 1
@@ -71,6 +74,27 @@ def make_batch() -> tuple[Batch, list[tuple[int, np.ndarray, int]]]:
     weights = {"nll": jnp.asarray((prev >= 0).astype(np.float32))}
     fields = (jnp.asarray(field) for field in (tokens, positions, prev, until))
     return Batch(*fields, weights=weights), sequences
+
+
+def make_torch(raw, seed=0):
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(**raw)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # as drawn, heads forget within a token or two
+                parameter.uniform_(-4.6, 0.4)
+            elif parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.1)
+    return model.float().eval()
+
+
+def relative_error(ours, theirs):
+    scale = np.abs(theirs).max()
+    return np.abs(np.asarray(ours) - theirs).max() / scale
 
 
 def read_flat(folder) -> dict[str, np.ndarray]:
@@ -110,8 +134,8 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     assert said[0] == said[1]
 
     # The loss is a random linear function of the logits: no direction of theirs can go unseen.
-    batch, sequences = make_batch()
-    vocab = config.vocab_size
+    batch, sequences = make_batch(name)
+    T, vocab = batch.tokens.shape[1], config.vocab_size
     probe = np.random.default_rng(2).standard_normal((2, T, vocab)).astype(np.float32)
     graphdef, state = nnx.split(model)
 
@@ -147,7 +171,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
             assert relative_error(our_grads[path], grad) < 1e-4, path
 
     # Decoding in chunks through the cache, windows going round.
-    chunk, text = 4, tokens[:1]
+    chunk, text = T // 12, tokens[:1]
     cache, decode = model.init_cache(1, T), jax.jit(type(model).decode)
     for start in range(0, T, chunk):
         hidden, cache, _ = decode(model, jnp.asarray(text[:, start : start + chunk]), cache)
@@ -159,7 +183,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(DECODED))
 def test_prefill_and_steps_equal_full_forward(name):
     """Prompts of several lengths in one batch, and rows that pause."""
     check_decoding(FAMILIES[name])
@@ -171,7 +195,7 @@ def test_sharded_gradients_equal_one_device(name):
     """In float64, so that nothing but the order of sums differs."""
     with jax.enable_x64(True):
         config = build.config_from_hf(FAMILIES[name])
-        batch, _ = make_batch()
+        batch, _ = make_batch(name)
         rows = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), batch)
 
         def run(mesh):
@@ -194,3 +218,23 @@ def test_sharded_gradients_equal_one_device(name):
             for path, grad in grads.items():
                 error = np.abs(found_grads[path] - grad).max()
                 assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_yarn", "llama", "mixtral"]
+)  # as transformers 4 spells them
+def test_export_loads_in_transformers(name, tmp_path):
+    config = build.config_from_hf(FAMILIES[name])
+    model = build.init(config, seed=3)
+    build.save(model, config, tmp_path)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert build.read_config(tmp_path) == config
+    tokens = np.stack(documents(4, 30, 30))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden)
+    assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
+    assert theirs.config.to_dict().get("rope_parameters", {}) == dict(config.rope)
