@@ -28,9 +28,9 @@ def attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> jax.Array:
-    """Softmax attention with interval masks; returns [B, T, N, H] in q's dtype.
+    """Softmax attention with interval masks; returns [B, T, N, V] in q's dtype.
 
-    q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K. Key s is visible to query row t iff
+    q [B, T, N, H]; k [B, S, K, H] and v [B, S, K, V] with N a multiple of K; V is mostly H. Key s is visible to query row t iff
     context.since[s] <= t < context.until[s], and, with `window`, positions[t] - key_positions[s] <
     window; without one positions are not looked at, and `prev` never is. Scores are q.k * scale
     (default H**-0.5), then softcap * tanh(score / softcap).
@@ -40,10 +40,10 @@ def attention(
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    if k.shape != (B, S, K, H) or v.shape != k.shape or N % K:
+    if k.shape != (B, S, K, H) or v.shape[:-1] != k.shape[:-1] or N % K:
         raise ValueError(
-            f"attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, T, N, H] and twice "
-            "[B, S, K, H] with N a multiple of K"
+            f"attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, T, N, H],"
+            " [B, S, K, H] and [B, S, K, V] with N a multiple of K"
         )
     context = _masks(context, window)
     lengths = {"until": S, "since": S, "positions": T, "key_positions": S}

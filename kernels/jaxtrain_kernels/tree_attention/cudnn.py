@@ -59,6 +59,8 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, documents=N
     B, T, _, H = q.shape
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if v.shape != k.shape:
+        raise NotImplementedError(f"values of {v.shape[-1]} dims beside keys of {k.shape[-1]}")
     if H not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
     if softcap is not None:

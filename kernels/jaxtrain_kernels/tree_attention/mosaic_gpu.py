@@ -56,6 +56,8 @@ def attention_fused(q, k, v, context, *, window=None, softcap=None, scale):
 def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
     require_hopper()
     H = q.shape[-1]
+    if v.shape != k.shape:
+        raise NotImplementedError(f"values of {v.shape[-1]} dims beside keys of {k.shape[-1]}")
     if H not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:

@@ -39,4 +39,4 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale):
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH", weight_BKGTS.astype(v.dtype), v, preferred_element_type=compute
     )
-    return out_BTKGH.reshape(B, T, N, H).astype(q.dtype)
+    return out_BTKGH.reshape(B, T, N, -1).astype(q.dtype)

@@ -33,6 +33,8 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale):
     require_local()
     B, T, _, H = q.shape
     S = k.shape[1]
+    if v.shape != k.shape:
+        raise NotImplementedError(f"values of {v.shape[-1]} dims beside keys of {k.shape[-1]}")
     if H > 256:
         raise NotImplementedError(f"head dim {H} is above 256")
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:

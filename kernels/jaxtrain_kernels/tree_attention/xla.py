@@ -56,7 +56,7 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, block=None)
         v.transpose(0, 2, 1, 3),
         context,
     )
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
 def choose_block(B: int, T: int, N: int, S: int) -> int:
