@@ -30,7 +30,8 @@ def attention(
 ) -> jax.Array:
     """Softmax attention with interval masks; returns [B, T, N, V] in q's dtype.
 
-    q [B, T, N, H]; k [B, S, K, H] and v [B, S, K, V] with N a multiple of K; V is mostly H. Key s is visible to query row t iff
+    q [B, T, N, H]; k [B, S, K, H] and v [B, S, K, V] with N a multiple of K; V is mostly H.
+    Key s is visible to query row t iff
     context.since[s] <= t < context.until[s], and, with `window`, positions[t] - key_positions[s] <
     window; without one positions are not looked at, and `prev` never is. Scores are q.k * scale
     (default H**-0.5), then softcap * tanh(score / softcap).
