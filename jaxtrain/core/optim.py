@@ -112,12 +112,22 @@ def build_optimizer(
     raise AssertionError(optim.name)
 
 
-VECTORS = ("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias")
+VECTORS = (
+    "bias",
+    "scale",
+    "magnitude",
+    "A_log",
+    "D",
+    "dt_bias",
+    "conv",
+    "conv_bias",
+    "layer_scalar",
+)
 
 
 def is_vector(path: str) -> bool:
     """Whether a parameter is a norm scale, a bias, a decay rate, the taps of a convolution by
-    channel or DoRA's magnitude (stacked: more axes)."""
+    channel, a layer's own factor or DoRA's magnitude (stacked: more axes)."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 

@@ -1,7 +1,7 @@
-"""PreNormBlock: x + attention(norm(x)), then x + mlp(norm(x)); what most decoders here are.
+"""Block: what mixes tokens and an MLP, each between norms; what most decoders here are.
 SingleBlock: x + layer(norm(x)), one layer of either kind.
 
-Attention is whatever mixes tokens: linear attention, too."""
+What mixes tokens is called attention here, be it linear attention or Mamba."""
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,38 @@ from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
 
 
-class PreNormBlock(nnx.Module):
-    """[B, T, D] -> [B, T, D]; `mlp` is dense or a mixture of experts, which notes its balance.
-    residual_scale: what either is multiplied with before it is added."""
+class Block(nnx.Module):
+    """[B, T, D] -> [B, T, D]: x + attention_out_norm(attention(attention_norm(x))), then the same
+    of the MLP, which is dense or a mixture of experts that notes its balance.
+
+    A norm that is None is left out: most families have the two before, OLMo 2 (arXiv:2501.00656)
+    those behind, Gemma all four. residual_scale: what either branch is multiplied with before it is
+    added. scalar: what comes out is multiplied with `layer_scalar` [1], a number that is loaded and
+    saved, and has no gradient.
+    """
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
         attention: Mixer,
-        mlp_norm: RMSNorm,
         mlp: MLP | MoE,
+        *,
+        attention_norm: RMSNorm | None = None,
+        attention_out_norm: RMSNorm | None = None,
+        mlp_norm: RMSNorm | None = None,
+        mlp_out_norm: RMSNorm | None = None,
         residual_scale: float = 1.0,
+        scalar: bool = False,
     ):
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_out_norm = attention_out_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
         self.residual_scale = residual_scale
+        # Wide whatever the other weights are: it stands for the size of a whole layer.
+        ones = jnp.ones((1,), jnp.float32)
+        self.layer_scalar = nnx.Param(ones, axes=("norm",)) if scalar else None
 
     @property
     def mixer(self) -> Mixer:
@@ -39,10 +54,19 @@ class PreNormBlock(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
     ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
-        h_BTD, state = self.attention(self.attention_norm(x_BTD), inputs, state)
-        x_BTD = x_BTD + self._scaled(h_BTD)
-        h_BTD, noted = feed_forward(self.mlp, self.mlp_norm(x_BTD), inputs)
-        return x_BTD + self._scaled(h_BTD), state, noted
+        h_BTD, state = self.attention(_norm(self.attention_norm, x_BTD), inputs, state)
+        x_BTD = x_BTD + self._scaled(_norm(self.attention_out_norm, h_BTD))
+        h_BTD, noted = feed_forward(self.mlp, _norm(self.mlp_norm, x_BTD), inputs)
+        x_BTD = x_BTD + self._scaled(_norm(self.mlp_out_norm, h_BTD))
+        return self._finished(x_BTD, inputs), state, noted
+
+    def _finished(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """What becomes of the sum."""
+        if self.layer_scalar is None:
+            return x_BTD
+        scalar = jax.lax.stop_gradient(self.layer_scalar[...])
+        wide = jnp.promote_types(x_BTD.dtype, scalar.dtype)
+        return (x_BTD.astype(wide) * scalar.astype(wide)).astype(x_BTD.dtype)
 
     def _scaled(self, h_BTD: jax.Array) -> jax.Array:
         return (
@@ -82,3 +106,7 @@ def feed_forward(
     if isinstance(layer, MoE):
         return layer(x_BTD, inputs.context.real())
     return layer(x_BTD), {}
+
+
+def _norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

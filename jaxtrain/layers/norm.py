@@ -47,6 +47,16 @@ class PreciseRMSNorm(RMSNorm):
         return normalise_precisely(x, self.scale[...], self.eps)
 
 
+class UnitRMSNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps) alone: no weight (values in Gemma 4)."""
+
+    def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return normalise_alone(x, self.eps)
+
+
 class GroupedRMSNorm(RMSNorm):
     """RMSNorm(x * silu(gate)) over each of `num_groups` equal parts of the last dim (Mamba-2: Dao
     and Gu 2024, arXiv:2405.21060); rounded once, at the end."""
@@ -79,6 +89,12 @@ class GatedRMSNorm(RMSNorm):
 def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of RMSNorm, on arrays."""
     return _to_unit(x, eps).astype(x.dtype) * scale.astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def normalise_alone(x: jax.Array, eps: float) -> jax.Array:
+    """The formula of UnitRMSNorm, on arrays."""
+    return _to_unit(x, eps).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)

@@ -1,18 +1,20 @@
 """The block that the decoders here share, from a config and the few things in which they differ."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flax import nnx
 
 from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.block import PreNormBlock
+from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router
 from jaxtrain.models.decoder import DecoderConfig, Options
 from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.naming import PRE_NORMS
 
 MakeMLP = Callable[[DecoderConfig, Mapping[str, Any]], GatedMLP | MoE]
 """(config, the keyword arguments of layers with weights) -> what stands behind the attention."""
@@ -44,8 +46,10 @@ def attention_block(
     output_gate: bool = False,
     make_mlp: MakeMLP = dense_mlp,
     attention: type[Attention] = Attention,
-) -> PreNormBlock:
-    """Attention and an MLP, each behind an RMSNorm."""
+    norms: Collection[str] = PRE_NORMS,
+    residual_scale: float = 1.0,
+) -> Block:
+    """Attention and an MLP, with the family's norm wherever `norms` says: see `block_of`."""
     common = options.layer_options(config, rngs)
     width, eps = config.hidden_size, config.rms_norm_eps
     mixer = attention(
@@ -61,13 +65,22 @@ def attention_block(
         impl=options.attention_impl,
         **common,
     )
-    return pre_norm_block(config, common, mixer, make_mlp)
+    return block_of(config, common, mixer, make_mlp, norms=norms, residual_scale=residual_scale)
 
 
-def pre_norm_block(
-    config: DecoderConfig, common: Mapping[str, Any], mixer: Mixer, make_mlp: MakeMLP = dense_mlp
-) -> PreNormBlock:
-    """What mixes tokens and an MLP, each behind the family's norm."""
-    width, eps, dtype = config.hidden_size, config.rms_norm_eps, common["param_dtype"]
-    norms = [config.norm(width, eps=eps, param_dtype=dtype) for _ in range(2)]
-    return PreNormBlock(norms[0], mixer, norms[1], make_mlp(config, common))
+def block_of(
+    config: DecoderConfig,
+    common: Mapping[str, Any],
+    mixer: Mixer,
+    make_mlp: MakeMLP = dense_mlp,
+    *,
+    norms: Collection[str] = PRE_NORMS,
+    residual_scale: float = 1.0,
+) -> Block:
+    """What mixes tokens and an MLP; norms: those that the block has, by the names of `Block`, such
+    as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming."""
+    make = functools.partial(
+        config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=common["param_dtype"]
+    )
+    mlp, made = make_mlp(config, common), {name: make() for name in norms}
+    return Block(mixer, mlp, residual_scale=residual_scale, **made)

@@ -14,18 +14,18 @@ from jaxtrain.hf.config import read_fields
 from jaxtrain.hf.files import describe
 from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
 from jaxtrain.layers.attention import Attention
-from jaxtrain.layers.block import PreNormBlock
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router
+from jaxtrain.models.blocks import block_of
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     attention_names,
     fused_expert_names,
-    layer_entry,
     linear_entries,
+    norm_names,
     outer_names,
 )
 
@@ -157,7 +157,7 @@ class Config(DecoderConfig):
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
         common = options.layer_options(config, rngs)
-        width, eps, dtype = config.hidden_size, config.rms_norm_eps, common["param_dtype"]
+        width, eps = config.hidden_size, config.rms_norm_eps
         if kind == "mamba":
             mixer = make_mamba(width, config.sizes, eps, common)
         else:
@@ -172,9 +172,7 @@ class Model(Decoder):
                 impl=options.attention_impl,
                 **common,
             )
-        norms = [config.norm(width, eps=eps, param_dtype=dtype) for _ in range(2)]
-        mlp = make_mlp(config, common)
-        return PreNormBlock(norms[0], mixer, norms[1], mlp, config.residual_multiplier)
+        return block_of(config, common, mixer, make_mlp, residual_scale=config.residual_multiplier)
 
 
 def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
@@ -200,9 +198,7 @@ def names(config: Config) -> list[Entry]:
     for kind, layers in config.layers_by_kind().items():
         if kind == "mamba":
             entries += mamba_names(config.sizes, kind, layers, "attention", "mamba")
-            for ours, theirs in (("attention", "input"), ("mlp", "post_attention")):
-                norm = f"{theirs}_layernorm.weight"
-                entries.append(layer_entry(kind, layers, f"{ours}_norm.scale", norm))
+            entries += norm_names(kind, layers)
         else:
             bias = config.attention_bias
             entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)

@@ -23,9 +23,9 @@ from jaxtrain.layers.gated_delta import GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from jaxtrain.layers.rope import frequencies
-from jaxtrain.models.blocks import MakeMLP, attention_block, pre_norm_block
+from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
 from jaxtrain.models.decoder import DecoderConfig, Options
-from jaxtrain.models.naming import layer_entry, linear_entries
+from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
 
 LINEAR, FULL = "linear_attention", "full_attention"
 MULTIMODAL = "model.language_model."
@@ -254,7 +254,7 @@ def make_mixing_block(
         norm_eps=config.rms_norm_eps,
         **common,
     )
-    return pre_norm_block(config, common, mixer, make_mlp)
+    return block_of(config, common, mixer, make_mlp)
 
 
 def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:
@@ -279,8 +279,7 @@ def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list
         )
     )
     return [
-        layer_entry(kind, layers, "attention_norm.scale", "input_layernorm.weight"),
-        layer_entry(kind, layers, "mlp_norm.scale", "post_attention_layernorm.weight"),
+        *norm_names(kind, layers),
         Entry(f"stack.{kind}.attention.conv", conv),
         layer_entry(kind, layers, "attention.A_log", f"{module}.A_log"),
         layer_entry(kind, layers, "attention.dt_bias", f"{module}.dt_bias"),

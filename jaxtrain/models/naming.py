@@ -7,6 +7,17 @@ from typing import Any
 from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Split, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
 
+PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+SANDWICH_NORMS = {
+    **POST_NORMS,
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+}
+"""The norms of a `Block`, and what their tensors are called: before both layers, behind, around."""
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -18,7 +29,7 @@ def decoder_names(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> list[Entry]:
-    """Entries of every parameter of a `Decoder` with a dense `PreNormBlock`."""
+    """Entries of every parameter of a `Decoder` with a dense `Block` whose norms stand before."""
     layers = range(config.num_hidden_layers)
     return [
         *outer_names(config),
@@ -70,12 +81,12 @@ def attention_names(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    norms: Mapping[str, str] = PRE_NORMS,
 ) -> list[Entry]:
-    """Attention and both norms of the layers that are stored as `stack.<kind>`; root: what stands
-    before "layers.<n>" in their names."""
+    """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
+    stands before "layers.<n>" in their names; norms: what theirs are called."""
     entries = [
-        _layers(kind, layers, root, "attention_norm.scale", "input_layernorm.weight"),
-        _layers(kind, layers, root, "mlp_norm.scale", "post_attention_layernorm.weight"),
+        *norm_names(kind, layers, norms, root),
         *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.k", "self_attn.k_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
@@ -87,6 +98,16 @@ def attention_names(
                 _layers(kind, layers, root, f"attention.{name}.scale", f"self_attn.{name}.weight")
             )
     return entries
+
+
+def norm_names(
+    kind: str, layers: Sequence[int], norms: Mapping[str, str] = PRE_NORMS, root: str = "model."
+) -> list[Entry]:
+    """The norms of a `Block`, by what they are called here."""
+    return [
+        _layers(kind, layers, root, f"{ours}.scale", f"{theirs}.weight")
+        for ours, theirs in norms.items()
+    ]
 
 
 def mlp_names(
