@@ -12,12 +12,14 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.layers.kv_cache import (
+    FEW,
     KV,
     PackedKV,
     TriedRing,
     commit,
     is_ring,
     ring_context,
+    seen_slots,
     whole_context,
     write,
 )
@@ -27,9 +29,6 @@ from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
-
-FEW = 32
-"""Most new tokens of a row whose queries read the cache one by one; more are a prompt."""
 
 
 class Attention(Mixer):
@@ -170,12 +169,7 @@ class Attention(Mixer):
         see = self._score()
         T = q_BTNH.shape[1]
         if (T == 1 or (T <= FEW and not ring)) and not isinstance(written, TriedRing):
-            # A ring holds only what is within the window, and softmax does not ask for an order.
-            first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
-            stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
-            until_BT = end_B1 if decoding.both_sides else stop_BT
-            until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(until_BT, S), 0)
-            since_BT = jnp.maximum(until_BT - (window or S), 0)
+            until_BT, since_BT = seen_slots(S, T, decoding, window)
             return attend_cached(q_BTNH, *written, until_BT, since_BT, **see), written
         see |= {"window": window, "impl": self.impl}
         positions_BT = inputs.context.positions

@@ -12,6 +12,9 @@ from jaxtrain_kernels import Context
 
 from jaxtrain.layers.mixer import Decoding
 
+FEW = 32
+"""Most new tokens of a row whose queries read the cache one by one; more are a prompt."""
+
 
 class KV(NamedTuple):
     """Keys and values that were computed already."""
@@ -31,9 +34,7 @@ class PackedKV(NamedTuple):
 
     def put(self, k_BTKH: jax.Array, v_BTKH: jax.Array, start: jax.Array) -> "PackedKV":
         """With new keys and values in the slots from `start` on, the same ones of all rows."""
-        insert = jax.lax.dynamic_update_slice_in_dim
-        new = (k_BTKH.astype(self.k.dtype), v_BTKH.astype(self.v.dtype))
-        return PackedKV(*(insert(old, x, start, axis=1) for old, x in zip(self, new, strict=True)))
+        return PackedKV(put_packed(self.k, k_BTKH, start), put_packed(self.v, v_BTKH, start))
 
 
 class TriedRing(NamedTuple):
@@ -51,7 +52,14 @@ def is_ring(state: KV, window: int | None) -> bool:
 
 def write(state: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, decoding: Decoding, ring: bool) -> KV:
     """The new tokens that count at their slots: those that fit, or the last ones in a ring."""
-    (B, S), T = state.k.shape[:2], k_BTKH.shape[1]
+    return KV(put_new(state.k, k_BTKH, decoding, ring), put_new(state.v, v_BTKH, decoding, ring))
+
+
+def put_new(
+    old_BSX: jax.Array, new_BTX: jax.Array, decoding: Decoding, ring: bool = False
+) -> jax.Array:
+    """The same of one array [B, S, ...] and what new tokens bring to it."""
+    (B, S), T = old_BSX.shape[:2], new_BTX.shape[1]
     token_T = jnp.arange(T, dtype=jnp.int32)
     slot_BT = decoding.start[:, None] + token_T
     count_B1 = (decoding.end - decoding.start)[:, None]
@@ -61,12 +69,14 @@ def write(state: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, decoding: Decoding, r
         slot_BT %= S
     slot_BT = jnp.where(kept_BT, slot_BT, S + token_T)
     rows_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    new_BTX = new_BTX.astype(old_BSX.dtype)
+    return old_BSX.at[rows_B1, slot_BT].set(new_BTX, mode="drop", unique_indices=True)
 
-    def put(all_BSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-        new_BTKH = new_BTKH.astype(all_BSKH.dtype)
-        return all_BSKH.at[rows_B1, slot_BT].set(new_BTKH, mode="drop", unique_indices=True)
 
-    return KV(put(state.k, k_BTKH), put(state.v, v_BTKH))
+def put_packed(old_BSX: jax.Array, new_BTX: jax.Array, start: jax.Array) -> jax.Array:
+    """`old` with new tokens in the slots from `start` on, the same ones of all rows."""
+    new_BTX = new_BTX.astype(old_BSX.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(old_BSX, new_BTX, start, axis=1)
 
 
 def commit(tried: KV | TriedRing, decoding: Decoding) -> KV:
@@ -75,6 +85,18 @@ def commit(tried: KV | TriedRing, decoding: Decoding) -> KV:
     if isinstance(tried, KV):
         return tried
     return write(tried.old, *tried.new, decoding, ring=True)
+
+
+def seen_slots(
+    S: int, T: int, decoding: Decoding, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """int32 [B, T]: up to which of the S slots, and since which, each of T new tokens sees, where
+    they are written; a ring holds only what is within the window, wherever."""
+    first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
+    stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
+    until_BT = end_B1 if decoding.both_sides else stop_BT
+    until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(until_BT, S), 0)
+    return until_BT, jnp.maximum(until_BT - (window or S), 0)
 
 
 def whole_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Context:

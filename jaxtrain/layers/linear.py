@@ -57,6 +57,14 @@ class Linear(nnx.Module):
             return self.correct(x, x @ gathered(self.kernel, self.dtype))
         return self.correct(x, self.kernel.multiply(x))
 
+    def matrix(self, num_in: int) -> jax.Array:
+        """[num_in, out] in `dtype`: the kernel as it is stored with what the adapter adds, without
+        the bias; for who multiplies by parts of it."""
+        if isinstance(self.kernel, nnx.Param) and self.adapter is None:
+            return gathered(self.kernel, self.dtype)
+        assert self.bias is None, "a bias is no part of a matrix"
+        return self(jnp.eye(num_in, dtype=self.dtype))
+
     def correct(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """y = x @ kernel with what the adapter and the bias add."""
         if self.adapter is not None:

@@ -25,7 +25,9 @@ from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(
+    "attention_out", "attention_lse", "mla_latent"
+)
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "elementwise": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION),
