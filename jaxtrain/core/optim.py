@@ -113,21 +113,14 @@ def build_optimizer(
 
 
 VECTORS = (
-    "bias",
-    "scale",
-    "magnitude",
-    "A_log",
-    "D",
-    "dt_bias",
-    "conv",
-    "conv_bias",
-    "layer_scalar",
+    *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
+    *("choice_bias", "expert_scale", "layer_scalar"),
 )
 
 
 def is_vector(path: str) -> bool:
-    """Whether a parameter is a norm scale, a bias, a decay rate, the taps of a convolution by
-    channel, a layer's own factor or DoRA's magnitude (stacked: more axes)."""
+    """Whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a decay
+    rate, the taps of a convolution by channel or DoRA's magnitude (stacked: more axes)."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 

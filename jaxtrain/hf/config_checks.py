@@ -29,6 +29,13 @@ SIZES = {
     "num_local_experts": 2**14,
     "num_experts_per_tok": 2**14,
     "n_routed_experts": 2**14,
+    "n_shared_experts": 2**8,
+    "moe_num_experts": 2**14,
+    "moe_num_shared_experts": 2**8,
+    "moe_k": 2**14,
+    "moe_topk": 2**14,
+    "n_group": 2**14,
+    "topk_group": 2**14,
     "shared_intermediate_size": 2**22,
     "moe_shared_expert_intermediate_size": 2**22,
     "moe_latent_size": 2**20,
@@ -45,7 +52,10 @@ SIZES = {
     "max_position_embeddings": 2**31 - 1,
 }
 """At least 1, and at most this: far beyond any model, but no number that only hangs."""
-FROM_ZERO = ("num_experts", "num_local_experts", "num_experts_per_tok")
+FROM_ZERO = (
+    *("num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("n_shared_experts", "moe_num_shared_experts"),
+)
 """Of these, 0 where a family may have none; the others refuse that themselves."""
 MAX_PARAMETERS = 2**45
 MAX_ENTRIES = 2**14
@@ -124,7 +134,8 @@ def check_total(values: Mapping[str, Any]) -> None:
 
     width, heads = size("hidden_size", 1), size("num_attention_heads", 1)
     inner = size("moe_intermediate_size", size("intermediate_size", 1))
-    experts = size("num_local_experts", size("num_experts", 1))
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = max(size(name, 1) for name in names)
     layer = width * (4 * heads * size("head_dim", max(width // heads, 1)) + 3 * inner * experts)
     total = size("num_hidden_layers", 1) * layer + 2 * size("vocab_size", 1) * width
     if total > MAX_PARAMETERS:

@@ -64,7 +64,7 @@ class SharedGate(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """[B, T, D] -> [B, T, D] through `router.top` of E experts of F each, plus shared ones.
+    """[B, T, D] -> [B, T, D] through k of E experts of F each, plus shared ones.
 
     gated: whether experts, and shared ones, are GatedMLPs. num_latent: dims that experts read and
     write, between a matrix before all of them and one behind; the router and what is shared read x.
@@ -96,7 +96,7 @@ class MoE(nnx.Module):
         common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
         self.router = router
         width = num_features if num_latent is None else num_latent
-        self.experts = Experts(width, num_hidden, num_experts, router.top, gated, **common)
+        self.experts = Experts(width, num_hidden, num_experts, router.routing.top, gated, **common)
         latent = num_latent is not None
         self.latent_in = (
             Linear(num_features, width, axes=("embed", None), **common) if latent else None
@@ -112,10 +112,13 @@ class MoE(nnx.Module):
         self.impl = impl
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array
+        self, x_BTD: jax.Array, real_BT: jax.Array, routed_BTD: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(result, what the balance of the router is measured on: see `note_balance`)."""
-        choice = self.router(x_BTD)
+        """(result, what the balance of the router is measured on: see `note_balance`).
+
+        routed_BTD: what the router reads, where that is not x.
+        """
+        choice = self.router(x_BTD if routed_BTD is None else routed_BTD)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         y_BTD = _through_experts(
             y_BTD, choice, self.experts, activation=self.activation, impl=self.impl

@@ -1,9 +1,15 @@
 """Router: which experts a token goes to, and how much each of them counts.
 
-Shapes: [..., D] tokens, E experts, k experts per token. All scores are computed in at least
-float32: a rounding error here sends a token to another expert.
+Every family's router is `choose` with a `Routing` of its own:
+
+    logits -> cap -> scores -> + bias, groups -> the best k -> their scores -> normalise -> scale
+
+Shapes: [..., D] tokens, E experts, k experts per token, G groups of E / G experts. All scores are
+computed in at least float32: a rounding error here sends a token to another expert.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,6 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.layers.linear import Dtype
+from jaxtrain.layers.norm import RMSNorm
+
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
 
 
 class Choice(NamedTuple):
@@ -22,14 +35,107 @@ class Choice(NamedTuple):
     """[..., k] weight of each; gradients flow through these, never through the choice."""
     probs: jax.Array
     """[..., E] summing to 1: what the balance is measured on."""
+    lse: jax.Array
+    """[...] logsumexp of the logits, at least float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How logits become a choice.
+
+    "softmax" that is normalised is a softmax over the chosen logits alone (Mixtral, gpt-oss,
+    Granite); a sigmoid with a bias on the choice is DeepSeek-V3's router (arXiv:2412.19437).
+    """
+
+    top: int
+    """k."""
+    score: str = "softmax"
+    """A key of SCORES."""
+    groups: int = 1
+    top_groups: int = 1
+    """Only experts of that many of the groups are candidates, those of the greatest strength."""
+    strength: int = 2
+    """How many of a group's best candidates are summed for it."""
+    normalise: bool = False
+    """The gates of a token are divided by their sum."""
+    min_sum: float = 0.0
+    """A smaller sum than this counts as this (ERNIE)."""
+    eps: float = 1e-20
+    """What is added to the sum."""
+    scale: float = 1.0
+    """What gates are multiplied with at the end."""
+    logit_cap: float | None = None
+    """cap * tanh(logits / cap) takes their place."""
+
+    def __post_init__(self):
+        assert self.score in SCORES, self.score
+
+
+def choose(
+    logits: jax.Array,
+    routing: Routing,
+    *,
+    choice_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    given: jax.Array | None = None,
+) -> Choice:
+    """The choice that a router of these logits [..., E] makes.
+
+    choice_bias [E] is added to scores for the choice only, so gates never hold it and it has no
+    gradient. Candidates of closed groups are at -inf, which a biased score may lie far below 0.
+    expert_scale [E]: what the gate of each expert is multiplied with. given: int32 [..., k],
+    experts chosen elsewhere, whose gates are computed here; a token with a negative one, or one
+    twice, goes where it would.
+    """
+    if routing.logit_cap is not None:
+        logits = routing.logit_cap * jnp.tanh(logits / routing.logit_cap)
+    scores = SCORES[routing.score](logits)
+    wanted = jax.lax.stop_gradient(scores)
+    if choice_bias is not None:
+        wanted = wanted + jax.lax.stop_gradient(choice_bias).astype(scores.dtype)
+    if routing.top_groups < routing.groups:
+        wanted = _close_groups(wanted, routing)
+    experts = jax.lax.top_k(wanted, routing.top)[1]
+    if given is not None:
+        experts = jnp.where(_are_experts(given), given.astype(experts.dtype), experts)
+    gates = jnp.take_along_axis(scores, experts, axis=-1)
+    if routing.normalise:
+        total = gates.sum(-1, keepdims=True)
+        if routing.min_sum:
+            total = jnp.maximum(total, routing.min_sum)
+        gates = gates / (total + routing.eps)
+    if routing.scale != 1:
+        gates = gates * routing.scale
+    if expert_scale is not None:
+        gates = gates * expert_scale.astype(gates.dtype)[experts]
+    probs = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdims=True)
+    return Choice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1))
+
+
+def _are_experts(given: jax.Array) -> jax.Array:
+    """bool [..., 1]: whether each token has k experts there, none of them twice."""
+    ascending = jnp.sort(given, axis=-1)
+    differ = (ascending[..., 1:] != ascending[..., :-1]).all(-1, keepdims=True)
+    return differ & (ascending[..., :1] >= 0)
+
+
+def _close_groups(wanted: jax.Array, routing: Routing) -> jax.Array:
+    """`wanted` [..., E] with -inf in all but the strongest groups."""
+    grouped = wanted.reshape(*wanted.shape[:-1], routing.groups, -1)
+    strength = jax.lax.top_k(grouped, min(routing.strength, grouped.shape[-1]))[0].sum(-1)
+    chosen = jax.lax.top_k(strength, routing.top_groups)[1]
+    is_open = (chosen[..., None] == jnp.arange(routing.groups, dtype=jnp.int32)).any(-2)
+    return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
 class Router(nnx.Module):
-    """[..., D] -> Choice of `top` out of E experts.
+    """[..., D] -> Choice among E experts: `choose` of x @ kernel [D, E].
 
-    scoring "softmax": see `choose_softmax`; "sigmoid": see `choose_sigmoid`, with a `bias` [E] that
-    only moves the choice, so it has no gradient. wide: x and the kernel are multiplied in at least
-    float32, where other routers round the kernel to `dtype`.
+    logit_bias: a trained `bias` [E] on the logits. choice_bias: a `choice_bias` [E] on the scores,
+    for the choice alone; in at least float32, as it moves by steps that a bfloat16 would swallow.
+    expert_scale: a trained factor [E] on the gates. norm: what x goes through first, multiplied
+    with input_scale. wide: x and the kernel are multiplied in at least float32 at the highest
+    precision, where other routers round the kernel to `dtype`; sums are float32 in either.
     """
 
     token_share = 1.0
@@ -39,90 +145,56 @@ class Router(nnx.Module):
         self,
         num_features: int,
         num_experts: int,
+        routing: Routing,
         *,
-        top: int,
-        scoring: str = "softmax",
-        normalise: bool = False,
-        groups: int = 1,
-        top_groups: int = 1,
-        scale: float = 1.0,
+        logit_bias: bool = False,
+        choice_bias: bool = False,
+        expert_scale: bool = False,
+        norm: RMSNorm | None = None,
+        input_scale: float = 1.0,
         wide: bool = False,
         init_std: float = 0.02,
         param_dtype: Dtype = jnp.float32,
         dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        assert scoring in ("softmax", "sigmoid"), scoring
-        shape = (num_features, num_experts)
+        shape, floats = (num_features, num_experts), jnp.promote_types(param_dtype, jnp.float32)
         kernel_DE = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel = nnx.Param(kernel_DE, axes=("embed", None))
-        sigmoid = scoring == "sigmoid"
-        zeros_E = jnp.zeros((num_experts,), jnp.promote_types(param_dtype, jnp.float32))
-        self.bias = nnx.Param(zeros_E, axes=("norm",)) if sigmoid else None
-        self.top, self.normalise, self.scale = top, normalise, scale
-        self.groups, self.top_groups = groups, top_groups
-        self.wide = wide
+
+        def vector(wanted: bool, value: float, dtype: Dtype) -> nnx.Param | None:
+            full_E = jnp.full((num_experts,), value, dtype)
+            return nnx.Param(full_E, axes=("norm",)) if wanted else None
+
+        self.bias = vector(logit_bias, 0, param_dtype)
+        self.choice_bias = vector(choice_bias, 0, floats)
+        self.expert_scale = vector(expert_scale, 1, param_dtype)
+        self.norm, self.input_scale = norm, input_scale
+        self.routing, self.wide = routing, wide
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, x: jax.Array) -> Choice:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        kernel_DE = self.kernel[...].astype(wide if self.wide else self.dtype)
-        x = x.astype(wide) if self.wide else x
-        logits = jnp.einsum("...D,DE->...E", x, kernel_DE, preferred_element_type=wide)
-        if self.bias is None:
-            return choose_softmax(logits, self.top, normalise=self.normalise, scale=self.scale)
-        return choose_sigmoid(
-            logits,
-            self.bias[...],
-            self.top,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            normalise=self.normalise,
-            scale=self.scale,
+    def __call__(self, x: jax.Array, given: jax.Array | None = None) -> Choice:
+        """given: see `choose`."""
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.input_scale != 1:
+            x = x * jnp.asarray(self.input_scale, x.dtype)
+        floats = jnp.promote_types(x.dtype, jnp.float32)
+        kernel_DE = self.kernel[...].astype(floats if self.wide else self.dtype)
+        logits = jnp.einsum(
+            "...D,DE->...E",
+            x.astype(floats) if self.wide else x,
+            kernel_DE,
+            preferred_element_type=floats,
+            # XLA for GPUs would cut float32 factors to 10 bits.
+            precision=jax.lax.Precision.HIGHEST if self.wide else None,
         )
-
-
-def choose_softmax(
-    logits: jax.Array, top: int, *, normalise: bool = False, scale: float = 1.0
-) -> Choice:
-    """The `top` most probable of softmax(logits [..., E]), with those probabilities as gates.
-
-    normalise: the gates of a token sum to 1 (Qwen3-MoE's norm_topk_prob), which equals a softmax
-    over the chosen logits alone (Mixtral, arXiv:2401.04088).
-    """
-    probs = jax.nn.softmax(logits, axis=-1)
-    gates, experts = jax.lax.top_k(probs, top)
-    if normalise:
-        gates = gates / gates.sum(-1, keepdims=True)
-    return Choice(experts, gates * scale, probs)
-
-
-def choose_sigmoid(
-    logits: jax.Array,
-    bias: jax.Array,
-    top: int,
-    *,
-    groups: int = 1,
-    top_groups: int = 1,
-    normalise: bool = True,
-    scale: float = 1.0,
-) -> Choice:
-    """DeepSeek-V3's choice (arXiv:2412.19437, section 2.1.2), from sigmoid(logits [..., E]).
-
-    bias [E] is added for the choice only (balance without a loss). With `groups`, only experts of
-    the `top_groups` groups whose two best experts have the largest sum are candidates. The gates
-    are the scores without the bias, summing to 1 if `normalise`, times `scale`.
-    """
-    scores = jax.nn.sigmoid(logits)
-    wanted = jax.lax.stop_gradient(scores) + bias.astype(scores.dtype)
-    if groups > 1:
-        grouped = wanted.reshape(*wanted.shape[:-1], groups, -1)
-        strength = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        chosen = jax.lax.top_k(strength, top_groups)[1]
-        open_groups = (chosen[..., None] == jnp.arange(groups, dtype=jnp.int32)).any(-2)
-        wanted = jnp.where(open_groups[..., None], grouped, -jnp.inf).reshape(wanted.shape)
-    experts = jax.lax.top_k(wanted, top)[1]
-    gates = jnp.take_along_axis(scores, experts, axis=-1)
-    if normalise:
-        gates = gates / (gates.sum(-1, keepdims=True) + 1e-20)
-    return Choice(experts, gates * scale, scores / scores.sum(-1, keepdims=True))
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(floats)
+        return choose(
+            logits,
+            self.routing,
+            choice_bias=None if self.choice_bias is None else self.choice_bias[...],
+            expert_scale=None if self.expert_scale is None else self.expert_scale[...],
+            given=given,
+        )

@@ -27,12 +27,20 @@ def dense_mlp(config: DecoderConfig, common: Mapping[str, Any], use_bias: bool =
 
 
 def experts_mlp(
-    config: ExpertsConfig, common: Mapping[str, Any], num_hidden: int, normalise: bool
+    config: ExpertsConfig,
+    common: Mapping[str, Any],
+    num_hidden: int,
+    *,
+    num_shared: int | None = None,
+    gate_shared: bool = False,
+    **router: Any,
 ) -> MoE:
-    """Experts of `num_hidden` each; normalise: the gates of a token sum to 1."""
-    width, count, top = config.hidden_size, config.num_local_experts, config.num_experts_per_tok
-    router = Router(width, count, top=top, normalise=normalise, **common)
-    return MoE(router, width, num_hidden, count, activation=config.hidden_act, **common)
+    """Experts of `num_hidden` each, chosen as `config.routing` says; the rest are options of MoE
+    and of Router."""
+    width, count, act = config.hidden_size, config.num_local_experts, config.hidden_act
+    shared = {"num_shared": num_shared, "gate_shared": gate_shared}
+    chooser = Router(width, count, config.routing, **router, **common)
+    return MoE(chooser, width, num_hidden, count, activation=act, **shared, **common)
 
 
 def attention_block(

@@ -2,47 +2,121 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import describe
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.router import Routing
 from jaxtrain.models.decoder import DecoderConfig
+
+ALIASES = {
+    "num_local_experts": (
+        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ),
+    "num_experts_per_tok": ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"),
+}
+"""What families and versions of transformers call these fields."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DecoderConfig):
-    """A DecoderConfig with experts."""
+    """A DecoderConfig with experts; `renamed` says which of ALIASES the family writes."""
 
     num_local_experts: int
-    """`num_experts` in the files of transformers 4."""
     num_experts_per_tok: int
-    router_aux_loss_coef: float = 0.001
+    router_aux_loss_coef: float | None = None
     """Only carried along: model.router_aux_loss_coef says what a run trains with."""
-    output_router_logits: bool = False
+    output_router_logits: bool | None = None
     """Only carried along."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """As for every decoder; `num_experts` is another name of `num_local_experts`."""
+        """As for every decoder; any of ALIASES will do."""
         raw = dict(raw)
-        old = raw.pop("num_experts", None)
-        if old is not None and raw.setdefault("num_local_experts", old) != old:
-            raise UserError(
-                f"config.json: num_experts={old} and num_local_experts="
-                f"{raw['num_local_experts']} are two names of one number; remove one"
-            )
+        for ours, names in ALIASES.items():
+            found = {name: raw.pop(name) for name in names if raw.get(name) is not None}
+            values = list(found.values())
+            if any(value != values[0] for value in values):
+                both = " and ".join(f"{name}={describe(value)}" for name, value in found.items())
+                raise UserError(f"config.json: {both} are two names of one number; remove one")
+            if found:
+                raw[cls.renamed.get(ours, ours)] = values[0]
         return super().from_hf(raw)
 
     def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | {"num_experts": self.num_local_experts}
+        raw = super().to_hf()
+        carried = ("router_aux_loss_coef", "output_router_logits")
+        return {key: v for key, v in raw.items() if key not in carried or v is not None}
 
     def check(self) -> None:
         super().check()
         top, count = self.num_experts_per_tok, self.num_local_experts
         if not 1 <= top <= count:
-            raise UserError(
-                f"config.json: num_experts_per_tok={top} must be from 1 to the {count} experts"
-            )
+            named = self.renamed.get("num_experts_per_tok", "num_experts_per_tok")
+            raise UserError(f"config.json: {named}={top} must be from 1 to the {count} experts")
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses; by default a softmax over its chosen experts."""
+        return Routing(top=self.num_experts_per_tok, normalise=True)
 
     @property
     def experts_per_token(self) -> tuple[int, int]:
         return self.num_experts_per_tok, self.num_local_experts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedExpertsConfig(ExpertsConfig):
+    """Experts in DeepSeek-V3's form (arXiv:2412.19437): some dense layers, then experts in groups,
+    chosen by sigmoids with a correction bias, beside shared ones."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+
+    moe_intermediate_size: int
+    """F of an expert; intermediate_size is that of a dense layer."""
+    n_shared_experts: int | None = None
+    """Experts that every token goes through: one MLP of so many times F."""
+    routed_scaling_factor: float = 1.0
+    n_group: int | None = 1
+    topk_group: int | None = 1
+    norm_topk_prob: bool | None = True
+    """Whether the gates of a token sum to 1 before they are scaled."""
+    first_k_dense_replace: int | None = 0
+    """How many of the first layers are dense."""
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        dense, count = self.first_k_dense_replace or 0, self.num_hidden_layers
+        return tuple(LayerSpec("dense" if layer < dense else "block") for layer in range(count))
+
+    def check(self) -> None:
+        super().check()
+        top, count = self.num_experts_per_tok, self.num_local_experts
+        groups, open_groups = self.n_group or 1, self.topk_group or 1
+        if count % groups or not 1 <= open_groups <= groups:
+            raise UserError(
+                f"config.json: n_group={groups} must divide the {count} experts"
+                f" (n_routed_experts), and topk_group={open_groups} be from 1 to n_group"
+            )
+        if top > count // groups * open_groups:
+            raise UserError(
+                f"config.json: num_experts_per_tok={top} must be from 1 to the"
+                f" {count // groups * open_groups} experts of topk_group groups"
+            )
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            top=self.num_experts_per_tok,
+            score="sigmoid",
+            groups=self.n_group or 1,
+            top_groups=self.topk_group or 1,
+            normalise=bool(self.norm_topk_prob),
+            scale=self.routed_scaling_factor,
+        )
+
+    @property
+    def shared_width(self) -> int | None:
+        """F of the MLP that all tokens go through."""
+        count = self.n_shared_experts
+        return self.moe_intermediate_size * count if count else None

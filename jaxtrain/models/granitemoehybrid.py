@@ -17,7 +17,7 @@ from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.blocks import block_of
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
@@ -182,7 +182,7 @@ def make_mlp(config: Config, common: Mapping[str, Any]) -> MLP | MoE:
     if not count:
         return GatedMLP(width, shared, activation=act, **common)
     return MoE(
-        Router(width, count, top=top, normalise=True, **common),
+        Router(width, count, Routing(top=top, normalise=True), **common),
         width,
         config.intermediate_size,
         count,

@@ -8,7 +8,7 @@ from typing import Any, Self
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.hybrid import HybridConfig
 from jaxtrain.models.naming import (
     expert_names,
@@ -57,7 +57,7 @@ def shared_experts_mlp(
     """Experts and a shared one; normalise: the gates of a token sum to 1."""
     width, count, top = config.hidden_size, config.num_experts, config.num_experts_per_tok
     return MoE(
-        Router(width, count, top=top, normalise=normalise, **common),
+        Router(width, count, Routing(top=top, normalise=normalise), **common),
         width,
         config.moe_intermediate_size,
         count,

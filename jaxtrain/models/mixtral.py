@@ -28,9 +28,7 @@ class Config(ExpertsConfig):
 
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
-        make_mlp = functools.partial(
-            experts_mlp, num_hidden=config.intermediate_size, normalise=True
-        )
+        make_mlp = functools.partial(experts_mlp, num_hidden=config.intermediate_size)
         return attention_block(config, options, rngs, make_mlp=make_mlp)
 
 

@@ -19,7 +19,7 @@ from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
@@ -212,23 +212,21 @@ class Model(Decoder):
 
 def make_experts(config: Config, common: Mapping[str, Any]) -> MoE:
     """Experts without gates, chosen as in DeepSeek-V3, and a shared one."""
-    router = Router(
-        config.hidden_size,
-        config.n_routed_experts,
+    routing = Routing(
         top=config.num_experts_per_tok,
-        scoring="sigmoid",
+        score="sigmoid",
         normalise=config.norm_topk_prob,
         groups=config.n_group,
         top_groups=config.topk_group,
         scale=config.routed_scaling_factor,
-        wide=True,
-        **common,
     )
+    width, count = config.hidden_size, config.n_routed_experts
+    router = Router(width, count, routing, choice_bias=True, wide=True, **common)
     return MoE(
         router,
-        config.hidden_size,
+        width,
         config.moe_intermediate_size,
-        config.n_routed_experts,
+        count,
         activation=config.hidden_act,
         gated=False,
         num_latent=config.moe_latent_size,
@@ -260,7 +258,7 @@ def names(config: Config) -> list[Entry]:
             experts = {"ours": "layer", "module": "mixer", "parts": parts}
             entries += expert_names(kind, layers, config.n_routed_experts, **experts)
             bias = "mixer.gate.e_score_correction_bias"
-            entries.append(layer_entry(kind, layers, "layer.router.bias", bias))
+            entries.append(layer_entry(kind, layers, "layer.router.choice_bias", bias))
             linears = {f"shared.{p}": f"shared_experts.{name}" for p, name in parts.items()}
             if config.moe_latent_size is not None:
                 linears |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}

@@ -3,13 +3,14 @@ all layers, or with some dense ones between."""
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.router import Routing
 from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.experts import ExpertsConfig
@@ -45,6 +46,14 @@ class Config(ExpertsConfig):
         numbers = range(self.num_hidden_layers)
         return tuple(LayerSpec(kind(layer), window=self.sliding_window) for layer in numbers)
 
+    @property
+    def routing(self) -> Routing:
+        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+
+    def to_hf(self) -> dict[str, Any]:
+        """With the number's name in transformers 4, too."""
+        return super().to_hf() | {"num_experts": self.num_local_experts}
+
     def check(self) -> None:
         if self.decoder_sparse_step < 1:
             raise UserError(
@@ -56,9 +65,7 @@ class Config(ExpertsConfig):
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
         bias = config.attention_bias
-        experts = functools.partial(
-            experts_mlp, num_hidden=config.moe_intermediate_size, normalise=config.norm_topk_prob
-        )
+        experts = functools.partial(experts_mlp, num_hidden=config.moe_intermediate_size)
         return attention_block(
             config,
             options,

@@ -1,4 +1,4 @@
-"""Routers and the MoE layer against transformers' own modules."""
+"""The MoE layer against transformers' own module."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.layers.moe import MoE
-from jaxtrain.layers.router import Router, choose_sigmoid, choose_softmax
+from jaxtrain.layers.router import Router, Routing
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
 
@@ -40,24 +40,22 @@ def deepseek(groups, top_groups, normalise, shared=1):
 
 def our_layer(theirs, groups, top_groups, normalise):
     rngs = nnx.Rngs(0)
-    router = Router(
-        D,
-        E,
+    routing = Routing(
         top=TOP,
-        scoring="sigmoid",
+        score="sigmoid",
         normalise=normalise,
         groups=groups,
         top_groups=top_groups,
         scale=2.5,
-        rngs=rngs,
     )
+    router = Router(D, E, routing, choice_bias=True, wide=True, rngs=rngs)
     layer = MoE(router, D, F, E, num_shared=F, rngs=rngs)
 
     def put(variable, tensor):
         variable[...] = jnp.asarray(tensor.detach().numpy())
 
     put(router.kernel, theirs.gate.weight.T)
-    put(router.bias, theirs.gate.e_score_correction_bias)
+    put(router.choice_bias, theirs.gate.e_score_correction_bias)
     gate_up = theirs.experts.gate_up_proj.transpose(1, 2)
     put(layer.experts.gate.kernel, gate_up[..., :F])
     put(layer.experts.up.kernel, gate_up[..., F:])
@@ -98,25 +96,4 @@ def test_deepseek_layer_equals_transformers(groups, top_groups, normalise):
     assert_same(grads[0]["router"]["kernel"][...], theirs.gate.weight.grad.T)
     down = theirs.experts.down_proj.grad.transpose(1, 2)
     assert_same(grads[0]["experts"]["down"]["kernel"][...], down)
-    assert not np.asarray(grads[0]["router"]["bias"][...]).any(), "the bias only moves the choice"
-
-
-def test_a_softmax_over_the_chosen_is_renormalised_probabilities():
-    """Mixtral's paper says the first, transformers computes the second, and so do we."""
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, E)), jnp.float32)
-    choice = choose_softmax(logits, TOP, normalise=True)
-    top, experts = jax.lax.top_k(logits, TOP)
-    np.testing.assert_array_equal(choice.experts, experts)
-    np.testing.assert_allclose(choice.gates, jax.nn.softmax(top, -1), rtol=1e-5)
-    plain = choose_softmax(logits, TOP)
-    assert (plain.gates.sum(-1) < 1).all()
-    np.testing.assert_allclose(plain.probs.sum(-1), 1.0, rtol=1e-5)
-
-
-def test_groups_close_the_others():
-    """Two groups of four, one open: the best pair decides, not the best expert."""
-    scores = np.array([[0.9, 0.1, 0.1, 0.1, 0.6, 0.6, 0.5, 0.1]])
-    logits = jnp.asarray(np.log(scores / (1 - scores)), jnp.float32)
-    choice = choose_sigmoid(logits, jnp.zeros(8), 3, groups=2, top_groups=1, normalise=False)
-    assert set(np.asarray(choice.experts)[0].tolist()) == {4, 5, 6}
-    np.testing.assert_allclose(np.sort(choice.gates[0]), [0.5, 0.6, 0.6], rtol=1e-5)
+    assert not np.asarray(grads[0]["router"]["choice_bias"][...]).any(), "the bias only moves the choice"
