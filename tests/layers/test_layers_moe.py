@@ -96,4 +96,6 @@ def test_deepseek_layer_equals_transformers(groups, top_groups, normalise):
     assert_same(grads[0]["router"]["kernel"][...], theirs.gate.weight.grad.T)
     down = theirs.experts.down_proj.grad.transpose(1, 2)
     assert_same(grads[0]["experts"]["down"]["kernel"][...], down)
-    assert not np.asarray(grads[0]["router"]["choice_bias"][...]).any(), "the bias only moves the choice"
+    assert not np.asarray(grads[0]["router"]["choice_bias"][...]).any(), (
+        "the bias only moves the choice"
+    )

@@ -72,7 +72,9 @@ def test_choose_equals_a_loop():
             for row, z in enumerate(logits):
                 experts, gates = choose_in_numpy(z, routing, bias, scale)
                 np.testing.assert_array_equal(found.experts[row], experts, str(routing))
-                np.testing.assert_allclose(found.gates[row], gates, rtol=1e-12, err_msg=str(routing))
+                np.testing.assert_allclose(
+                    found.gates[row], gates, rtol=1e-12, err_msg=str(routing)
+                )
             np.testing.assert_allclose(found.probs.sum(-1), 1, rtol=1e-12)
 
 

@@ -45,7 +45,9 @@ def test_metrics_by_hand():
     """Two layers of two tokens, three experts, one chosen: loads (2, 0, 0) and (1, 1, 0)."""
     sure = np.log(np.array([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]], np.float32))
     logits = jnp.asarray(np.stack([sure[[0, 0]], sure[[0, 1]]])[:, None])
-    layers = [note_balance(choose(layer, Routing(top=1)), jnp.ones((1, 2), bool)) for layer in logits]
+    layers = [
+        note_balance(choose(layer, Routing(top=1)), jnp.ones((1, 2), bool)) for layer in logits
+    ]
     aux, metrics = measure_balance(jax.tree.map(lambda *parts: jnp.stack(parts), *layers), 1)
     means = {name: float(total / weight) for name, (total, weight) in metrics.items()}
     share, prob = np.array([3, 1, 0]) / 4, np.array([0.8 * 3 + 0.1, 0.8 + 0.3, 0.4]) / 4
