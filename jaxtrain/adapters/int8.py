@@ -1,9 +1,14 @@
 """Int8 storage, weights only: a scale for every output, values rounded to the nearest of 255."""
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.layers.linear import Place
 from jaxtrain.parallel.rules import gathered
 
 
@@ -21,6 +26,31 @@ class Int8(nnx.Module):
             return ((x @ codes.astype(x.dtype)) * scales).astype(x.dtype)
 
         return jax.checkpoint(product)(x, gathered(self.codes), self.scales[...])
+
+    def packed(self) -> "PackedInt8":
+        """The kernels [E, in, out] of experts, for the grouped matmul."""
+        return PackedInt8(self.codes[...], self.scales[...])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedInt8:
+    """A `Packed` of experts; the parts are those of `int8_shapes`."""
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def unpack(self, dtype: jnp.dtype) -> jax.Array:
+        return dequantise_int8({"codes": self.codes, "scales": self.scales}, dtype)
+
+    def specs(self, names: Sequence[str | None], place: Place) -> "PackedInt8":
+        return PackedInt8(
+            place(names, self.codes.shape), place((names[0], names[2]), self.scales.shape)
+        )
 
 
 def int8_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:

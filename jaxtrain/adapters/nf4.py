@@ -5,12 +5,18 @@ times its block's largest magnitude. Those magnitudes, less their mean, are stor
 blocks of 256. The numbers are those of bitsandbytes; 4.13 bits a weight.
 """
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.parallel.rules import gathered
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Place
+from jaxtrain.parallel.rules import gathered, mesh_axes
 
 LEVELS = np.array(
     [
@@ -65,6 +71,56 @@ class NF4(nnx.Module):
 
         return jax.checkpoint(product)(x, {name: gathered(getattr(self, name)) for name in PARTS})
 
+    def packed(self) -> "PackedNF4":
+        """The kernels [E, in, out] of experts, for the grouped matmul."""
+        parts = {name: getattr(self, name)[...] for name in PARTS}
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or not mesh_axes("mlp", mesh):
+            return PackedNF4(**parts)
+        _, num_out, blocks = parts["absmax"].shape
+        group = jnp.arange(num_out * blocks, dtype=jnp.int32).reshape(num_out, blocks) // OUTER
+        return PackedNF4(**parts, group=group)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedNF4:
+    """A `Packed` of experts; the parts are those of `nf4_shapes`."""
+
+    nibbles: Any
+    absmax: Any
+    scales: Any
+    offset: Any
+    group: Any = None
+    """int32 [out, blocks], alike for all experts: the scale of each of `absmax`, where a device has
+    a piece of each matrix; None: they are whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, num_out, half = self.nibbles.shape
+        return experts, 2 * half, num_out
+
+    def unpack(self, dtype: jnp.dtype) -> jax.Array:
+        parts = {name: getattr(self, name) for name in PARTS}
+        return dequantise_nf4(parts, dtype, self.group)
+
+    def specs(self, names: Sequence[str | None], place: Place) -> "PackedNF4":
+        experts, num_in, num_out = names
+        nibbles = place((experts, num_out, num_in), self.nibbles.shape)
+        absmax = place((experts, num_out, num_in), self.absmax.shape)
+        if nibbles != absmax:
+            raise UserError(
+                f'adapter.quantize "nf4": inputs of {self.shape[1]} in blocks of {BLOCK} cannot be'
+                " cut over parallel.tensor; choose parallel.expert or parallel.fsdp instead"
+            )
+        return PackedNF4(
+            nibbles,
+            absmax,
+            place((experts, None), self.scales.shape),
+            place((experts,), self.offset.shape),
+            self.group if self.group is None else place((num_out, num_in), self.group.shape),
+        )
+
 
 PARTS = ("nibbles", "absmax", "scales", "offset")
 
@@ -106,12 +162,21 @@ def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def dequantise_nf4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """The kernel [..., in, out] of its parts, summed in float32, cast to `dtype`."""
+def dequantise_nf4(
+    parts: dict[str, jax.Array], dtype: jnp.dtype, group: jax.Array | None = None
+) -> jax.Array:
+    """The kernel [..., in, out] of its parts, summed in float32, cast to `dtype`.
+
+    group: int32 [out, blocks], which of the scales belongs to each of absmax; None: OUTER of them
+    after each other have one.
+    """
     nibbles, codes = parts["nibbles"], parts["absmax"]
     *lead, num_out, half = nibbles.shape
-    scales = jnp.repeat(parts["scales"], OUTER, axis=-1)
-    scales = scales[..., : num_out * codes.shape[-1]].reshape(codes.shape)
+    if group is None:
+        scales = jnp.repeat(parts["scales"], OUTER, axis=-1)
+        scales = scales[..., : num_out * codes.shape[-1]].reshape(codes.shape)
+    else:
+        scales = parts["scales"][..., group]
     absmax = jnp.asarray(DYNAMIC)[codes] * scales + parts["offset"][..., None, None]
     index = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
     levels = jnp.asarray(LEVELS)[index].reshape(*lead, num_out, -1, BLOCK)

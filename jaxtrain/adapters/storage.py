@@ -1,7 +1,7 @@
 """How frozen kernels are stored: in fewer bits, quantised as they are loaded."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
+from jaxtrain.layers.linear import Linear, PreciseLinear
 from jaxtrain.models.parameters import Params, Shapes
 
 
@@ -47,11 +47,6 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
         if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
             continue
         shape = node.kernel.get_value().shape
-        if isinstance(node, ExpertLinear):
-            raise UserError(
-                f'adapter.quantize "{kind}" does not reach the matrices of experts'
-                f' ({".".join(map(str, path))}); set adapter.quantize to "none"'
-            )
         if shape[-2] % storage.multiple:
             name = ".".join(map(str, path))
             raise UserError(
@@ -62,29 +57,66 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
     return model
 
 
-def quantise_params(params: Iterable[tuple[str, jax.Array]], shapes: Shapes, kind: str) -> Params:
+def find_stored(shapes: Shapes, kind: str) -> set[str]:
+    """The paths of the kernels that are in that storage, by the shapes of all parameters."""
+    end = f".{STORAGES[kind].codes}"
+    return {path.removesuffix(end) for path in shapes if path.endswith(f".kernel{end}")}
+
+
+def quantise_params(
+    params: Iterable[tuple[str, jax.Array | Iterator[jax.Array]]], shapes: Shapes, kind: str
+) -> Params:
     """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
 
-    Each array may be freed once the next is asked for, so no more than one is in memory whole.
+    What comes as an iterator over its layers is in memory a layer at a time; of the others each may
+    be freed once the next is asked for.
     """
-    stored = {}
+    stored, wanted = {}, find_stored(shapes, kind)
     for path, value in params:
-        names = STORAGES[kind].shapes(value.shape) if value.ndim > 1 else ()
-        if not names or not all(f"{path}.{name}" in shapes for name in names):
+        if path not in wanted:
             stored[path] = value
             continue
-        places = {name: shapes[f"{path}.{name}"].sharding for name in names}
-        quantise = functools.partial(quantise_stacked, kind=kind)
-        parts = jax.jit(quantise, out_shardings=places)(value)
+        names = [name for name in STORAGES[kind].shapes((0, 0)) if f"{path}.{name}" in shapes]
+        own = {name: shapes[f"{path}.{name}"] for name in names}
+        places = {name: shape.sharding for name, shape in own.items()}
+        if isinstance(value, jax.Array):
+            quantise = functools.partial(quantise_stacked, kind=kind)
+            parts = jax.jit(quantise, out_shardings=places)(value)
+            jax.block_until_ready(parts)  # else the host runs ahead and memory holds several
+        else:
+            parts = _quantise_layers(value, own, places, kind)
         stored |= {f"{path}.{name}": part for name, part in parts.items()}
-        jax.block_until_ready(parts)  # else the host runs ahead and memory holds several
     return stored
 
 
+def _quantise_layers(
+    layers: Iterator[jax.Array], shapes: Shapes, places: dict, kind: str
+) -> dict[str, jax.Array]:
+    """The parts of a stacked kernel, each layer written to its place as it comes."""
+
+    def empty() -> dict[str, jax.Array]:
+        return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
+    def write(parts, index, kernel):
+        found = quantise_stacked(kernel, kind)
+        return {
+            name: jax.lax.dynamic_update_index_in_dim(part, found[name], index, 0)
+            for name, part in parts.items()
+        }
+
+    parts = jax.jit(empty, out_shardings=places)()
+    for index, kernel in enumerate(layers):
+        parts = jax.block_until_ready(write(parts, index, kernel))
+    return parts
+
+
 def quantise_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
-    """The parts of a kernel [in, out] or, a layer at a time, of [L, in, out]."""
+    """The parts of a kernel [in, out] or, one matrix at a time, of [..., in, out]."""
     quantise = STORAGES[kind].quantise
-    return jax.lax.map(quantise, kernel) if kernel.ndim == 3 else quantise(kernel)
+    if kernel.ndim == 2:
+        return quantise(kernel)
+    return jax.lax.map(functools.partial(quantise_stacked, kind=kind), kernel)
 
 
 def count_weights(path: str, value) -> int:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained
 from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.adapters.storage import quantise_params
+from jaxtrain.adapters.storage import find_stored, quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
@@ -214,18 +214,16 @@ def abstract_params(
 def open_base(parts: Parts, seed: int) -> Params:
     """The weights of the model without adapters, on the mesh: loaded, or random by the seed."""
     quantize = "none" if parts.adapter is None else parts.adapter.quantize
+    shapes = {} if quantize == "none" else abstract_params(parts)[0]
+    options = {"by_layer": find_stored(shapes, quantize) if shapes else (), **parts.options}
     if parts.folder is not None:
-        found = build.read_params(
-            parts.folder, parts.mesh, parts.architecture, seed, **parts.options
-        )
+        found = build.read_params(parts.folder, parts.mesh, parts.architecture, seed, **options)
     elif quantize == "none" and "part" not in parts.options:
         model = build.init(parts.architecture, seed, mesh=parts.mesh, **parts.options)
         return split_model(model)[0]
     else:
-        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **parts.options)
-    if quantize == "none":
-        return dict(found)
-    return quantise_params(found, abstract_params(parts)[0], quantize)
+        found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **options)
+    return quantise_params(found, shapes, quantize) if shapes else dict(found)
 
 
 def open_params(parts: Parts, seed: int) -> Params:

@@ -1,11 +1,13 @@
 """Linear: the one place where a weight meets an activation."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxtrain.parallel.rules import gathered
 
@@ -17,8 +19,8 @@ MANY = 512  # vectors: from so many the matmul outweighs putting the kernels tog
 class Linear(nnx.Module):
     """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`.
 
-    Two slots, for jaxtrain.adapters: `kernel` may be a module with `multiply(x)` that stores it in
-    fewer bits; `adapter` is None, or a module (x, y, kernel) -> corrected y.
+    Two slots, for jaxtrain.adapters: `kernel` may be a module that stores it in fewer bits, with
+    `multiply(x)`, for experts `packed()`; `adapter` is None, or a module (x, y, kernel) -> corrected y.
     """
 
     token_share = 1.0
@@ -115,6 +117,32 @@ def _whole_bwd(_, d_product):
 _whole.defvjp(_whole_fwd, _whole_bwd)
 
 
+Place = Callable[[Sequence[str | None], Sequence[int]], PartitionSpec]
+"""(logical axes, shape) -> where such an array lies."""
+
+
+class Packed(Protocol):
+    """Matrices of experts in fewer bits, frozen: a pytree, which is all that is kept and moved."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, in, out) of the matrices, here those of this device."""
+        ...
+
+    def unpack(self, dtype: jnp.dtype) -> jax.Array:
+        """[E, in, out]."""
+        ...
+
+    def specs(self, names: Sequence[str | None], place: Place) -> Any:
+        """The same pytree with a PartitionSpec for each leaf; names: of the dims of `shape`."""
+        ...
+
+
+def kernel_specs(kernel: Any, names: Sequence[str | None], place: Place) -> Any:
+    """A PartitionSpec for each leaf of an expert's kernel, an array or `Packed`."""
+    return kernel.specs(names, place) if hasattr(kernel, "specs") else place(names, kernel.shape)
+
+
 class ExpertLinear(Linear):
     """A matrix for each of E experts, kernel [E, in, out]; `axes` are those of one matrix, and a
     token goes to `top` of them.
@@ -136,13 +164,17 @@ class ExpertLinear(Linear):
         super().__init__(num_in, num_out, axes=axes, lead=lead, **options)
         self.token_share = top / num_experts
 
-    def weights(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """(kernel, None or the factors a [E, in, R] and b [E, R, out] of what is added to it); the
-        kernel in the param dtype, as the op casts it itself."""
+    def weights(self) -> tuple[Any, tuple[jax.Array, jax.Array] | None]:
+        """(kernel, None or the factors a [E, in, R] and b [E, R, out] of what is added to it).
+
+        The kernel is an array in the param dtype, as the op casts it itself, or `Packed`.
+        """
+        plain = isinstance(self.kernel, nnx.Param)
+        kernel = self.kernel[...] if plain else self.kernel.packed()
         if self.adapter is None:
-            return self.kernel[...], None
+            return kernel, None
         a, b = self.adapter.a[...], self.adapter.b[...]
-        return self.kernel[...], (a, b * jnp.asarray(self.adapter.scale, b.dtype))
+        return kernel, (a, b * jnp.asarray(self.adapter.scale, b.dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         raise AssertionError("experts are multiplied by the grouped matmul")

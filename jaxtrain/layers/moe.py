@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import Adapters, moe_ffn
 
-from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
+from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear, kernel_specs
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Choice, Router
 from jaxtrain.parallel.rules import constrain, partition_spec
@@ -178,12 +178,12 @@ def _through_experts(
     if mesh.empty or mesh.size == 1:
         return compute(x_BTD, choice.experts, choice.gates, kernels, factors)
     place = functools.partial(partition_spec, mesh=mesh)
-    kernel_specs = {name: place(AXES[name][0], kernel.shape) for name, kernel in kernels.items()}
+    specs = {name: kernel_specs(kernel, AXES[name][0], place) for name, kernel in kernels.items()}
     factor_specs = {
         name: pair and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
         for name, pair in factors.items()
     }
-    owners, columns = kernel_specs["up"][0], kernel_specs["up"][2]
+    owners, _, columns = place(AXES["up"][0], kernels["up"].shape)
     shares = (*_axes(owners), *_axes(columns))
     # Devices that share the work of the same tokens all hold these tokens.
     rows, length, _ = place(("rows", "length", None), x_BTD.shape)
@@ -200,7 +200,7 @@ def _through_experts(
 
     return jax.shard_map(
         local,
-        in_specs=(x_spec, x_spec, x_spec, kernel_specs, factor_specs),
+        in_specs=(x_spec, x_spec, x_spec, specs, factor_specs),
         out_specs=x_spec,
         check_vma=False,
     )(x_BTD, choice.experts, choice.gates, kernels, factors)

@@ -77,6 +77,7 @@ class Stack(nnx.Module):
     """Blocks (x_BTD, LayerInputs, state) -> (x_BTD, state, {name: array}), in the order of `specs`.
 
     `make_block(kind, rngs)` makes one. A block has a `mixer`, the Mixer that its state belongs to.
+    only: which layer of each kind is made, counted within the kind: to draw weights in pieces.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Stack(nnx.Module):
         *,
         remat: str = "none",
         scan: bool = True,
+        only: int | jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
         if remat not in REMAT:
@@ -98,8 +100,8 @@ class Stack(nnx.Module):
         for kind in dict.fromkeys(spec.kind for spec in self.specs):
             assert not hasattr(self, kind), f"{kind!r} is no name for a kind of layers"
             mine = [layer for layer, spec in enumerate(self.specs) if spec.kind == kind]
-            make = functools.partial(make_block, kind)
-            setattr(self, kind, _stacked(make, keys[jnp.array(mine)]))
+            make, own = functools.partial(make_block, kind), keys[jnp.array(mine)]
+            setattr(self, kind, _stacked(make, own if only is None else own[only][None]))
 
     def __call__(
         self,

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import read_object, spell
-from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Tensor, whole
+from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
@@ -155,25 +155,33 @@ def draw_params(
     mesh: Mesh | None = None,
     only: Collection[str] | None = None,
     part: Callable[..., nnx.Module] | None = None,
+    by_layer: Collection[str] = (),
     **options: Any,
-) -> Iterator[tuple[str, jax.Array]]:
+) -> Iterator[tuple[str, Any]]:
     """(path, array) of what `init` draws, the same numbers, one parameter after the other: for who
     quantises each before the next is there. only: the paths to draw; None: all, with `part`, as in
-    `abstract`, those that it has."""
+    `abstract`, those that it has. by_layer: paths for which an iterator over the layers stands in
+    the place of the array, so that none is there whole."""
     module = family(config)
     _, state = nnx.split(abstract(config, part, **options))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
-    for path, _ in nnx.to_flat_state(state):
+    for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         if only is not None and name not in only:
             continue
 
-        def draw(key: jax.Array, path: tuple = path) -> jax.Array:
-            model = module.Model(config, Options(**options), nnx.Rngs(params=key))
-            return dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+        def draw(key: jax.Array, layer: Any = None, path: tuple = path) -> jax.Array:
+            chosen = Options(**options, only_layer=layer)
+            model = module.Model(config, chosen, nnx.Rngs(params=key))
+            found = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+            return found if layer is None else found[0]
 
-        place = places[path].get_value() if places else None
-        yield name, jax.jit(draw, out_shardings=place)(jax.random.key(seed))
+        key, place = jax.random.key(seed), places[path].get_value() if places else None
+        if name in by_layer:
+            one = jax.jit(draw, out_shardings=_place_layer(place))
+            yield name, (one(key, layer) for layer in range(leaf.get_value().shape[0]))
+        else:
+            yield name, jax.jit(draw, out_shardings=place)(key)
 
 
 def load(folder: str | os.PathLike, mesh: Mesh | None = None, **options: Any) -> Decoder:
@@ -197,12 +205,13 @@ def read_params(
     config: DecoderConfig | None = None,
     seed: int = 0,
     part: Callable[..., nnx.Module] | None = None,
+    by_layer: Collection[str] = (),
     **options: Any,
-) -> Iterator[tuple[str, jax.Array]]:
+) -> Iterator[tuple[str, Any]]:
     """(path, array) of the parameters of a Hugging Face folder, read one after the other.
 
     config: the folder's, where it is known already, or with a head to draw by the seed. part: as in
-    `abstract`; the folder's other tensors are left alone. Raises
+    `abstract`; the folder's other tensors are left alone. by_layer: as for `draw_params`. Raises
     UserError as `load` does, before the first is read; behind the last one where a tensor holds
     NaN or infinite values.
     """
@@ -221,11 +230,39 @@ def read_params(
         yield from draw_params(config, seed, mesh, drawn, **options)
     check = FiniteCheck(files)
     for path, entry in stored.items():
-        place = places[path].get_value() if places else None
-        value = read_entry(files, entry, flat[path].get_value(), place)
+        like, place = flat[path].get_value(), places[path].get_value() if places else None
+        if entry.param in by_layer:
+            yield entry.param, _read_layers(files, entry, like, place, check)
+            continue
+        value = read_entry(files, entry, like, place)
         check.add(entry, value)
         yield entry.param, value
     check.close()
+
+
+def _read_layers(
+    files: Folder,
+    entry: Entry,
+    like: jax.ShapeDtypeStruct,
+    place: NamedSharding | None,
+    check: FiniteCheck,
+) -> Iterator[jax.Array]:
+    """The layers of a stacked parameter, each read when it is asked for."""
+    assert isinstance(entry.op, Stack), f"{entry.param} is no stack of layers"
+    one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    for op in entry.op.ops:
+        layer = Entry(entry.param, op)
+        value = read_entry(files, layer, one, _place_layer(place))
+        check.add(layer, value)
+        yield value
+
+
+def _place_layer(place: NamedSharding | None) -> NamedSharding | None:
+    """Where one layer of a stacked parameter goes."""
+    if place is None:
+        return None
+    assert not place.spec or place.spec[0] is None, "layers are cut over no axis"
+    return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
 
 
 def stored_entries(config: DecoderConfig) -> dict[str, Entry]:

@@ -164,6 +164,8 @@ class Options:
     """none | full | dots | save_attention: see layers.stack.REMAT."""
     scan_layers: bool = True
     attention_impl: str = "auto"
+    only_layer: Any = None
+    """See `only` of layers.stack.Stack."""
 
     def layer_options(self, config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
         """The keyword arguments that every layer with weights takes."""
@@ -299,6 +301,7 @@ class Decoder(Ends, Layered):
             lambda kind, rngs: self.make_block(kind, config, options, rngs),
             remat=options.remat,
             scan=options.scan_layers,
+            only=options.only_layer,
             rngs=rngs,
         )
         self.norm = config.norm(

@@ -23,6 +23,11 @@ Factors = tuple[jax.Array, jax.Array] | None
 """a [E, in, R] and b [E, R, out]: x W becomes x W + (x a) b (LoRA, the scale already in b)."""
 
 
+def unpacked(w, dtype) -> jax.Array:
+    """A matrix of every expert, [E, in, out] in `dtype`: an array, or what has `unpack(dtype)`."""
+    return w.unpack(dtype) if hasattr(w, "unpack") else w.astype(dtype)
+
+
 class Adapters(NamedTuple):
     """Low-rank corrections of an expert's three matrices; None: there is none."""
 
@@ -45,8 +50,12 @@ def compose(
     """
     segments = routing.segments
 
+    def times(x, w):
+        return matmul(x, unpacked(w, x.dtype), segments, freeze_w=freeze_experts)
+
     def project(x, w, factors):
-        y = matmul(x, w, segments, freeze_w=freeze_experts)
+        # What was packed is unpacked again by the backward, not kept for it.
+        y = (jax.checkpoint(times) if hasattr(w, "unpack") else times)(x, w)
         if factors is None:
             return y
         a, b = factors

@@ -32,8 +32,9 @@ def moe_ffn(
 
     x [T, D]; experts int32 [T, k] (all of a token's differ or not: both are right; a number
     outside [0, E) adds nothing: an expert of another device); gates [T, k]; w_gate and w_up
-    [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's. w_gate None: experts are
-    act(x W_up) W_down, without a gate. Every token reaches all its experts, so a token's result
+    [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's, or frozen and packed: a
+    pytree with `shape` and `unpack(dtype)`, unpacked in both passes and never kept. w_gate None:
+    experts are act(x W_up) W_down, without a gate. Every token reaches all its experts, so a token's result
     does not depend on its neighbours. Deterministic.
     Gradients to x, gates, adapters and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
@@ -51,6 +52,7 @@ def moe_ffn(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"moe_ffn: activation {activation!r}; allowed: {sorted(ACTIVATIONS)}")
+    freeze_experts = freeze_experts or hasattr(w_up, "unpack")
     if freeze_experts:
         w_gate, w_up, w_down = jax.lax.stop_gradient((w_gate, w_up, w_down))
     if block is None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.grouped_matmul import gpu
-from jaxtrain_kernels.grouped_matmul.ffn import Adapters, compose
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters, compose, unpacked
 from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
 from jaxtrain_kernels.mosaic import require_hopper
 
@@ -84,7 +84,7 @@ def _ffn_fwd(activation, freeze, x, gates, weights, adapters, segments):
 
 
 def _forward(activation, x, gates, weights, adapters, segments, *, save):
-    w_gate, w_up, w_down = (w.astype(x.dtype) for w in weights)
+    w_gate, w_up, w_down = (unpacked(w, x.dtype) for w in weights)
     inner, outer = pad_adapters(adapters, x.dtype)
     triples, low_in, low_down = [(x, w_gate, w_up)], None, None
     if inner is not None:
@@ -104,8 +104,7 @@ def _forward(activation, x, gates, weights, adapters, segments, *, save):
 
 def _ffn_bwd(activation, freeze, residuals, dout):
     x, gates, weights, adapters, segments, (hidden, gate_up, low_in, low_down) = residuals
-    low = functools.partial(jax.tree.map, lambda w: w.astype(x.dtype))
-    w_gate, w_up, w_down = low(weights)
+    w_gate, w_up, w_down = (unpacked(w, x.dtype) for w in weights)
     (inner, outer), pull = jax.vjp(lambda a: pad_adapters(a, x.dtype), adapters)
     d_inner = d_outer = None
     pairs = [(dout, w_down)]
