@@ -20,7 +20,8 @@ class Linear(nnx.Module):
     """y[..., out] = x[..., in] @ kernel[in, out] (+ bias[out]), computed in `dtype`.
 
     Two slots, for jaxtrain.adapters: `kernel` may be a module that stores it in fewer bits, with
-    `multiply(x)`, for experts `packed()`; `adapter` is None, or a module (x, y, kernel) -> corrected y.
+    `multiply(x)`, for experts `packed()`; `adapter` is None, or a module (x, y, kernel) ->
+    corrected y.
     """
 
     token_share = 1.0

@@ -34,8 +34,8 @@ def moe_ffn(
     outside [0, E) adds nothing: an expert of another device); gates [T, k]; w_gate and w_up
     [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's, or frozen and packed: a
     pytree with `shape` and `unpack(dtype)`, unpacked in both passes and never kept. w_gate None:
-    experts are act(x W_up) W_down, without a gate. Every token reaches all its experts, so a token's result
-    does not depend on its neighbours. Deterministic.
+    experts are act(x W_up) W_down, without a gate. Every token reaches all its experts, so a
+    token's result does not depend on its neighbours. Deterministic.
     Gradients to x, gates, adapters and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
     kernels want 128; None chooses. Raises ValueError for shapes that do not fit or an unknown
