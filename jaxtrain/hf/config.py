@@ -48,6 +48,8 @@ TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 OWN = {"rope", "kept", "grown", "score", "around", "said", "prefix", "fused_experts"}
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
+OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}
+"""What older files have beside rope_scaling, of families that read it."""
 
 
 def hf_defaults(model_type: str) -> dict[str, Any]:
@@ -60,16 +62,19 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Every field of `cls` but those in OWN is named as in config.json, or as `cls.renamed` says.
     Raises UserError for an attribute that is not a field, says something about the network and
-    differs from transformers' default.
+    differs from transformers' default. `cls.rope_keys`: what the family reads of rope_parameters
+    beside its type's keys.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
+    positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}
+    by_kind = getattr(cls, "rope_by_kind", False)
     hints = get_type_hints(cls)
     hints |= {theirs: hints[ours] for ours, theirs in cls.renamed.items()}
     names = {field.name for field in dataclasses.fields(cls)} - OWN
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
     for key, value in raw.items():
-        if key in names or key in IGNORED or key in ROPE:
+        if key in names or key in IGNORED or key in positions:
             continue
         # A switch that is off cannot change what the network computes.
         if value is None or value is False or (key in defaults and defaults[key] == value):
@@ -84,13 +89,14 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in names & set(raw):
         if raw[name] is not None:
             check_value(name, raw[name], hints[name])
-    check_rope(raw)
+    check_rope(raw, by_kind)
     check_kept(raw)
-    used = {key: raw[key] for key in raw if key in names or key in ROPE or key in KEPT}
+    used = {key: raw[key] for key in raw if key in names or key in positions or key in KEPT}
     try:
         full = _config_class(model_type).from_dict(json.loads(json.dumps(used))).to_dict()
         stated = full.get("rope_parameters") or {}
         rope = {key: value for key, value in stated.items() if value is not None}
+        assert not by_kind or all(isinstance(value, dict) for value in rope.values())
     except Exception as error:  # transformers checks as it likes
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"config.json ({model_type}): {said[:500]}") from error
@@ -99,7 +105,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         if not (value is None and allows_none(hints[name])):
             check_value(name, _thaw(value), hints[name])
     check_total(values)
-    check_rope({"rope_parameters": rope})
+    check_rope({"rope_parameters": rope}, by_kind)
     values |= {ours: values.pop(theirs) for ours, theirs in cls.renamed.items() if theirs in values}
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
     values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
@@ -115,12 +121,15 @@ def write_fields(config: Any) -> dict[str, Any]:
             raw[name] = _thaw(getattr(config, field.name))
     if config.head_dim is None:  # families without the attribute divide by a null
         del raw["head_dim"]
-    rope = {key: _thaw(value) for key, value in config.rope}
+    rope = thaw_rope(config.rope)
     if rope:
         raw["rope_parameters"] = rope
+        rope = rope.get("full_attention", rope)  # which version 4 has names for
         raw["rope_theta"] = rope["rope_theta"]
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+        if "partial_rotary_factor" in rope:
+            raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
     raw.update({key: json.loads(value) for key, value in config.kept})
     return raw
 
@@ -136,7 +145,20 @@ def _config_class(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type]
 
 
+def thaw_rope(rope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """rope_parameters as in a config.json: of all layers, or {kind of layer: its own}."""
+    return {
+        key: thaw_rope(value)
+        if value and isinstance(value, tuple) and type(value[0]) is tuple
+        # Numbers, or the items of a kind of layer.
+        else _thaw(value)
+        for key, value in rope
+    }
+
+
 def _freeze(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(sorted((key, _freeze(v)) for key, v in value.items() if v is not None))
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -146,30 +146,36 @@ def check_total(values: Mapping[str, Any]) -> None:
         )
 
 
-def check_rope(raw: Mapping[str, Any]) -> None:
-    """UserError where what is said about positions is not made of numbers, texts and switches."""
-    theta = raw.get("rope_theta")
-    if theta is not None:
-        _check_rope_value("rope_theta", theta)
+def check_rope(raw: Mapping[str, Any], by_kind: bool = False) -> None:
+    """UserError where what is said about positions is not made of numbers, texts and switches;
+    by_kind: where each kind of layer may have its own."""
+    for key in ROPE_NUMBERS & raw.keys():
+        if raw[key] is not None:
+            _check_rope_value(key, raw[key])
     for name in ("rope_scaling", "rope_parameters"):
         found = raw.get(name)
-        if found is None:
-            continue
-        if not isinstance(found, Mapping) or len(found) > 100:
-            raise UserError(f"config.json: {name} is {describe(found)}; it is an object or null")
-        for key, value in found.items():
-            if isinstance(value, Mapping):
+        if found is not None:
+            _check_rope_table(name, found, by_kind)
+
+
+def _check_rope_table(name: str, found: Any, by_kind: bool) -> None:
+    if not isinstance(found, Mapping) or len(found) > 100:
+        raise UserError(f"config.json: {name} is {describe(found)}; it is an object or null")
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            if not by_kind:
                 raise UserError(
                     f"config.json: {name}.{spell(key)} is {describe(value)}; positions that differ"
                     " by kind of layer are not supported"
                 )
-            if value is not None:
-                _check_rope_value(key, value, f"{name}.")
-        low, high = found.get("low_freq_factor"), found.get("high_freq_factor")
-        if low is not None and high is not None and low >= high:
-            raise UserError(
-                f"config.json: {name}.high_freq_factor={high} must be above low_freq_factor={low}"
-            )
+            _check_rope_table(f"{name}.{spell(key)}", value, False)
+        elif value is not None:
+            _check_rope_value(key, value, f"{name}.")
+    low, high = found.get("low_freq_factor"), found.get("high_freq_factor")
+    if low is not None and high is not None and low >= high:
+        raise UserError(
+            f"config.json: {name}.high_freq_factor={high} must be above low_freq_factor={low}"
+        )
 
 
 def _check_rope_value(key: str, value: Any, place: str = "") -> None:
@@ -180,6 +186,10 @@ def _check_rope_value(key: str, value: Any, place: str = "") -> None:
     elif key == "truncate":
         if not isinstance(value, bool):
             raise UserError(f"{name} is {describe(value)}; it is true or false")
+    elif key in ("short_factor", "long_factor"):
+        fits = isinstance(value, list | tuple) and len(value) <= MAX_ENTRIES
+        if not fits or not all(is_number(item) and 0 < item <= 1e15 for item in value):
+            raise UserError(f"{name} is {describe(value)}; it must be a list of numbers above 0")
     elif key in ROPE_NUMBERS:
         low = 1.0 if key == "rope_theta" else 0.0
         if not is_number(value) or not low < value <= 1e15:
@@ -208,7 +218,8 @@ ROPE_LENGTHS = ("factor", "original_max_position_embeddings")
 ROPE_NUMBERS = {
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "partial_rotary_factor"),
+    *("mscale", "mscale_all_dim", "partial_rotary_factor", "alpha", "llama_4_scaling_beta"),
+    "rope_local_base_freq",
 }
 
 

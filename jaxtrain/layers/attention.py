@@ -5,6 +5,7 @@ decoding. The kernel sees local arrays only: sharded_attention.py.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxtrain.layers.kv_cache import (
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import Angles, rotate
+from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
 
@@ -34,11 +35,20 @@ from jaxtrain.parallel.rules import constrain
 class Attention(Mixer):
     """[B, T, D] -> [B, T, D] with N query heads on K <= N key-value heads of H dims.
 
-    With `qk_norm_eps`, a `norm` over H on queries and keys before the rotation (Qwen3). `num_in`:
-    features that queries, keys and values are made of, where these are not D. scale: of scores, by
-    default H**-0.5. Where the layer has no position encoding, nothing is rotated. With
-    `output_gate`, q gives each head H queries and H gates, by whose sigmoid what the head found is
-    multiplied (Qwen3-Next).
+    What happens to queries, keys and values, in this order, each step only if it is asked for:
+
+    - `qk_norm` "all_heads": a `norm` of `eps` over the N H or K H numbers of a token (OLMo 2)
+    - `clip`: queries, keys and values are held within [-clip, clip] (OLMoE)
+    - `qk_norm` "head": a norm over the H numbers of each head (Qwen3)
+    - rotation, of pairs of `adjacent` dims or of dims H/2 apart; none where the layer has no
+      position encoding
+    - `qk_norm` "rotated_head": as "head", behind the rotation (Hunyuan)
+    - `position_scale`: queries times a factor that grows with their position (Ministral 3)
+    - attention: softmax of scores times `scale`, by default H**-0.5, within `softcap`
+    - `output_gate`: what heads found times the sigmoid of gates [N, H], which "joint" q gives
+      beside each head's queries (Qwen3-Next), or an "own" kernel `gate` (AFMoE)
+
+    `num_in`: features that queries, keys and values are made of, where these are not D.
     """
 
     follows_trees = True
@@ -57,9 +67,13 @@ class Attention(Mixer):
         *,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norm: Literal["head", "all_heads", "rotated_head"] | None = None,
         norm: type[RMSNorm] = RMSNorm,
-        output_gate: bool = False,
+        eps: float = 1e-6,
+        clip: float | None = None,
+        adjacent: bool = False,
+        position_scale: PositionScale | None = None,
+        output_gate: Literal["joint", "own"] | None = None,
         softcap: float | None = None,
         scale: float | None = None,
         impl: str = "auto",
@@ -74,14 +88,21 @@ class Attention(Mixer):
         )
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
         num_in = num_features if num_in is None else num_in
-        asked_dim = 2 * query_dim if output_gate else query_dim
+        asked_dim = 2 * query_dim if output_gate == "joint" else query_dim
         self.q = linear(num_in, asked_dim, axes=("embed", "heads"), use_bias=qkv_bias)
         self.k = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
         self.v = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
         self.out = linear(query_dim, num_features, axes=("heads", "embed"), use_bias=out_bias)
-        make_norm = functools.partial(norm, head_dim, eps=qk_norm_eps, param_dtype=param_dtype)
-        self.q_norm = make_norm() if qk_norm_eps is not None else None
-        self.k_norm = make_norm() if qk_norm_eps is not None else None
+        self.gate = (
+            linear(num_in, query_dim, axes=("embed", "heads")) if output_gate == "own" else None
+        )
+        widths = (query_dim, kv_dim) if qk_norm == "all_heads" else (head_dim, head_dim)
+        self.q_norm, self.k_norm = (
+            None if qk_norm is None else norm(width, eps=eps, param_dtype=param_dtype)
+            for width in widths
+        )
+        self.qk_norm, self.clip, self.adjacent = qk_norm, clip, adjacent
+        self.position_scale = position_scale
         self.output_gate = output_gate
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.softcap, self.scale = softcap, scale
@@ -111,6 +132,9 @@ class Attention(Mixer):
         self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None = None
     ) -> tuple[jax.Array, KV | PackedKV | TriedRing | None]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
+        if self.position_scale is not None:
+            scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
+            q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
         if state is None or isinstance(state, PackedKV):
             if state is not None:
                 state = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
@@ -128,22 +152,36 @@ class Attention(Mixer):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(queries [B, T, N, H], keys and values [B, T, K, H]) of features, rotated by `angles`."""
         assert not self.output_gate, "what the heads find is not gated by whoever asks for this"
+        assert self.position_scale is None, "nor are their queries scaled by positions"
         return self._project(x_BTD, angles)[:3]
 
     def _project(self, x_BTD: jax.Array, angles: Angles | None):
         """The same and the gates [B, T, N, H], or None."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        asked_BTF, keys_BTF, values_BTF = multiply_together(x_BTD, self.q, self.k, self.v)
-        gate_BTNH = None
-        if self.output_gate:
+        gates = [] if self.gate is None else [self.gate]
+        asked_BTF, keys_BTF, values_BTF, *gates_BTF = multiply_together(
+            x_BTD, self.q, self.k, self.v, *gates
+        )
+        gate_BTNH = self._heads(gates_BTF[0]) if gates else None
+        if self.output_gate == "joint":
             both_BTNF = asked_BTF.reshape(*x_BTD.shape[:2], self.num_heads, -1)
             asked_BTF, gate_BTNH = jnp.split(both_BTNF, 2, axis=-1)
-        q_BTNH, k_BTKH, v_BTKH = (self._heads(y) for y in (asked_BTF, keys_BTF, values_BTF))
-        if self.q_norm is not None:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if self.qk_norm == "all_heads":
+            asked_BTF, keys_BTF = self.q_norm(asked_BTF), self.k_norm(keys_BTF)
+        found = asked_BTF, keys_BTF, values_BTF
+        if self.clip is not None:
+            found = (jnp.clip(y, -self.clip, self.clip) for y in found)
+        q_BTNH, k_BTKH, v_BTKH = map(self._heads, found)
+        q_BTNH = self._turn(q_BTNH, self.q_norm, angles)
+        return q_BTNH, self._turn(k_BTKH, self.k_norm, angles), v_BTKH, gate_BTNH
+
+    def _turn(self, x_BTNH: jax.Array, norm: RMSNorm | None, angles: Angles | None) -> jax.Array:
+        """Queries or keys, normed and rotated."""
+        if self.qk_norm == "head":
+            x_BTNH = norm(x_BTNH)
         if angles is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, angles), rotate(k_BTKH, angles)
-        return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
+            x_BTNH = rotate(x_BTNH, angles, self.adjacent)
+        return norm(x_BTNH) if self.qk_norm == "rotated_head" else x_BTNH
 
     def join(self, out_BTNH: jax.Array) -> jax.Array:
         """[B, T, D] of what the heads put out."""

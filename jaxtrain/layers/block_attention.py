@@ -19,7 +19,7 @@ from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.kv_cache import KV, is_ring, ring_context, write
 from jaxtrain.layers.linear import multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
-from jaxtrain.layers.rope import Angles, rotate
+from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.sharded_attention import attend
 from jaxtrain.parallel.rules import constrain
 
@@ -81,10 +81,6 @@ class BlockAttention(Attention):
         """The state with new states [B, T, D], of each row those that `decoding` counts."""
         keys, values = self.project(beside)
         return write(state, keys, values, decoding, is_ring(state, spec.window))
-
-    @staticmethod
-    def _turn(x_BTNH: jax.Array, norm, angles: Angles) -> jax.Array:
-        return rotate(x_BTNH if norm is None else norm(x_BTNH), angles)
 
 
 def causal(since_BS: jax.Array, num_queries: int) -> jax.Array:

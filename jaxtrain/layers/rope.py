@@ -5,7 +5,7 @@ all layers; `rotate` in every attention layer.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +14,22 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 
+YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 OPTIONAL = {
     "default": set(),
     "linear": set(),
     "llama3": set(),
-    "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "yarn": YARN | {"attention_factor", "truncate"},
+    "longrope": {"attention_factor", "factor"},
+    "proportional": {"factor"},
+    "dynamic": YARN | {"factor"},
 }
 REQUIRED = {
     "default": set(),
     "linear": {"factor"},
+    "proportional": set(),
+    "dynamic": {"alpha"},
+    "longrope": {"short_factor", "long_factor", "original_max_position_embeddings"},
     "llama3": {
         "factor",
         "low_freq_factor",
@@ -40,15 +47,20 @@ class Angles(NamedTuple):
     sin: jax.Array
 
 
-def frequencies(head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """(inverse frequencies float64 [H/2], factor on cos and sin) for Hugging Face's parameters.
+def frequencies(
+    head_dim: int, rope: Mapping[str, Any], known: Collection[str] = (), longest: int = 0
+) -> tuple[np.ndarray, float]:
+    """(inverse frequencies float64 [dims/2], factor on cos and sin) for Hugging Face's parameters.
 
-    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL). Raises
+    `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL); known: further
+    keys that the family reads, such as partial_rotary_factor, the share of dims that are rotated,
+    or alpha. longest: the positions that a model is made for, by which "longrope" chooses. Raises
     UserError for another type, a missing or an unknown key.
     """
     kind = rope.get("rope_type", "default")
-    if kind not in REQUIRED:
-        raise UserError(f"rope_type={kind!r} is not supported; supported: {sorted(REQUIRED)}")
+    if kind not in REQUIRED or (kind == "dynamic" and "alpha" not in known):
+        kinds = sorted(REQUIRED if "alpha" in known else {*REQUIRED} - {"dynamic"})
+        raise UserError(f"rope_type={kind!r} is not supported; supported: {kinds}")
     given = {key for key, value in rope.items() if value is not None}
     missing = REQUIRED[kind] | {"rope_theta"}
     missing -= given
@@ -56,19 +68,59 @@ def frequencies(head_dim: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, flo
         raise UserError(f"rope_type={kind!r} needs the keys {sorted(missing)}; found {dict(rope)}")
     unknown = given - REQUIRED[kind] - OPTIONAL[kind] - {"rope_type", "type", "rope_theta"}
     unknown -= {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1.0 else set()
+    unknown -= {*known}
     if kind == "default":  # left over by a scaling that was switched off; has no effect there
         unknown -= {"factor", "original_max_position_embeddings"}
     if unknown:
         raise UserError(f"rope_type={kind!r} does not know the keys {sorted(unknown)}")
-    base = rope["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    share = rope.get("partial_rotary_factor") or 1.0
+    if kind == "proportional":
+        return _proportional(head_dim, share, rope), 1.0
+    dims = int(head_dim * share)
+    if dims % 2 or not 0 < dims <= head_dim:
+        raise UserError(
+            f"config.json: partial_rotary_factor={share} of head_dim={head_dim} gives {dims} dims"
+            " to rotate; an even number from 2 to head_dim is needed"
+        )
+    base = _powers(rope["rope_theta"], dims)
     match kind:
         case "linear":
             return base / rope["factor"], 1.0
         case "llama3":
             return _llama3(base, rope), 1.0
         case "yarn":
-            return _yarn(base, head_dim, rope)
+            return _yarn(base, dims, rope)
+        case "longrope":
+            return _longrope(base, rope, longest)
+        case "dynamic":  # Hunyuan's name for a longer base, whatever the length of a text
+            return _powers(rope["rope_theta"] * rope["alpha"] ** (dims / (dims - 2)), dims), 1.0
     return base, 1.0
+
+
+def _powers(theta: float, dims: int) -> np.ndarray:
+    return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+
+
+def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> np.ndarray:
+    """Gemma 4: all dims are paired as without a share, but only the first pairs turn."""
+    base = _powers(rope["rope_theta"], head_dim) / rope.get("factor", 1.0)
+    return np.where(np.arange(len(base)) < int(share * head_dim // 2), base, 0.0)
+
+
+def _longrope(base: np.ndarray, rope: Mapping[str, Any], longest: int) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, of two lists."""
+    length = rope["original_max_position_embeddings"]
+    name = "long_factor" if longest > length else "short_factor"
+    divisor = np.asarray(rope[name], np.float64)
+    if divisor.shape != base.shape:
+        raise UserError(
+            f"config.json: {name} has {divisor.size} numbers; {base.size} pairs are rotated"
+        )
+    factor = rope.get("factor") or longest / length
+    if rope.get("attention_factor") is not None:
+        return base / divisor, float(rope["attention_factor"])
+    grown = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    return base / divisor, grown
 
 
 def _llama3(base: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
@@ -116,13 +168,34 @@ def angles(
     return Angles(jnp.cos(turn) * factor, jnp.sin(turn) * factor)
 
 
-def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
+def rotate(x_BTNH: jax.Array, angles: Angles, adjacent: bool = False) -> jax.Array:
     """x with dim i and i + H/2 rotated as a pair (the Hugging Face layout), in x's dtype. Angles
-    of fewer dims than x has rotate the first ones; the others pass."""
+    of fewer dims than x has rotate the first ones; the others pass.
+
+    adjacent: pairs are dims 2i and 2i + 1. They come out in the order above, which scores of
+    queries and keys that were both turned so do not see.
+    """
     cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
     if 2 * cos.shape[-1] < x_BTNH.shape[-1]:
         turned, passed = jnp.split(x_BTNH, [2 * cos.shape[-1]], axis=-1)
-        return jnp.concatenate([rotate(turned, angles), passed], axis=-1)
-    first, second = jnp.split(x_BTNH.astype(cos.dtype), 2, axis=-1)
+        return jnp.concatenate([rotate(turned, angles, adjacent), passed], axis=-1)
+    x_BTNH, dtype = x_BTNH.astype(cos.dtype), x_BTNH.dtype
+    if adjacent:
+        first, second = x_BTNH[..., 0::2], x_BTNH[..., 1::2]
+    else:
+        first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    return rotated.astype(dtype)
+
+
+class PositionScale(NamedTuple):
+    """Factor 1 + beta ln(1 + floor(position / length)) on queries, which sharpens attention over
+    long texts (Llama 4, Mistral)."""
+
+    beta: float
+    length: int
+
+    def __call__(self, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[B, T] of int32 positions, in float32 or, for a float64 `dtype`, float64."""
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return 1 + self.beta * jnp.log1p((positions_BT // self.length).astype(wide))

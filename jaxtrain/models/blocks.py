@@ -48,29 +48,24 @@ def attention_block(
     options: Options,
     rngs: nnx.Rngs,
     *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    qk_norm: bool = False,
-    output_gate: bool = False,
     make_mlp: MakeMLP = dense_mlp,
     attention: type[Attention] = Attention,
     norms: Collection[str] = PRE_NORMS,
     residual_scale: float = 1.0,
+    **choices: Any,
 ) -> Block:
-    """Attention and an MLP, with the family's norm wherever `norms` says: see `block_of`."""
+    """Attention and an MLP, with the family's norm wherever `norms` says (see `block_of`);
+    choices: further options of `Attention`."""
     common = options.layer_options(config, rngs)
-    width, eps = config.hidden_size, config.rms_norm_eps
     mixer = attention(
-        width,
+        config.hidden_size,
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_size,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm_eps=eps if qk_norm else None,
         norm=config.norm,
-        output_gate=output_gate,
+        eps=config.rms_norm_eps,
         impl=options.attention_impl,
+        **choices,
         **common,
     )
     return block_of(config, common, mixer, make_mlp, norms=norms, residual_scale=residual_scale)

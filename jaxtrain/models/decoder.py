@@ -37,6 +37,10 @@ class DecoderConfig:
     """Further architectures whose folders the family reads."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """What a config.json calls fields that have another name here."""
+    rope_keys: ClassVar[tuple[str, ...]] = ()
+    """What the family reads of rope_parameters beside the keys of their type."""
+    rope_by_kind: ClassVar[bool] = False
+    """Whether rope_parameters are {kind of layer_types: its own}."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Before attention and MLP, and behind the last layer."""
     guesses: ClassVar[bool] = False
@@ -129,7 +133,9 @@ class DecoderConfig:
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         """`rope.frequencies` of each position encoding that layers() names; a layer with another
         name rotates nothing."""
-        return {"default": frequencies(self.head_size, dict(self.rope))}
+        found = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
+        size, known, longest = self.head_size, self.rope_keys, self.max_position_embeddings
+        return {name: frequencies(size, dict(rope), known, longest) for name, rope in found.items()}
 
     @property
     def media_tokens(self) -> Mapping[int, str]:

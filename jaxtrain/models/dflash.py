@@ -171,7 +171,7 @@ class Model(Draft):
                 rngs,
                 qkv_bias=config.attention_bias,
                 out_bias=config.attention_bias,
-                qk_norm=True,
+                qk_norm="head",
                 attention=BlockAttention,
             ),
             remat=options.remat,

@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
@@ -22,7 +21,6 @@ from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
 from jaxtrain.layers.gated_delta import GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
-from jaxtrain.layers.rope import frequencies
 from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
 from jaxtrain.models.decoder import DecoderConfig, Options
 from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
@@ -36,16 +34,12 @@ SAID: dict[str, tuple[Any, ...]] = {
     "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish",),
     "full_attention_interval": (),
-    "partial_rotary_factor": (),
     "mlp_only_layers": ([],),
 }
 """Attributes that transformers' config classes do not know, and the values that are computed here;
 none: any number."""
 MEDIA = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 NOT_AROUND = {"text_config", "dtype", "torch_dtype", "transformers_version"}
-ROTATED_ONCE = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-"""Of rope_parameters: the first is read here; the others set rows, columns and time of images
-apart, which are the same number for text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +47,10 @@ class HybridConfig(DecoderConfig):
     """A DecoderConfig with layers of linear attention."""
 
     norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    rope_keys: ClassVar[tuple[str, ...]] = (
+        *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
+    )
+    """The last two set rows, columns and time of images apart, which are one number for text."""
     carries: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
     text_type: ClassVar[str]
@@ -84,7 +82,7 @@ class HybridConfig(DecoderConfig):
                 LINEAR if (layer + 1) % every else FULL
                 for layer in range(min(text["num_hidden_layers"], 2**12))
             ]
-        values = read_text(cls, text, said.pop("partial_rotary_factor", 0.25))
+        values = read_text(cls, text)
         values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
         if around is not None:
             values["around"] = json.dumps(around, sort_keys=True)
@@ -95,8 +93,6 @@ class HybridConfig(DecoderConfig):
 
     def to_hf(self) -> dict[str, Any]:
         raw = super().to_hf()
-        rope = dict(self.rope)
-        raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
         raw |= {key: json.loads(value) for key, value in self.said}
         if self.around is None:
             return {**raw, "model_type": self.text_type}
@@ -158,21 +154,6 @@ class HybridConfig(DecoderConfig):
         assert self.layer_types is not None
         return "linear" if self.layer_types[layer] == LINEAR else "block"
 
-    @property
-    def rotated(self) -> int:
-        """Dims of a head that are rotated, the first ones."""
-        return int(self.head_size * dict(self.rope)["partial_rotary_factor"])
-
-    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
-        if self.rotated % 2 or not 0 < self.rotated <= self.head_size:
-            raise UserError(
-                f"config.json: partial_rotary_factor={dict(self.rope)['partial_rotary_factor']} of"
-                f" head_dim={self.head_size} gives {self.rotated} dims to rotate; an even number"
-                " from 2 to head_dim is needed"
-            )
-        rope = {key: value for key, value in self.rope if key not in ROTATED_ONCE}
-        return {"default": frequencies(self.rotated, rope)}
-
 
 def split_levels(
     raw: Mapping[str, Any], cls: type[HybridConfig]
@@ -221,17 +202,16 @@ def check_said(said: Mapping[str, Any]) -> None:
             )
 
 
-def read_text(cls: type[HybridConfig], text: dict[str, Any], rotated: float) -> dict[str, Any]:
+def read_text(cls: type[HybridConfig], text: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cls` from the text's attributes, with the share of rotated dims where
     rope_parameters leaves it out."""
     values = read_fields(cls, text)
-    rope = dict(values["rope"])
     stated = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if "partial_rotary_factor" not in stated:
-        rope["partial_rotary_factor"] = rotated
-    if not is_number(rope["partial_rotary_factor"]):
-        raise UserError("config.json: partial_rotary_factor must be a number")
-    values["rope"] = tuple(sorted(rope.items()))
+        share = text.get("partial_rotary_factor", 0.25)
+        values["rope"] = tuple(
+            sorted({**dict(values["rope"]), "partial_rotary_factor": share}.items())
+        )
     return values
 
 
@@ -241,7 +221,7 @@ def make_mixing_block(
     """A block of linear or of gated full attention."""
     if not linear:
         return attention_block(
-            config, options, rngs, qk_norm=True, output_gate=True, make_mlp=make_mlp
+            config, options, rngs, qk_norm="head", output_gate="joint", make_mlp=make_mlp
         )
     common = options.layer_options(config, rngs)
     mixer = GatedDelta(

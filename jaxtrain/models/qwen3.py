@@ -33,7 +33,7 @@ class Config(DecoderConfig):
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
         bias = config.attention_bias
-        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm=True)
+        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="head")
 
 
 def names(config: Config) -> list[Entry]:

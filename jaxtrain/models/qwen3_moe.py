@@ -72,7 +72,7 @@ class Model(Decoder):
             rngs,
             qkv_bias=bias,
             out_bias=bias,
-            qk_norm=True,
+            qk_norm="head",
             make_mlp=dense_mlp if kind == "dense" else experts,
         )
 

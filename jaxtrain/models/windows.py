@@ -1,15 +1,20 @@
 """Layers that differ in their sliding window, as config.json spells them."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.mixer import LayerSpec
 
 
 def windowed_layers(
-    num_layers: int, layer_types: Sequence[str] | None, sliding_window: int | None
+    num_layers: int,
+    layer_types: Sequence[str] | None,
+    sliding_window: int | None,
+    encodings: Collection[str] = (),
 ) -> tuple[LayerSpec, ...]:
-    """The layers that Hugging Face's `layer_types` and `sliding_window` describe.
+    """The layers that Hugging Face's `layer_types` and `sliding_window` describe; encodings: types
+    whose layers have a position encoding of that name.
 
     Raises UserError for another kind of layer, a wrong number of entries or a missing window.
     """
@@ -28,4 +33,5 @@ def windowed_layers(
         )
     if "sliding_attention" in layer_types and not sliding_window:
         raise UserError("config.json: layer_types has sliding_attention but no sliding_window")
+    kinds |= {name: dataclasses.replace(kinds[name], rope=name) for name in encodings}
     return tuple(kinds[name] for name in layer_types)
