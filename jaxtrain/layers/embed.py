@@ -32,6 +32,11 @@ class Embed(nnx.Module):
         return constrain(x_BTD, "rows", "sequence", "features")
 
 
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """c tanh(logits / c), which no logit leaves [-c, c] by; None: as they are."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table_VD[tokens_BT] in `dtype`, each device with the part of the table that it holds.
 

@@ -27,7 +27,9 @@ def diffusion_loss(model, batch: Batch, shift: bool = True, impl: str = "auto"):
     else:
         hidden_BTD, target_BT = model.hidden(batch).hidden, batch.streams["target"]
     weight_BT, ratio_BT = batch.weights["nll"], batch.streams["mask_ratio"]
-    total, found = sum_logp(hidden_BTD, model.head(), target_BT, weight_BT, impl=impl)
+    total, found = sum_logp(
+        hidden_BTD, model.head(), target_BT, weight_BT, softcap=model.logit_softcap, impl=impl
+    )
     assert found.top is not None, "both ops tell the likeliest token"
     masked_BT = ratio_BT > 0
     count = jnp.sum(masked_BT.astype(found.logp.dtype))

@@ -25,6 +25,7 @@ from jaxtrain_kernels.logp_gather.slices import Axis, local_targets
 from jaxtrain_kernels.precision import accumulator
 
 from jaxtrain.batch import Batch
+from jaxtrain.layers.embed import capped
 from jaxtrain.losses.divergence import (
     Compared,
     Rest,
@@ -64,6 +65,10 @@ class Distillation:
     """Tokens of a chunk; None: so many that its logits are MAX_LOGITS."""
 
 
+Softcaps = tuple[float | None, float | None]
+"""`logit_softcap` of student and teacher."""
+
+
 class Measured(NamedTuple):
     """Numbers of each token, [T]; 0 where it does not train."""
 
@@ -97,7 +102,10 @@ def distillation_loss(model, teacher, batch: Batch, numbers: Distillation):
     if teacher is not None:  # rows beyond the smaller one only fill a table up: no token has them
         size = min(head_VD.shape[0], known[1].shape[0])
         head_VD, known = head_VD[:size], (known[0], known[1][:size])
-    total, found = sum_divergence(hidden_BTD, head_VD, known, target_BT, weight_BT, ce_BT, numbers)
+    caps = (model.logit_softcap, None if teacher is None else teacher.logit_softcap)
+    total, found = sum_divergence(
+        hidden_BTD, head_VD, known, target_BT, weight_BT, ce_BT, numbers, caps
+    )
     return {COMPONENT: total}, describe(found, weight_BT, own_BT, numbers.beta)
 
 
@@ -123,7 +131,14 @@ def describe(found: Measured, weight_BT, own_BT, beta: float) -> dict[str, Any]:
 
 
 def sum_divergence(
-    hidden_BTD, head_VD, known, target_BT, weight_BT, ce_BT, numbers: Distillation
+    hidden_BTD,
+    head_VD,
+    known,
+    target_BT,
+    weight_BT,
+    ce_BT,
+    numbers: Distillation,
+    softcaps: Softcaps = (None, None),
 ) -> tuple[jax.Array, Measured]:
     """(sum of weight x scale x divergence + ce x nll, numbers of each token [B, T], which carry no
     gradient).
@@ -136,7 +151,7 @@ def sum_divergence(
     def local(axis, hidden_BTD, head_VD, states, other, target_BT, weight_BT, ce_BT):
         flat = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
         known = TopK(flat(states), flat(other)) if is_topk else (flat(states), other)
-        spec = Spec(numbers, axis)
+        spec = Spec(numbers, axis, softcaps)
         given: Any = divergence_sum(
             spec,
             flat(hidden_BTD),
@@ -200,6 +215,7 @@ def likeliest_tokens(model, batch: Batch, k: int) -> TopK:
 
         def of_token(h_D):
             z_V = jnp.einsum("D,VD->V", h_D, low_VD, preferred_element_type=compute)
+            z_V = capped(z_V, model.logit_softcap)
             return TopK(*(x[0] for x in take_topk(z_V[None], k, vocabulary)))
 
         rows = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
@@ -224,6 +240,7 @@ class Spec(NamedTuple):
 
     numbers: Distillation
     axis: Axis
+    softcaps: Softcaps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -268,7 +285,7 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
 
     wanted: whether the gradients by hidden and by head are, or None for neither.
     """
-    numbers, axis = spec
+    numbers, _, (softcap, other_softcap) = spec
     T, V = hidden_TD.shape[0], head_VD.shape[0]
     compute = accumulator(hidden_TD.dtype)
     chunk = min(numbers.chunk or max(MAX_LOGITS // V // 128, 1) * 128, T)
@@ -296,6 +313,7 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
         index_C = lax.dynamic_slice(order, (number * chunk,), (chunk,))
         h_CD = pick(hidden_TD, index_C)
         z_CV = jnp.einsum("CD,VD->CV", h_CD, low_VD, preferred_element_type=compute)
+        z_CV = capped(z_CV, softcap)
         if isinstance(known, TopK):
             ids_Ck = known.ids.at[index_C].get(mode="fill", fill_value=-1)
             teacher: Any = TopK(ids_Ck, pick(known.logp, index_C))
@@ -304,6 +322,7 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
             s_CE = pick(states_TE, index_C)
             low_VE = other_VE.astype(s_CE.dtype)
             teacher = jnp.einsum("CE,VE->CV", s_CE, low_VE, preferred_element_type=compute)
+            teacher = capped(teacher, other_softcap)
         weight_C, ce_C = pick(weight_T, index_C), pick(ce_T, index_C)
         here, dz_CV = measure(
             z_CV, teacher, pick(target_T, index_C), weight_C * numbers.scale, ce_C, spec
@@ -312,6 +331,8 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
         found = Measured(
             *(x.at[index_C].set(y, mode="drop") for x, y in zip(found, here, strict=True))
         )
+        if softcap is not None:
+            dz_CV *= 1.0 - jnp.square(z_CV / softcap)
         dz_CV = dz_CV.astype(hidden_TD.dtype)
         if d_hidden is not None:
             d_CD = jnp.einsum("CV,VD->CD", dz_CV, low_VD, preferred_element_type=compute)
@@ -328,7 +349,7 @@ def walk(spec: Spec, hidden_TD, head_VD, known, target_T, weight_T, ce_T, wanted
 def measure(z_CV, teacher, target_C, weight_C, ce_C, spec: Spec) -> tuple[Measured, jax.Array]:
     """(numbers of each token, gradient [C, V] of sum(weight x divergence + ce x nll) by the
     student's logits z). teacher: logits [C, V], or TopK of temperature 1."""
-    numbers, axis = spec
+    numbers, axis, _ = spec
     tau = numbers.temperature
     u_CV = z_CV / tau
     if isinstance(teacher, TopK):

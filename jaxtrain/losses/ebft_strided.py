@@ -44,11 +44,12 @@ def strided_loss(model, batch: Batch, numbers: Scored, impl: str = "auto"):
     hidden_BUD, head_VD = model.hidden(batch).hidden, model.head()
     rl_BU, ce_BU = batch.weights[RL], batch.weights[CE]
     advantage_BU = batch.streams[ADVANTAGE].astype(rl_BU.dtype)
-    warm_BUD = hidden_BUD / jnp.asarray(numbers.temperature, hidden_BUD.dtype)
-    gain, entropy = score(warm_BUD, head_VD, batch, rl_BU, advantage_BU, drawn, impl)
+    options = {"softcap": model.logit_softcap, "impl": impl}
+    warm = options | {"temperature": numbers.temperature}
+    gain, entropy = score(hidden_BUD, head_VD, batch, rl_BU, advantage_BU, drawn, warm)
     if not numbers.train_ce:
         hidden_BUD, head_VD = jax.lax.stop_gradient((hidden_BUD, head_VD))
-    likely, _ = score(hidden_BUD, head_VD, batch, ce_BU, jnp.ones_like(ce_BU), documents, impl)
+    likely, _ = score(hidden_BUD, head_VD, batch, ce_BU, jnp.ones_like(ce_BU), documents, options)
     blocks, *values = batch.streams[NUMBERS].sum((0, 1))
     return {RL: -gain, CE: -likely}, {
         "ebft/rl_loss": (-gain, jnp.sum(rl_BU)),
@@ -58,9 +59,9 @@ def strided_loss(model, batch: Batch, numbers: Scored, impl: str = "auto"):
     }
 
 
-def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, impl: str):
+def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, options: Mapping):
     """(sum of weight x factor x log-prob, sum of weight x entropy) over the tokens that have a
-    weight, at most `most` of a row; no other token meets the head."""
+    weight, at most `most` of a row; no other token meets the head. options: of `sum_logp`."""
     U = weight_BU.shape[1]
 
     def of_row(weight_U: jax.Array) -> jax.Array:
@@ -76,7 +77,7 @@ def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, im
     hidden_BQD = jnp.take_along_axis(hidden_BUD, before_BQ[:, :, None], axis=1)
     weight_BQ = at(weight_BU)
     total, found = sum_logp(
-        hidden_BQD, head_VD, at(batch.tokens), weight_BQ * at(factor_BU), impl=impl
+        hidden_BQD, head_VD, at(batch.tokens), weight_BQ * at(factor_BU), **options
     )
     entropy_BQ = found.entropy
     return total, jnp.sum(weight_BQ.astype(entropy_BQ.dtype) * entropy_BQ)

@@ -19,7 +19,8 @@ def token_logp(
     Returns LogProbs with fields logp, entropy, lse, each float32 [B, T].
     """
     hidden_BTD, target_BT = predictions(model, batch)
-    return gather_logp(hidden_BTD, model.head(), target_BT, temperature=temperature, impl=impl)
+    options = {"temperature": temperature, "softcap": model.logit_softcap, "impl": impl}
+    return gather_logp(hidden_BTD, model.head(), target_BT, **options)
 
 
 def predictions(model, batch: Batch) -> tuple[jax.Array, jax.Array]:

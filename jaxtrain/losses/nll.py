@@ -17,7 +17,9 @@ def nll_loss(model, batch: Batch, impl: str = "auto"):
     """
     hidden_BTD, target_BT = predictions(model, batch)
     weight_BT = batch.weights["nll"]
-    total, scores = sum_logp(hidden_BTD, model.head(), target_BT, weight_BT, impl=impl)
+    total, scores = sum_logp(
+        hidden_BTD, model.head(), target_BT, weight_BT, softcap=model.logit_softcap, impl=impl
+    )
     weight_BT = weight_BT.astype(scores.entropy.dtype)
     entropy = jnp.sum(weight_BT * scores.entropy)
     return {"nll": -total}, {"entropy": (entropy, jnp.sum(weight_BT))}

@@ -29,6 +29,7 @@ Sources: DPO (2305.18290), its label smoothing (cDPO) and robust (2403.00409), h
 Shapes: B rows, T packed tokens; numbers of a comparison stand on its slot (data/pairs.py).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,16 +136,18 @@ def preference_loss(model, batch: Batch, objective: Objective, impl: str = "auto
     """
     hidden_BTD, target_BT = predictions(model, batch)
     head_VD = model.head()
-    scores = gather_logp(hidden_BTD, head_VD, target_BT, impl=impl)
+    gather = functools.partial(gather_logp, softcap=model.logit_softcap, impl=impl)
+    scores = gather(hidden_BTD, head_VD, target_BT)
     fixed_BTD = jax.lax.stop_gradient(hidden_BTD)
     peak_BT = None
     if objective.weighted:
         # log sum_v p_v^2 = lse(2 x) - 2 lse(x): the same op at temperature 1/2.
         head = jax.lax.stop_gradient(head_VD)
-        doubled = gather_logp(fixed_BTD, head, target_BT, temperature=0.5, impl=impl)
+        doubled = gather(fixed_BTD, head, target_BT, temperature=0.5)
         peak_BT = jax.lax.stop_gradient(doubled.lse - 2 * scores.lse)
     sums, metrics = preference_terms(scores.logp, batch, objective, peak_BT)
-    # The mean over the vocabulary of a token's logits is one product with the mean of the head.
+    # The mean over the vocabulary of a token's logits, before a softcap, is one product with the
+    # mean of the head.
     head_D = jnp.mean(jax.lax.stop_gradient(head_VD).astype(scores.logp.dtype), axis=0)
     logit_BT = jnp.einsum("BTD,D->BT", fixed_BTD.astype(head_D.dtype), head_D)
     return sums, {**metrics, **describe_tokens(logit_BT, scores.entropy, batch)}

@@ -19,12 +19,14 @@ def gather_logp(
     target_BT: jax.Array,
     *,
     temperature: jax.Array | float | None = None,
+    softcap: float | None = None,
     freeze_head: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
     """`logp_gather` of every token; fields float32 [B, T].
 
-    `temperature` is a number or [B, T]. The arrays may be sharded in any way.
+    `temperature` is a number or [B, T]; softcap: the model's `logit_softcap`. The
+    arrays may be sharded in any way.
     """
 
     def local(axis, hidden_BTD, head_VD, target_BT, temperature_BT=None):
@@ -33,6 +35,7 @@ def gather_logp(
             head_VD,
             target_BT.reshape(-1),
             temperature=None if temperature_BT is None else temperature_BT.reshape(-1),
+            softcap=softcap,
             freeze_head=freeze_head,
             axis=axis,
             impl=impl,
@@ -71,10 +74,13 @@ def sum_logp(
     target_BT: jax.Array,
     weight_BT: jax.Array,
     *,
+    temperature: float | None = None,
+    softcap: float | None = None,
     freeze_head: bool = False,
     impl: str = "auto",
 ) -> tuple[jax.Array, LogProbs]:
-    """`weighted_logp` of all tokens: (their weighted sum, float32 [B, T] without gradients)."""
+    """`weighted_logp` of all tokens: (their weighted sum, float32 [B, T] without gradients);
+    softcap: the model's `logit_softcap`."""
 
     def local(axis, hidden_BTD, head_VD, target_BT, weight_BT):
         total, found = weighted_logp(
@@ -82,6 +88,8 @@ def sum_logp(
             head_VD,
             target_BT.reshape(-1),
             weight_BT.reshape(-1),
+            temperature=temperature,
+            softcap=softcap,
             freeze_head=freeze_head,
             axis=axis,
             impl=impl,

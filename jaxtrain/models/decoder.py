@@ -17,7 +17,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields, write_fields
-from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.mixer import Decoding, LayerSpec, State
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
@@ -154,6 +154,11 @@ class DecoderConfig:
         return 1.0
 
     @property
+    def logit_softcap(self) -> float | None:
+        """c of logits c tanh(logits / c); None: they stay as they are."""
+        return None
+
+    @property
     def experts_per_token(self) -> tuple[int, int] | None:
         """(experts that a token goes to, experts) of a mixture of experts; None for dense."""
         return None
@@ -227,6 +232,8 @@ class Ends(nnx.Module):
     norm: RMSNorm
     lm_head: Embed | None
     score: Score | None
+    logit_softcap: float | None = None
+    """See DecoderConfig."""
 
     def head(self) -> jax.Array:
         """Output projection [V, D] in the param dtype; the embedding itself when tied."""
@@ -246,7 +253,8 @@ class Ends(nnx.Module):
         log-prob kernel, which never holds this array."""
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         head_VD = self.head().astype(hidden.dtype)
-        return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
+        logits = jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
+        return capped(logits, self.logit_softcap)
 
 
 class Layered(nnx.Module):
@@ -323,6 +331,7 @@ class Decoder(Ends, Layered):
         )
         self.embedding_scale = config.embedding_scale
         self.logit_scale = config.logit_scale if head is None else 1.0
+        self.logit_softcap = config.logit_softcap if head is None else None
         self.stored: tuple[tuple[str, str], ...] = ()
         self.carries = config.carries
         self.experts_per_token = config.experts_per_token

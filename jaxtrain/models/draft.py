@@ -124,10 +124,10 @@ def check_target(draft: DraftConfig, target: DecoderConfig, key: str = "task.dra
             f"{key} has a vocabulary of {draft.vocab_size} tokens, the target (model) of"
             f" {target.vocab_size}; choose the draft of this target"
         )
-    if (target.embedding_scale, target.logit_scale) != (1.0, 1.0):
+    if (target.embedding_scale, target.logit_scale, target.logit_softcap) != (1.0, 1.0, None):
         raise UserError(
             f"{key} reads the target's embedding and head as they are, but {target.architecture}"
-            " scales both (embedding_multiplier, logits_scaling); no draft can stand beside it"
+            " scales embeddings or logits; no draft can stand beside it"
         )
     check_capture(draft.capture, target.num_hidden_layers, key)
     if draft.num_target_layers not in (None, target.num_hidden_layers):

@@ -12,8 +12,9 @@ from jaxtrain.losses.nll import nll_loss
 class Table:
     """A model whose hidden state at a token is a row of its own: logits are read off directly."""
 
-    def __init__(self, logits_TV):
+    def __init__(self, logits_TV, logit_softcap=None):
         self.logits_TV = np.asarray(logits_TV, np.float32)
+        self.logit_softcap = logit_softcap
 
     def hidden(self, batch):
         return Hidden(jnp.asarray(self.logits_TV)[None], {}, {})
@@ -47,6 +48,15 @@ def test_nll_is_the_weighted_sum():
     sums, metrics = nll_loss(Table(LOGITS), BATCH)
     np.testing.assert_allclose(sums["nll"], -0.5 * np.log(0.3 * 0.6 * 0.5), rtol=1e-5)
     assert float(metrics["entropy"][1]) == 1.5
+
+
+def test_logits_under_a_softcap():
+    """Both ways to log-probs equal those of logits that were capped before."""
+    plain, before, inside = Table(LOGITS), Table(np.tanh(LOGITS * 2) / 2), Table(LOGITS, 0.5)
+    expected = nll_loss(before, BATCH)[0]["nll"]
+    np.testing.assert_allclose(nll_loss(inside, BATCH)[0]["nll"], expected, rtol=1e-5)
+    np.testing.assert_allclose(token_logp(inside, BATCH).lse, token_logp(before, BATCH).lse, 1e-5)
+    assert abs(nll_loss(plain, BATCH)[0]["nll"] - expected) > 0.1
 
 
 def test_target_ids_replace_the_tokens():

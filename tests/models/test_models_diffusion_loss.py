@@ -99,6 +99,8 @@ def test_documents_of_a_row_do_not_see_each_other():
 class Table:
     """A model whose hidden states are logits, whatever it reads."""
 
+    logit_softcap = None
+
     def hidden(self, batch):
         return Hidden(jnp.ones((*batch.tokens.shape, 97)), {}, {})
 

@@ -156,6 +156,8 @@ def test_a_turns_end_is_no_part_of_what_is_compared(folder):
 class Bigrams:
     """A model whose logits of the next token are a table's row of the last one."""
 
+    logit_softcap = None
+
     def __init__(self, table):
         self.table = table
 

@@ -96,6 +96,8 @@ class Scores:
 class TwoTokens:
     """A model whose hidden states depend on a token and the one before it on its branch."""
 
+    logit_softcap = None
+
     def __init__(self, params):
         self.params = params
 
