@@ -1,50 +1,33 @@
 """What the hybrid families of Qwen share: layers of linear attention (layers.gated_delta), every
-fourth one of gated full attention; their config.json in its two forms; their tensor names.
+fourth one of gated full attention; their config.json; their tensor names.
 
-Folders of the Hub are multimodal: what concerns text stands in `text_config`, the rest around it.
-The vision tower (`model.visual.`) and the heads that predict further tokens (`mtp.`) are no part of
-the model here; every export takes them along byte by byte.
+Folders of the Hub are multimodal (models.multimodal). The vision tower (`model.visual.`) and the
+heads that predict further tokens (`mtp.`) are carried along.
 """
 
 import dataclasses
-import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.config_checks import is_number
-from jaxtrain.hf.files import describe, spell
 from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
 from jaxtrain.layers.gated_delta import GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
-from jaxtrain.models.decoder import DecoderConfig, Options
+from jaxtrain.models.decoder import Options
+from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
 
 LINEAR, FULL = "linear_attention", "full_attention"
-MULTIMODAL = "model.language_model."
-SAID: dict[str, tuple[Any, ...]] = {
-    "attn_output_gate": (True,),
-    "mamba_ssm_dtype": ("float32",),
-    "mtp_num_hidden_layers": (),
-    "mtp_use_dedicated_embeddings": (False,),
-    "output_gate_type": ("swish",),
-    "full_attention_interval": (),
-    "mlp_only_layers": ([],),
-}
-"""Attributes that transformers' config classes do not know, and the values that are computed here;
-none: any number."""
-MEDIA = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-NOT_AROUND = {"text_config", "dtype", "torch_dtype", "transformers_version"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(DecoderConfig):
-    """A DecoderConfig with layers of linear attention."""
+class HybridConfig(TextConfig):
+    """A TextConfig with layers of linear attention."""
 
     norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
     rope_keys: ClassVar[tuple[str, ...]] = (
@@ -53,8 +36,18 @@ class HybridConfig(DecoderConfig):
     """The last two set rows, columns and time of images apart, which are one number for text."""
     carries: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
-    text_type: ClassVar[str]
-    """model_type of the text alone, by which transformers reads its attributes."""
+    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),
+        "mtp_num_hidden_layers": (),
+        "mtp_use_dedicated_embeddings": (False,),
+        "output_gate_type": ("swish",),
+        "full_attention_interval": (),
+        "mlp_only_layers": ([],),
+    }
+    media: ClassVar[tuple[str, ...]] = (
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    )
 
     layer_types: tuple[str, ...] | None = None
     linear_num_key_heads: int
@@ -62,52 +55,23 @@ class HybridConfig(DecoderConfig):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    around: str | None = None
-    """JSON of what stands around `text_config`; None: there is no such level."""
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of SAID that were there, as (key, JSON)."""
-    prefix: str = "model."
-    """Of the tensors of text."""
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From either form; UserError for anything that would be ignored."""
-        around, text = split_levels(raw, cls)
-        own = {field.name for field in dataclasses.fields(cls)}
-        said = {key: text.pop(key) for key in SAID if key in text and key not in own}
-        check_said(said)
+    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         if text.get("layer_types") is None and type(text.get("num_hidden_layers")) is int:
             every = said.get("full_attention_interval", 4)
             text["layer_types"] = [
                 LINEAR if (layer + 1) % every else FULL
                 for layer in range(min(text["num_hidden_layers"], 2**12))
             ]
-        values = read_text(cls, text)
-        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
-        if around is not None:
-            values["around"] = json.dumps(around, sort_keys=True)
-            values["prefix"] = MULTIMODAL
-        config = cls(**values)
-        config.check()
-        return config
-
-    def to_hf(self) -> dict[str, Any]:
-        raw = super().to_hf()
-        raw |= {key: json.loads(value) for key, value in self.said}
-        if self.around is None:
-            return {**raw, "model_type": self.text_type}
-        del raw["architectures"]
-        text = {**raw, "model_type": self.text_type}
-        outer = {**json.loads(self.around), "tie_word_embeddings": self.tie_word_embeddings}
-        return {**outer, "model_type": self.model_type, "text_config": text}
-
-    def fit(self, tensors: Collection[str]) -> Self:
-        """The prefix stands in the folder, not in its config: transformers writes a flat config
-        beside long names."""
-        for prefix in (MULTIMODAL, "model."):
-            if f"{prefix}embed_tokens.weight" in tensors:
-                return dataclasses.replace(self, prefix=prefix)
-        return self
+        values = read_fields(cls, text)
+        stated = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if "partial_rotary_factor" not in stated:
+            share = text.get("partial_rotary_factor", 0.25)
+            values["rope"] = tuple(
+                sorted({**dict(values["rope"]), "partial_rotary_factor": share}.items())
+            )
+        return values
 
     def check(self) -> None:
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
@@ -125,26 +89,7 @@ class HybridConfig(DecoderConfig):
                 f"config.json: layer_types must name {self.num_hidden_layers} layers"
                 f" (num_hidden_layers), each {LINEAR} or {FULL}"
             )
-        if self.score is not None and self.around is not None:
-            raise UserError(
-                f"{self.architecture}: a model that scores has no place for the vision tower of a"
-                " multimodal folder; start from its text alone: transformers.AutoModelForCausalLM"
-                ".from_pretrained(FOLDER).save_pretrained(TEXT)"
-            )
         super().check()
-
-    def check_drawn(self) -> None:
-        if self.around is not None:
-            raise UserError(
-                f"{self.architecture}: the vision tower of a multimodal config cannot be drawn at"
-                f' random here; give what is in text_config alone, with architectures ["'
-                f'{self.architecture}"]'
-            )
-
-    @property
-    def media_tokens(self) -> Mapping[int, str]:
-        raw = {} if self.around is None else json.loads(self.around)
-        return {raw[key]: key for key in MEDIA if type(raw.get(key)) is int}
 
     def layers(self) -> tuple[LayerSpec, ...]:
         return tuple(LayerSpec(self.kind(layer)) for layer in range(self.num_hidden_layers))
@@ -153,66 +98,6 @@ class HybridConfig(DecoderConfig):
         """Under which name a layer is stored."""
         assert self.layer_types is not None
         return "linear" if self.layer_types[layer] == LINEAR else "block"
-
-
-def split_levels(
-    raw: Mapping[str, Any], cls: type[HybridConfig]
-) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """(what stands around the text's attributes, or None where there is one level; these)."""
-    if "text_config" not in raw:
-        return None, dict(raw)
-    text = raw["text_config"]
-    around = {key: value for key, value in raw.items() if key not in NOT_AROUND}
-    if not isinstance(text, Mapping):
-        raise UserError(f"config.json: text_config is {describe(text)}; it is an object")
-    if text.get("model_type", cls.text_type) != cls.text_type:
-        raise UserError(
-            f"config.json: text_config.model_type={spell(text['model_type'])!r}; that of"
-            f" {cls.architecture} is {cls.text_type!r}"
-        )
-    text = dict(text)
-    text.pop("architectures", None)
-    # transformers goes by the one on top, and leaves its default below when it writes.
-    tied = around.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    if text.get("tie_word_embeddings") is True and tied is not True:
-        raise UserError(
-            f"config.json: tie_word_embeddings is {describe(tied)} on top and true in text_config;"
-            " make them the same"
-        )
-    text["tie_word_embeddings"] = tied
-    unknown = around.get("language_model_only")
-    if unknown not in (None, False):
-        raise UserError(
-            f"config.json: language_model_only={describe(unknown)} is not supported; only false"
-        )
-    return around, text
-
-
-def check_said(said: Mapping[str, Any]) -> None:
-    """UserError where an attribute says something that is not computed here."""
-    for key, value in said.items():
-        allowed = SAID[key]
-        fits = value in allowed if allowed else is_number(value) and value >= 0
-        if key == "full_attention_interval":
-            fits = type(value) is int and value > 0
-        if not fits:
-            only = " or ".join(map(json.dumps, allowed)) or "a number"
-            raise UserError(
-                f"config.json: {key}={describe(value)} is not supported; only {only} is"
-            )
-
-
-def read_text(cls: type[HybridConfig], text: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `cls` from the text's attributes, with the share of rotated dims where
-    rope_parameters leaves it out."""
-    values = read_fields(cls, text)
-    stated = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if "partial_rotary_factor" not in stated:
-        share = text.get("partial_rotary_factor", 0.25)
-        values["rope"] = tuple(
-            sorted({**dict(values["rope"]), "partial_rotary_factor": share}.items())
-        )
-    return values
 
 
 def make_mixing_block(

@@ -1,0 +1,153 @@
+"""The text of folders that hold more: what concerns it stands in `text_config`, the rest around it.
+
+Towers for pictures and sound are no part of the model here; every export takes their tensors along
+byte by byte. A folder of text alone has one level, and other names of its tensors.
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Self
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.config import hf_defaults, read_fields
+from jaxtrain.hf.config_checks import is_number
+from jaxtrain.hf.files import describe, spell
+from jaxtrain.models.decoder import DecoderConfig
+
+NOT_AROUND = {"text_config", "dtype", "torch_dtype", "transformers_version"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(DecoderConfig):
+    """A DecoderConfig whose config.json may have two levels."""
+
+    text_type: ClassVar[str]
+    """model_type of the text alone, by which transformers reads its attributes."""
+    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Attributes of text that transformers' config class does not know, and the values that are
+    computed here; none: any number."""
+    media: ClassVar[tuple[str, ...]] = ()
+    """Keys on top that name ids which are no text."""
+    prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.", "model.")
+    """What the tensors of text may begin with; the last one in folders of text alone."""
+
+    around: str | None = None
+    """JSON of what stands around `text_config`; None: there is no such level."""
+    said: tuple[tuple[str, str], ...] = ()
+    """Attributes of `says` that were there, as (key, JSON)."""
+    prefix: str = "model."
+    """Of the tensors of text."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """From either form; UserError for anything that would be ignored."""
+        around, text = split_levels(raw, cls)
+        own = {field.name for field in dataclasses.fields(cls)}
+        said = {key: text.pop(key) for key in cls.says if key in text and key not in own}
+        check_said(said, cls.says)
+        values = cls.read_text(text, said)
+        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+        if around is not None:
+            values["around"] = json.dumps(around, sort_keys=True)
+            values["prefix"] = cls.prefixes[0]
+        config = cls(**values)
+        config.check()
+        return config
+
+    @classmethod
+    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `cls` from the text's attributes; said: those of `says`."""
+        return read_fields(cls, text)
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        raw |= {key: json.loads(value) for key, value in self.said}
+        if self.around is None:
+            return {**raw, "model_type": self.text_type}
+        del raw["architectures"]
+        text = {**raw, "model_type": self.text_type}
+        outer = {**json.loads(self.around), "tie_word_embeddings": self.tie_word_embeddings}
+        return {**outer, "model_type": self.model_type, "text_config": text}
+
+    def fit(self, tensors: Collection[str]) -> Self:
+        """The prefix stands in the folder, not in its config: transformers writes a flat config
+        beside long names."""
+        for prefix in self.prefixes:
+            if f"{prefix}embed_tokens.weight" in tensors:
+                return dataclasses.replace(self, prefix=prefix)
+        return self
+
+    def check(self) -> None:
+        if self.score is not None and self.around is not None:
+            raise UserError(
+                f"{self.architecture}: a model that scores has no place for the vision tower of a"
+                " multimodal folder; start from its text alone: transformers.AutoModelForCausalLM"
+                ".from_pretrained(FOLDER).save_pretrained(TEXT)"
+            )
+        super().check()
+
+    def check_drawn(self) -> None:
+        if self.around is not None:
+            raise UserError(
+                f"{self.architecture}: the vision tower of a multimodal config cannot be drawn at"
+                f' random here; give what is in text_config alone, with architectures ["'
+                f'{self.architecture}"]'
+            )
+
+    @property
+    def media_tokens(self) -> Mapping[int, str]:
+        raw = {} if self.around is None else json.loads(self.around)
+        return {raw[key]: key for key in self.media if type(raw.get(key)) is int}
+
+
+def split_levels(
+    raw: Mapping[str, Any], cls: type[TextConfig]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(what stands around the text's attributes, or None where there is one level; these)."""
+    if "text_config" not in raw:
+        return None, dict(raw)
+    text = raw["text_config"]
+    around = {key: value for key, value in raw.items() if key not in NOT_AROUND}
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json: text_config is {describe(text)}; it is an object")
+    if text.get("model_type", cls.text_type) != cls.text_type:
+        raise UserError(
+            f"config.json: text_config.model_type={spell(text['model_type'])!r}; that of"
+            f" {cls.architecture} is {cls.text_type!r}"
+        )
+    text = dict(text)
+    text.pop("architectures", None)
+    # transformers goes by the one on top, and leaves its default below when it writes.
+    default = hf_defaults(cls.text_type).get("tie_word_embeddings", False)
+    tied = around.get("tie_word_embeddings", text.get("tie_word_embeddings", default))
+    if text.get("tie_word_embeddings") is True and tied is not True:
+        raise UserError(
+            f"config.json: tie_word_embeddings is {describe(tied)} on top and true in text_config;"
+            " make them the same"
+        )
+    text["tie_word_embeddings"] = tied
+    unknown = around.get("language_model_only")
+    if unknown not in (None, False):
+        raise UserError(
+            f"config.json: language_model_only={describe(unknown)} is not supported; only false"
+        )
+    return around, text
+
+
+def check_said(said: Mapping[str, Any], says: Mapping[str, tuple[Any, ...]]) -> None:
+    """UserError where an attribute says something that is not computed here."""
+    for key, value in said.items():
+        allowed = says[key]
+        fits = value in allowed if allowed else is_number(value) and value >= 0
+        if key in EVERY:
+            fits = type(value) is int and value > 0
+        if not fits:
+            only = " or ".join(map(json.dumps, allowed)) or "a number"
+            raise UserError(
+                f"config.json: {key}={describe(value)} is not supported; only {only} is"
+            )
+
+
+EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern")
+"""Each so many-th layer is another one."""
