@@ -6,6 +6,8 @@ do the same: by entry point in group jaxtrain.models, named as the architecture,
 """
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "jaxtrain.models.gemma3",
+    "Gemma3ForConditionalGeneration": "jaxtrain.models.gemma3",
     "GraniteMoeHybridForCausalLM": "jaxtrain.models.granitemoehybrid",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MistralForCausalLM": "jaxtrain.models.mistral",

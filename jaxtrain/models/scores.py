@@ -19,7 +19,10 @@ SUFFIXES: dict[str, Per] = {
     "ForTokenClassification": "token",
 }
 LANGUAGE = "ForCausalLM"
-OTHERWISE = {"Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification"}
+OTHERWISE = {
+    "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+}
 """What transformers calls those of text alone where the rule's name is a multimodal class."""
 MAX_LABELS = 2**14
 

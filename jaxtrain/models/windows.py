@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from jaxtrain.errors import UserError
 from jaxtrain.layers.mixer import LayerSpec
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 
 def windowed_layers(
     num_layers: int,
@@ -25,13 +27,13 @@ def windowed_layers(
             f"config.json: layer_types has {len(layer_types)} entries, num_hidden_layers is "
             f"{num_layers}"
         )
-    kinds = {"full_attention": LayerSpec(), "sliding_attention": LayerSpec(window=sliding_window)}
+    kinds = {FULL: LayerSpec(), SLIDING: LayerSpec(window=sliding_window)}
     unknown = sorted(set(layer_types) - set(kinds))
     if unknown:
         raise UserError(
             f"config.json: layer_types holds {unknown[0]!r}; supported: {', '.join(kinds)}"
         )
-    if "sliding_attention" in layer_types and not sliding_window:
+    if SLIDING in layer_types and not sliding_window:
         raise UserError("config.json: layer_types has sliding_attention but no sliding_window")
     kinds |= {name: dataclasses.replace(kinds[name], rope=name) for name in encodings}
     return tuple(kinds[name] for name in layer_types)

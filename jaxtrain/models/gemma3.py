@@ -1,0 +1,119 @@
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms before and behind both layers, five layers of
+a sliding window to one of full attention, each kind with a position encoding of its own.
+
+Folders of the Hub are of text alone (270M, 1B) or multimodal, with a vision tower that is carried
+along."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxtrain.hf.config import read_fields
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from jaxtrain.models.blocks import attention_block
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.naming import (
+    SANDWICH_NORMS,
+    attention_names,
+    mlp_names,
+    outer_names,
+    with_prefix,
+)
+from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(TextConfig):
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ("Gemma3ForConditionalGeneration",)
+    model_type: ClassVar[str] = "gemma3"
+    text_type: ClassVar[str] = "gemma3_text"
+    renamed: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
+    norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    rope_by_kind: ClassVar[bool] = True
+    rope_keys: ClassVar[tuple[str, ...]] = ("rope_local_base_freq",)
+    carries: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.", "multi_modal_projector."),
+        *("model.vision_tower.", "model.multi_modal_projector."),
+    )
+    prefixes: ClassVar[tuple[str, ...]] = (
+        *("model.language_model.", "language_model.model.", "model."),
+    )
+    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "cache_implementation": ("hybrid",),
+        "sliding_window_pattern": (),
+        "_sliding_window_pattern": (),
+    }
+    media: ClassVar[tuple[str, ...]] = (
+        *("image_token_index", "boi_token_index", "eoi_token_index"),
+        *("image_token_id", "boi_token_id", "eoi_token_id"),
+    )
+
+    attention_bias: bool = False
+    """On all four projections."""
+    query_pre_attn_scalar: int
+    """Scores are multiplied with its root's inverse."""
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+        if text.get("layer_types") is None and type(text.get("num_hidden_layers")) is int:
+            every = said.get("sliding_window_pattern", said.get("_sliding_window_pattern", 6))
+            text["layer_types"] = [
+                SLIDING if (layer + 1) % every else FULL
+                for layer in range(min(text["num_hidden_layers"], 2**12))
+            ]
+        return read_fields(cls, text)
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        text = raw.get("text_config", raw)
+        text["rope_local_base_freq"] = text["rope_parameters"][SLIDING]["rope_theta"]
+        return raw
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        kinds = (SLIDING, FULL)
+        return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window, kinds)
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.final_logit_softcapping
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        bias = config.attention_bias
+        return attention_block(
+            config,
+            options,
+            rngs,
+            norms=SANDWICH_NORMS,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="head",
+            scale=config.query_pre_attn_scalar**-0.5,
+        )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    bias, layers = config.attention_bias, range(config.num_hidden_layers)
+    entries = [
+        *outer_names(config),
+        *attention_names(
+            "block", layers, qkv_bias=bias, out_bias=bias, qk_norm=True, norms=SANDWICH_NORMS
+        ),
+        *mlp_names("block", layers),
+    ]
+    return with_prefix(entries, config.prefix)
