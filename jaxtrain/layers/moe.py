@@ -16,6 +16,7 @@ from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Choice, Router
 from jaxtrain.parallel.rules import constrain
 
+
 class Experts(nnx.Module):
     """E MLPs, gated or not, of which a token goes through `top`."""
 
