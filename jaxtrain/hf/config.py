@@ -27,7 +27,8 @@ IGNORED = {
     *KEPT,
     *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path"),
     *("architectures", "model_type", "tokenizer_class", "transformers_version"),
-    *("is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    *("auto_map", "is_llama_config", "transformers.js_config"),
+    *("unsloth_fixed", "unsloth_version"),
     *(
         "dtype",
         "torch_dtype",

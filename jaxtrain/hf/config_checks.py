@@ -4,6 +4,7 @@ Looked at before transformers' own class sees it, which takes what it gets and m
 layers as it is told.
 """
 
+import json
 import math
 import types
 from collections.abc import Mapping
@@ -49,6 +50,11 @@ SIZES = {
     "mamba_d_state": 2**14,
     "conv_kernel": 2**8,
     "mamba_d_conv": 2**8,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
     "max_position_embeddings": 2**31 - 1,
 }
 """At least 1, and at most this: far beyond any model, but no number that only hangs."""
@@ -123,6 +129,18 @@ def check_value(key: str, value: Any, hint: Any) -> None:
         return
     if not fits:
         raise UserError(f"config.json: {key} is {describe(value)}; it must be {allowed}")
+
+
+def check_said(said: Mapping[str, Any], table: Mapping[str, tuple[Any, ...] | None]) -> None:
+    """UserError where an attribute that transformers does not know says something that is not
+    computed here; table: the values of each that are, None for any number."""
+    for key, value in said.items():
+        allowed = table[key]
+        if not (is_number(value) and value >= 0 if allowed is None else value in allowed):
+            only = "a number" if allowed is None else " or ".join(map(json.dumps, allowed))
+            raise UserError(
+                f"config.json: {key}={describe(value)} is not supported; only {only} is"
+            )
 
 
 def check_total(values: Mapping[str, Any]) -> None:

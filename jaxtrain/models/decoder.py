@@ -96,6 +96,12 @@ class DecoderConfig:
             raise UserError(
                 f"config.json: hidden_act={self.hidden_act!r}; supported: {sorted(ACTIVATIONS)}"
             )
+        self.check_heads()
+        self.encodings()
+        self.layers()
+
+    def check_heads(self) -> None:
+        """UserError where the sizes of attention do not."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads < 1 or heads % kv_heads:
             raise UserError(
@@ -109,8 +115,6 @@ class DecoderConfig:
             )
         if self.rope and self.head_size % 2:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
-        self.encodings()
-        self.layers()
 
     def check_drawn(self) -> None:
         """UserError where weights drawn at random leave something of the folder out."""

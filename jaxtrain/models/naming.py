@@ -183,9 +183,11 @@ def layer_entry(
     return _layers(kind, layers, "model.", param, name, transpose)
 
 
-def linear_entries(kind: str, layers: Sequence[int], param: str, name: str) -> list[Entry]:
-    """The same of the kernel of a Linear without bias."""
-    return _linear(kind, layers, "model.", param, name, False)
+def linear_entries(
+    kind: str, layers: Sequence[int], param: str, name: str, *, bias: bool = False
+) -> list[Entry]:
+    """The same of the kernel of a Linear, and of its bias."""
+    return _linear(kind, layers, "model.", param, name, bias)
 
 
 def _layers(

@@ -1,0 +1,264 @@
+"""What the families with latent attention (layers.mla) have alike: sizes, block, tensor names.
+
+Their experts are chosen as in DeepSeek-V3 unless a family says otherwise. The layers behind the
+last one that predict further tokens (`num_nextn_predict_layers`) are no part of the model here:
+every export takes them along byte by byte.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.config_checks import check_said
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.block import Block
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mla import LatentAttention
+from jaxtrain.layers.rope import PositionScale, frequencies
+from jaxtrain.models.blocks import block_of, dense_mlp, experts_mlp
+from jaxtrain.models.decoder import Options
+from jaxtrain.models.experts import GroupedExpertsConfig
+from jaxtrain.models.naming import (
+    EXPERT_PARTS,
+    expert_names,
+    layer_entry,
+    linear_entries,
+    mlp_names,
+    norm_names,
+    outer_names,
+)
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents in every family, whatever rms_norm_eps says."""
+MLP_KINDS = {"dense": "dense", "sparse": "block"}
+"""Entries of `mlp_layer_types`, and under which name such a layer is stored here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(GroupedExpertsConfig):
+    """A GroupedExpertsConfig with latent attention."""
+
+    SAID: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {
+        "aux_loss_alpha": None,
+        "ep_size": None,
+        "moe_layer_freq": (1,),
+        "num_nextn_predict_layers": None,
+        "partial_rotary_factor": (1,),
+        "scoring_func": ("sigmoid",),
+        "seq_aux": (True, False),
+        "topk_method": ("noaux_tc",),
+    }
+    """Attributes of the Hub's files that transformers' config class does not know, and the values
+    that are computed here; None: any number."""
+    wide_router: ClassVar[bool] = True
+    """Whether the router multiplies in float32."""
+
+    q_lora_rank: int | None = None
+    """Features of the latent that queries are made of; None: they are made of x."""
+    kv_lora_rank: int
+    """Features of the latent that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Dims of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Those that are; all heads share the keys'."""
+    qk_head_dim: int | None = None
+    """The sum of both."""
+    v_head_dim: int
+    attention_bias: bool = False
+    """On what makes latents of x, and on the output."""
+    said: tuple[tuple[str, str], ...] = ()
+    """Attributes of SAID that were there, as (key, JSON)."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        own = {field.name for field in dataclasses.fields(cls)}
+        said = {key: raw[key] for key in cls.SAID if key in raw and key not in own}
+        check_said(said, cls.SAID)
+        config = super().from_hf({key: value for key, value in raw.items() if key not in said})
+        said = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+        return dataclasses.replace(config, said=said)
+
+    def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | {key: json.loads(value) for key, value in self.said}
+
+    def check_heads(self) -> None:
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise UserError(
+                f"config.json: num_key_value_heads={self.num_key_value_heads} must be"
+                f" num_attention_heads={self.num_attention_heads}: each head makes its own keys"
+            )
+        plain, turned = self.qk_nope_head_dim, self.qk_rope_head_dim
+        if turned % 2 or min(plain, turned, self.v_head_dim, self.kv_lora_rank) < 1:
+            raise UserError(
+                f"config.json: qk_nope_head_dim={plain}, qk_rope_head_dim={turned},"
+                f" v_head_dim={self.v_head_dim} and kv_lora_rank={self.kv_lora_rank} must be at"
+                " least 1, the second an even number"
+            )
+        if self.qk_head_dim not in (None, plain + turned):
+            raise UserError(
+                f"config.json: qk_head_dim={self.qk_head_dim} must be qk_nope_head_dim={plain} +"
+                f" qk_rope_head_dim={turned}"
+            )
+
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The layers that predict further tokens."""
+        first, count = self.num_hidden_layers, json.loads(self.says("num_nextn_predict_layers"))
+        return tuple(f"model.layers.{first + n}." for n in range(count or 0))
+
+    @property
+    def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.carries
+
+    def says(self, key: str) -> str:
+        """JSON of an attribute of SAID; null where it was not there."""
+        return dict(self.said).get(key, "null")
+
+    @property
+    def head_size(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        return {"default": frequencies(self.qk_rope_head_dim, dict(self.rope))}
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with; YaRN's temperature is a part of it."""
+        rope = dict(self.rope)
+        weight = rope.get("mscale_all_dim") if rope.get("rope_type") != "default" else None
+        sharper = 1.0
+        if weight and rope.get("factor", 1.0) > 1:
+            sharper = 0.1 * weight * math.log(rope["factor"]) + 1
+        return self.head_size**-0.5 * sharper**2
+
+    @property
+    def adjacent(self) -> bool:
+        """Whether pairs of adjacent dims are rotated."""
+        return True
+
+    @property
+    def position_scale(self) -> PositionScale | None:
+        """Of queries."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedLatentConfig(LatentConfig):
+    """A LatentConfig that says which dims are rotated as a pair."""
+
+    rope_interleave: bool | None = True
+    """Adjacent ones."""
+
+    @property
+    def adjacent(self) -> bool:
+        return self.rope_interleave is not False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListedLatentConfig(LatentConfig):
+    """A LatentConfig that lists which layers have experts."""
+
+    first_k_dense_replace: int | None = None
+    mlp_layer_types: tuple[str, ...]
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(LayerSpec(MLP_KINDS[name]) for name in self.mlp_layer_types)
+
+    def check(self) -> None:
+        types, count = self.mlp_layer_types, self.num_hidden_layers
+        if len(types) != count or not set(types) <= {*MLP_KINDS}:
+            raise UserError(
+                f"config.json: mlp_layer_types must name {count} layers (num_hidden_layers), each"
+                f" {' or '.join(MLP_KINDS)}"
+            )
+        dense = self.first_k_dense_replace
+        if dense is not None and types != ("dense",) * min(dense, count) + ("sparse",) * (
+            count - dense
+        ):
+            raise UserError(
+                f"config.json: first_k_dense_replace={dense} says something else than"
+                " mlp_layer_types; remove one of the two"
+            )
+        super().check()
+
+
+def make_latent_block(kind: str, config: LatentConfig, options: Options, rngs: nnx.Rngs) -> Block:
+    """Latent attention, and an MLP ("dense") or experts with a shared one."""
+    common = options.layer_options(config, rngs)
+    mixer = LatentAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        plain_dim=config.qk_nope_head_dim,
+        rotated_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        query_rank=config.q_lora_rank,
+        latent_rank=config.kv_lora_rank,
+        norm_eps=LATENT_EPS,
+        use_bias=config.attention_bias,
+        adjacent=config.adjacent,
+        scale=config.score_scale,
+        position_scale=config.position_scale,
+        impl=options.attention_impl,
+        **common,
+    )
+    experts = functools.partial(
+        experts_mlp,
+        num_hidden=config.moe_intermediate_size,
+        num_shared=config.shared_width,
+        choice_bias=config.routing.score == "sigmoid",
+        wide=config.wide_router,
+    )
+    return block_of(config, common, mixer, dense_mlp if kind == "dense" else experts)
+
+
+def latent_names(config: LatentConfig) -> list[Entry]:
+    """Every parameter of a Decoder with `make_latent_block`."""
+    entries = outer_names(config)
+    for kind, layers in config.layers_by_kind().items():
+        entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
+        entries += mlp_names(kind, layers) if kind == "dense" else moe_names(config, kind, layers)
+    return entries
+
+
+def latent_attention_names(config: LatentConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+    """Of the layers that are stored as `stack.<kind>`."""
+    bias = config.attention_bias
+    linears = {
+        "kv_a": ("kv_a_proj_with_mqa", bias),
+        "kv_b": ("kv_b_proj", False),
+        "out": ("o_proj", bias),
+    }
+    norms = {"kv_norm": "kv_a_layernorm"}
+    if config.q_lora_rank is None:
+        linears["q"] = ("q_proj", False)
+    else:
+        linears |= {"q_a": ("q_a_proj", bias), "q": ("q_b_proj", False)}
+        norms["q_norm"] = "q_a_layernorm"
+    entries = []
+    for ours, (theirs, has_bias) in linears.items():
+        names = f"attention.{ours}", f"self_attn.{theirs}"
+        entries += linear_entries(kind, layers, *names, bias=has_bias)
+    for ours, theirs in norms.items():
+        names = f"attention.{ours}.scale", f"self_attn.{theirs}.weight"
+        entries.append(layer_entry(kind, layers, *names))
+    return entries
+
+
+def moe_names(config: LatentConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
+    """A router, experts and the shared ones."""
+    entries = expert_names(kind, layers, config.num_local_experts)
+    if config.routing.score == "sigmoid":
+        bias = "mlp.gate.e_score_correction_bias"
+        entries.append(layer_entry(kind, layers, "mlp.router.choice_bias", bias))
+    if config.shared_width is not None:
+        for ours, theirs in EXPERT_PARTS.items():
+            names = f"mlp.shared.{ours}", f"mlp.shared_experts.{theirs}"
+            entries += linear_entries(kind, layers, *names)
+    return entries
