@@ -68,6 +68,61 @@ def _qwen3_5(hidden: int, ffn: int, layers: int, heads: tuple[int, int], **other
     } | other
 
 
+def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, **other) -> dict:
+    """ffn: of an expert."""
+    return _qwen3(hidden, 3 * hidden, layers, heads, tied=False) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": ffn,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
+        **other,
+    }
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+"""gpt-oss-20b."""
+
+TINY_EXPERTS = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+}
 TINY_HYBRID = {
     "vocab_size": 512,
     "num_attention_heads": 4,
@@ -79,6 +134,16 @@ TINY_HYBRID = {
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(64, 128, 2, 4, tied=True, vocab_size=512, num_key_value_heads=2, head_dim=16),
     "tiny-hybrid": _qwen3_5(64, 128, 4, (2, 4), **TINY_HYBRID),
+    "tiny-moe": _qwen3_moe(64, 64, 2, 4, num_experts=8, num_experts_per_tok=2, **TINY_EXPERTS),
+    "tiny-gpt-oss": GPT_OSS
+    | TINY_EXPERTS
+    | {
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
+    "gpt-oss-20b": GPT_OSS,
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, (16, 16)),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
@@ -162,6 +227,9 @@ class Work:
 WORKS: dict[str, Work] = {
     "tiny-tree": Work(lambda: agent_tree(4, 24, 10), 256),
     "tiny-docs": Work(lambda: documents([100, 30, 60, 17]), 256),
+    "tiny-doc": Work(lambda: documents([64]), 64),
+    "doc4k": Work(lambda: documents([4096]), 4096),
+    "doc2k": Work(lambda: documents([2048]), 2048),
     "tree8k": Work(lambda: agent_tree(20, 330, 70), 7936),
     "tree32k": Work(lambda: agent_tree(28, 1000, 170), 32000),
     "docs8k": Work(lambda: documents([2900, 410, 1290, 160, 730, 1980, 90, 620]), 8192),

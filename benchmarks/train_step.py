@@ -71,6 +71,10 @@ class Setting:
     """Number of layers instead of the model's; 0 leaves it."""
     lora: int = 0
     """Rank; 0 trains everything."""
+    target: str = "all-linear"
+    """What LoRA is on."""
+    quantize: str = "none"
+    """Storage of the frozen matrices."""
     param_dtype: str = "float32"
     dtype: str = "bfloat16"
     rows: int = 1
@@ -89,7 +93,9 @@ class Setting:
         """What the table calls it."""
         parts = [self.impl, self.layers, f"remat={self.remat}"]
         parts += [f"depth={self.depth}"] if self.depth else []
-        parts += [f"lora={self.lora}"] if self.lora else []
+        if self.lora:
+            parts += [f"lora={self.lora}", self.target]
+        parts += [self.quantize] if self.quantize != "none" else []
         parts += [f"{axis}={size}" for axis, size in self.mesh]
         parts += [f"{name.removeprefix('xla_')}={value}" for name, value in self.flags]
         return " ".join(parts)
@@ -106,7 +112,10 @@ class Program:
         rows = setting.rows * row_shards(self.mesh)
         shape = (self.architecture.vocab_size, rows, setting.microsteps)
         self.batch = WORKS[setting.work].batch(*shape) if batch is None else batch
-        adapter = AdapterConfig(kind="lora", rank=setting.lora) if setting.lora else AdapterConfig()
+        adapter = AdapterConfig()
+        if setting.lora:
+            how = {"target": setting.target, "quantize": setting.quantize}
+            adapter = AdapterConfig(kind="lora", rank=setting.lora, **how)
         self.parts = Parts(
             tokenizer=None,
             architecture=self.architecture,
@@ -141,13 +150,13 @@ class Program:
         self.state, output = self.compiled(self.state, self.placed, self.frozen)
         return output
 
-    def measure(self) -> dict:
+    def measure(self, timed: int = TIMED) -> dict:
         """Loss of the first step, seconds a step, memory, rates."""
         with jax.set_mesh(self.mesh):
             losses = [float(self.run().metrics["loss"][0]) for _ in range(WARM_UP)]
             jax.block_until_ready(self.state)
             ends, waiting = [], None
-            for _ in range(TIMED + 2):
+            for _ in range(timed + 2):
                 output = self.run()
                 if waiting is not None:
                     jax.block_until_ready(waiting)

@@ -1,0 +1,235 @@
+"""A whole optimizer step of mixtures of experts: full, LoRA, and LoRA on experts in few bits.
+
+python benchmarks/experts_step.py --out benchmarks/results/experts_step_h200
+python benchmarks/experts_step.py --cases tiny      # on a CPU, to see that it works
+
+Shapes of Qwen3-30B-A3B and gpt-oss-20b with random weights, rows of one document of random tokens.
+Each case runs in a process of its own under a time limit, jaxtrain's (train_step.py's Program) and
+PyTorch's (experts_peers.py) in turn; rows are written as they come.
+
+step s       median; tok/s: tokens a second. Cases are cut to `layers` where that is given
+peak GiB     jaxtrain: the compiler's sum of arguments and temporaries; PyTorch: the allocator's peak
+             in the timed steps
+process GiB  jaxtrain: the allocator's peak from the start, so with drawing and quantising weights
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from apart import run_apart
+from step_work import MODELS, WORKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to run a step."""
+
+    by: str
+    """jaxtrain | torch | torch eager (without torch.compile) | unpack (a layer's dequantisation)"""
+    model: str
+    work: str
+    rows: int
+    layers: int = 0
+    """0: all of the model's."""
+    lora: int = 0
+    target: str = "all-linear"
+    quantize: str = "none"
+    remat: str = "full"
+
+    def label(self) -> str:
+        """What the table calls it."""
+        words = [f"{self.layers} layers"] if self.layers else []
+        words += [f"LoRA {self.lora} {self.target}"] if self.lora else ["full"]
+        words += [self.quantize] if self.quantize != "none" else []
+        return ", ".join(words)
+
+
+def both(*cases: Case) -> list[Case]:
+    """Each case by jaxtrain and by PyTorch."""
+    return [dataclasses.replace(case, by=by) for case in cases for by in ("jaxtrain", "torch")]
+
+
+QWEN, OSS = ("qwen3-30b-a3b", "doc4k", 4), ("gpt-oss-20b", "doc4k", 2)
+CASES = {
+    "unpack": [Case("unpack", *QWEN, quantize="nf4")],
+    "qwen-nf4": [Case("jaxtrain", *QWEN, lora=16, quantize="nf4")],
+    "oss-packed": [Case("jaxtrain", *OSS, lora=16, target="attention", quantize="mxfp4")],
+    "qwen-lora": [
+        *both(Case("", *QWEN, layers=12, lora=16)),
+        Case("torch eager", *QWEN, layers=12, lora=16),
+    ],
+    "qwen-full": both(Case("", *QWEN, layers=8)),
+    "oss-lora": both(Case("", *OSS, lora=16, target="attention")),
+    "oss-full": both(Case("", *OSS, layers=8)),
+    "qwen-nf4-attention": [
+        Case("jaxtrain", *QWEN, lora=16, target="attention", quantize="nf4"),
+    ],
+    "8b": [Case("jaxtrain", "qwen3-8b", "doc2k", 1, lora=16, quantize="nf4")],
+    "tiny": [
+        *both(Case("", "tiny-moe", "tiny-doc", 2, lora=4)),
+        *both(Case("", "tiny-moe", "tiny-doc", 2)),
+        Case("jaxtrain", "tiny-moe", "tiny-doc", 2, lora=4, quantize="nf4"),
+        Case("unpack", "tiny-moe", "tiny-doc", 2, quantize="nf4"),
+        *both(Case("", "tiny-gpt-oss", "tiny-doc", 2, lora=4, target="attention")),
+    ],
+}
+
+
+def config_of(case: Case) -> dict:
+    """config.json of the case's model, cut in layers."""
+    raw = dict(MODELS[case.model])
+    if case.layers:
+        raw["num_hidden_layers"] = case.layers
+        if "layer_types" in raw:
+            raw["layer_types"] = raw["layer_types"][: case.layers]
+    return raw
+
+
+def run_jaxtrain(case: Case, timed: int) -> dict:
+    """The step of the training code."""
+    import jax
+    from train_step import Program, Setting
+
+    MODELS[case.model] = config_of(case)
+    on_cpu = jax.default_backend() == "cpu"
+    setting = Setting(
+        case.model,
+        case.work,
+        remat=case.remat,
+        lora=case.lora,
+        target=case.target,
+        quantize=case.quantize,
+        rows=case.rows,
+        param_dtype="float32" if on_cpu else "bfloat16",
+        dtype="float32" if on_cpu else "bfloat16",
+    )
+    program = Program(setting)
+    found = program.measure(timed)
+    stats = jax.devices()[0].memory_stats() or {}
+    found["process_gib"] = stats.get("peak_bytes_in_use", 0) / 2**30
+    found["trained"] = sum(value.size for value in program.state.params.values())
+    return found | {"version": f"jax {jax.__version__}", "hardware": jax.devices()[0].device_kind}
+
+
+def run_unpack(case: Case) -> dict:
+    """Milliseconds to unpack the matrices of a layer's experts, as each pass does."""
+    import jax
+    import jax.numpy as jnp
+    from timing import jax_ms
+
+    from jaxtrain.adapters.storage import STORAGES
+
+    raw, storage = MODELS[case.model], STORAGES[case.quantize]
+    shape = (raw["num_experts"], raw["hidden_size"], raw["moe_intermediate_size"])
+    parts = {name: jnp.ones(part.shape, part.dtype) for name, part in storage.shapes(shape).items()}
+    unpack = jax.jit(lambda parts: storage.dequantise(parts, jnp.bfloat16))
+    found = jax_ms(unpack, parts)
+    moved = sum(part.nbytes for part in parts.values()) + 2 * np.prod(shape)
+    seconds = found["ms"] / 1e3
+    return {
+        "step_s": 3 * seconds,
+        "compile_s": found["compile_s"],
+        "peak_gib": found["temp_mib"] / 1024,
+        "gb_per_s": float(moved / seconds / 1e9),
+        "loss": 0.0,
+    }
+
+
+def run_torch(case: Case, timed: int) -> dict:
+    """The step of transformers and PEFT."""
+    import experts_peers
+
+    raw = config_of(case)
+    length = WORKS[case.work].row
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, raw["vocab_size"], (case.rows, length), np.int64)
+    compile = case.by == "torch"
+    return experts_peers.measure(raw, tokens, case.lora, case.target, timed, compile)
+
+
+def run_case(case: Case, timed: int) -> dict:
+    """One row of the report."""
+    if case.by == "unpack":
+        found = run_unpack(case)
+    else:
+        found = run_jaxtrain(case, timed) if case.by == "jaxtrain" else run_torch(case, timed)
+    tokens = case.rows * WORKS[case.work].row
+    rates = {} if case.by == "unpack" else {"tokens_per_s": tokens / found["step_s"]}
+    return {**dataclasses.asdict(case), "how": case.label(), "tokens": tokens, **found, **rates}
+
+
+HEADER = (
+    f"{'model':<15}{'by':<12}{'tokens':>7}{'step s':>9}{'tok/s':>9}{'peak GiB':>10}"
+    f"{'process':>9}{'compile s':>11}{'loss':>9}  how"
+)
+
+
+def table_line(row: dict) -> str:
+    """One line of the table."""
+    start = f"{row['model']:<15}{row['by']:<12}"
+    if "failed" in row:
+        return f"{start}  failed: {row['how']}: {row['failed']}"
+    rate, process = row.get("tokens_per_s"), row.get("process_gib")
+    return (
+        f"{start}{row['tokens']:>7}{row['step_s']:>9.4f}"
+        + (f"{rate:>9,.0f}" if rate else f"{'-':>9}")
+        + f"{row['peak_gib']:>10.1f}"
+        + (f"{process:>9.1f}" if process else f"{'-':>9}")
+        + f"{row['compile_s']:>11.0f}{row['loss']:>9.3f}  {row['how']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    chosen = [name for name in CASES if name != "tiny"]
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=chosen)
+    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--seconds", type=float, default=110.0, help="longest of a case's process")
+    parser.add_argument("--budget", type=float, default=470.0, help="seconds of all; then no more")
+    parser.add_argument("--out", type=Path, help="path without suffix for JSON and text")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, index, path = options.child
+        case = CASES[name][int(index)]
+        try:
+            row = run_case(case, options.steps)
+        except Exception as reason:  # the other cases still count
+            failed = " ".join(f"{type(reason).__name__}: {reason}".split())[:400]
+            row = {**dataclasses.asdict(case), "how": case.label(), "failed": failed}
+        Path(path).write_text(json.dumps(row))
+        return
+    command = " ".join(["python benchmarks/experts_step.py", *sys.argv[1:]]).split(" --out")[0]
+    report: dict = {"command": command, "rows": []}
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        for name in options.cases:
+            for index, case in enumerate(CASES[name]):
+                left = options.budget - (time.perf_counter() - started)
+                path = Path(place) / f"{name}{index}.json"
+                row = {**dataclasses.asdict(case), "how": case.label()}
+                if left < 20:
+                    row["failed"] = "no time left"
+                else:
+                    child = ["--child", name, str(index), str(path)]
+                    failed = run_apart(__file__, child, min(options.seconds, left))
+                    row = row | {"failed": failed} if failed else json.loads(path.read_text())
+                report["rows"].append(row)
+                print(HEADER, table_line(row), sep="\n", flush=True)
+                if options.out:
+                    lines = [command, HEADER, *map(table_line, report["rows"])]
+                    options.out.parent.mkdir(parents=True, exist_ok=True)
+                    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+                    options.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
