@@ -2,9 +2,9 @@
 
 As well as these allow: experts_implementation "grouped_mm" on bfloat16 weights (it takes no other),
 every decoder layer under torch.compile and checkpointed as a whole, the head's cross-entropy
-compiled over pieces of 4,096 tokens that are checkpointed, fused AdamW, clipping by the global norm.
+compiled over pieces of 4,096 tokens that are checkpointed, fused AdamW, clipping by global norm.
 Documents are rows of their own, so attention is causal: SDPA, or FlexAttention where there are
-sinks. LoRA is PEFT's: on the matrices of attention, and by `target_parameters` on those of experts.
+sinks. LoRA is PEFT's: on attention, and by `target_parameters` on the matrices of experts.
 """
 
 import statistics

@@ -8,7 +8,7 @@ Each case runs in a process of its own under a time limit, jaxtrain's (train_ste
 PyTorch's (experts_peers.py) in turn; rows are written as they come.
 
 step s       median; tok/s: tokens a second. Cases are cut to `layers` where that is given
-peak GiB     jaxtrain: the compiler's sum of arguments and temporaries; PyTorch: the allocator's peak
+peak GiB     jaxtrain: the compiler's sum of arguments and temporaries; PyTorch: allocator's peak
              in the timed steps
 process GiB  jaxtrain: the allocator's peak from the start, so with drawing and quantising weights
 """
