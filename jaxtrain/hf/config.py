@@ -20,6 +20,7 @@ from jaxtrain.hf.config_checks import (
     check_total,
     check_value,
     is_number,
+    split_fixed,
 )
 from jaxtrain.hf.files import shorten, spell
 
@@ -64,7 +65,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     Every field of `cls` but those in OWN is named as in config.json, or as `cls.renamed` says.
     Raises UserError for an attribute that is not a field, says something about the network and
     differs from transformers' default. `cls.rope_keys`: what the family reads of rope_parameters
-    beside its type's keys.
+    beside its type's keys. `cls.fixed`: see DecoderConfig.
     """
     model_type = getattr(cls, "text_type", cls.model_type)
     positions = ROPE | OLD_ROPE & {*getattr(cls, "rope_keys", ())}
@@ -74,6 +75,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)} - OWN
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
+    raw, said = split_fixed(raw, getattr(cls, "fixed", {}))
     for key, value in raw.items():
         if key in names or key in IGNORED or key in positions:
             continue
@@ -109,6 +111,7 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     check_rope({"rope_parameters": rope}, by_kind)
     values |= {ours: values.pop(theirs) for ours, theirs in cls.renamed.items() if theirs in values}
     values["rope"] = tuple(sorted((key, _freeze(value)) for key, value in rope.items()))
+    values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
     values["kept"] = tuple((key, json.dumps(raw[key])) for key in KEPT if key in raw)
     return values
 
@@ -131,7 +134,7 @@ def write_fields(config: Any) -> dict[str, Any]:
         raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    raw.update({key: json.loads(value) for key, value in config.kept})
+    raw.update({key: json.loads(value) for key, value in (*config.said, *config.kept)})
     return raw
 
 

@@ -143,6 +143,22 @@ def check_said(said: Mapping[str, Any], table: Mapping[str, tuple[Any, ...] | No
             )
 
 
+def split_fixed(
+    raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the attributes of a config.json that say something, those that `fixed` names); UserError
+    where one of these has none of the values allowed there. None given: any will do."""
+    rest, said = {}, {}
+    for key, value in raw.items():
+        (said if key in fixed else rest)[key] = value
+        if fixed.get(key) and value not in fixed[key]:
+            only = " or ".join(map(json.dumps, fixed[key]))
+            raise UserError(
+                f"config.json: {key}={describe(value)} is not supported; only {only} is"
+            )
+    return rest, said
+
+
 def check_total(values: Mapping[str, Any]) -> None:
     """UserError where the sizes are possible one by one, but not together."""
 

@@ -195,6 +195,15 @@ class PositionScale(NamedTuple):
     beta: float
     length: int
 
+    @classmethod
+    def from_rope(cls, rope: Mapping[str, Any]) -> "PositionScale | None":
+        """What Hugging Face's parameters say of it, or None."""
+        beta, length = (
+            rope.get("llama_4_scaling_beta"),
+            rope.get("original_max_position_embeddings"),
+        )
+        return None if beta is None or length is None else cls(beta, length)
+
     def __call__(self, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[B, T] of int32 positions, in float32 or, for a float64 `dtype`, float64."""
         wide = jnp.promote_types(dtype, jnp.float32)

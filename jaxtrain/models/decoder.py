@@ -37,6 +37,9 @@ class DecoderConfig:
     """Further architectures whose folders the family reads."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """What a config.json calls fields that have another name here."""
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Attributes of folders that change nothing here or must be as it is here, with the values that
+    they may have; none: any. They are carried along in `said`."""
     rope_keys: ClassVar[tuple[str, ...]] = ()
     """What the family reads of rope_parameters beside the keys of their type."""
     rope_by_kind: ClassVar[bool] = False
@@ -67,6 +70,8 @@ class DecoderConfig:
     """Hugging Face's rope_parameters as sorted items; none where nothing is rotated."""
     kept: tuple[tuple[str, str], ...] = ()
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
+    said: tuple[tuple[str, str], ...] = ()
+    """Attributes of `fixed` that were there, as (key, JSON)."""
     grown: int = 0
     """Rows of the vocabulary, the last ones, that the folder to read does not have: each begins as
     the mean of those that it has."""

@@ -2,7 +2,6 @@
 hybrids without position encoding, pure transformers with rotation."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -11,20 +10,19 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import read_fields
-from jaxtrain.hf.files import describe
-from jaxtrain.hf.ops import Entry, Rows, Stack, Transpose
-from jaxtrain.layers.attention import Attention
+from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.blocks import block_of
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.granite import GraniteConfig, granite_block
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     attention_names,
     fused_expert_names,
-    linear_entries,
+    joint_mlp_names,
     norm_names,
     outer_names,
 )
@@ -36,25 +34,21 @@ KINDS = {
     "full_attention": "block",
 }
 """Entries of `layer_types`, old and new, and under which name such a layer is stored here."""
-SAID = {"init_method": "mup", "normalization_function": "rmsnorm", "mamba_chunk_size": None}
-"""Attributes that change nothing here, and the one value that is allowed; None: any number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(GraniteConfig):
     architecture: ClassVar[str] = "GraniteMoeHybridForCausalLM"
     model_type: ClassVar[str] = "granitemoehybrid"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "init_method": ("mup",),
+        "normalization_function": ("rmsnorm",),
+        "mamba_chunk_size": (),
+    }
 
     layer_types: tuple[str, ...]
     position_embedding_type: str | None = None
     """ "rope", or anything else for none."""
-    attention_bias: bool
-    attention_multiplier: float
-    """Scale of scores."""
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
-    """Logits are divided by it."""
     mamba_n_heads: int
     mamba_d_head: int
     mamba_n_groups: int
@@ -72,27 +66,15 @@ class Config(DecoderConfig):
     """Only carried along: model.router_aux_loss_coef says what a run trains with."""
     output_router_logits: bool = False
     """Only carried along."""
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of SAID that were there, as (key, JSON)."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
-        said = {key: raw.pop(key) for key in SAID if key in raw}
-        for key, value in said.items():
-            only = SAID[key]
-            if value != only if only is not None else type(value) is not int:
-                told = "a number" if only is None else f'only "{only}"'
-                raise UserError(
-                    f"config.json: {key}={describe(value)} is not supported; it must be {told}"
-                )
         if raw.get("mamba_d_head") == "auto":
             del raw["mamba_d_head"]
         if raw.get("time_step_limit") is not None:
             raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
-        values = read_fields(cls, raw)
-        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
-        config = cls(**values)
+        config = cls(**read_fields(cls, raw))
         config.check()
         return config
 
@@ -101,7 +83,7 @@ class Config(DecoderConfig):
         raw = super().to_hf()
         # The spelling of the Hub, which transformers reads in every version.
         raw["layer_types"] = [old.get(name, name) for name in self.layer_types]
-        return raw | {key: json.loads(value) for key, value in self.said}
+        return raw
 
     def check(self) -> None:
         self.sizes.check()
@@ -110,8 +92,6 @@ class Config(DecoderConfig):
                 f"config.json: layer_types must name {self.num_hidden_layers} layers"
                 f" (num_hidden_layers), each one of {', '.join(KINDS)}"
             )
-        if self.logits_scaling <= 0:
-            raise UserError(f"config.json: logits_scaling={self.logits_scaling} must be above 0")
         top, count = self.num_experts_per_tok, self.num_local_experts
         if count and not 1 <= top <= count:
             raise UserError(
@@ -141,14 +121,6 @@ class Config(DecoderConfig):
         return super().encodings() if self.position_embedding_type == "rope" else {}
 
     @property
-    def embedding_scale(self) -> float:
-        return self.embedding_multiplier
-
-    @property
-    def logit_scale(self) -> float:
-        return 1 / self.logits_scaling
-
-    @property
     def experts_per_token(self) -> tuple[int, int] | None:
         count = self.num_local_experts
         return (self.num_experts_per_tok, count) if count else None
@@ -156,22 +128,10 @@ class Config(DecoderConfig):
 
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        if kind != "mamba":
+            return granite_block(config, options, rngs, make_mlp)
         common = options.layer_options(config, rngs)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        if kind == "mamba":
-            mixer = make_mamba(width, config.sizes, eps, common)
-        else:
-            mixer = Attention(
-                width,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_size,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
-                scale=config.attention_multiplier,
-                impl=options.attention_impl,
-                **common,
-            )
+        mixer = make_mamba(config.hidden_size, config.sizes, config.rms_norm_eps, common)
         return block_of(config, common, mixer, make_mlp, residual_scale=config.residual_multiplier)
 
 
@@ -218,10 +178,10 @@ def names(config: Config) -> list[Entry]:
 def shared_names(config: Config, kind: str, layers: Sequence[int]) -> list[Entry]:
     """The shared MLP, whose gate and up are one tensor."""
     ours = "mlp.shared" if config.num_local_experts else "mlp"
-    hidden, entries = config.shared_intermediate_size, []
-    for place, part in enumerate(("gate", "up")):
-        tensors = (f"model.layers.{layer}.shared_mlp.input_linear.weight" for layer in layers)
-        runs = ((place * hidden, hidden),)
-        ops = (Transpose(Rows(name, 0, runs, 2 * hidden)) for name in tensors)
-        entries.append(Entry(f"stack.{kind}.{ours}.{part}.kernel", Stack(tuple(ops))))
-    return entries + linear_entries(kind, layers, f"{ours}.down", "shared_mlp.output_linear")
+    return joint_mlp_names(
+        kind,
+        layers,
+        config.shared_intermediate_size,
+        ours,
+        ("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Split, Stack, Tensor, Transpose
+from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Rows, Split, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -21,19 +21,13 @@ SANDWICH_NORMS = {
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def decoder_names(
-    config: DecoderConfig,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> list[Entry]:
-    """Entries of every parameter of a `Decoder` with a dense `Block` whose norms stand before."""
+def decoder_names(config: DecoderConfig, *, mlp_bias: bool = False, **choices: Any) -> list[Entry]:
+    """Entries of every parameter of a `Decoder` with a dense `Block`; choices: what
+    `attention_names` takes."""
     layers = range(config.num_hidden_layers)
     return [
         *outer_names(config),
-        *attention_names("block", layers, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm),
+        *attention_names("block", layers, **choices),
         *mlp_names("block", layers, bias=mlp_bias),
     ]
 
@@ -81,10 +75,13 @@ def attention_names(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: bool = False,
+    qk_norms: Sequence[str] = ("q_norm", "k_norm"),
+    gate: str | None = None,
     norms: Mapping[str, str] = PRE_NORMS,
 ) -> list[Entry]:
     """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
-    stands before "layers.<n>" in their names; norms: what theirs are called."""
+    stands before "layers.<n>" in their names; norms, qk_norms, gate (of the heads' output): what
+    theirs are called."""
     entries = [
         *norm_names(kind, layers, norms, root),
         *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
@@ -92,11 +89,12 @@ def attention_names(
         *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.out", "self_attn.o_proj", out_bias),
     ]
-    if qk_norm:
-        for name in ("q_norm", "k_norm"):
-            entries.append(
-                _layers(kind, layers, root, f"attention.{name}.scale", f"self_attn.{name}.weight")
-            )
+    if gate is not None:
+        entries += _linear(kind, layers, root, "attention.gate", f"self_attn.{gate}", False)
+    for ours, theirs in zip(("q_norm", "k_norm"), qk_norms if qk_norm else (), strict=False):
+        entries.append(
+            _layers(kind, layers, root, f"attention.{ours}.scale", f"self_attn.{theirs}.weight")
+        )
     return entries
 
 
@@ -118,6 +116,34 @@ def mlp_names(
         *_linear(kind, layers, root, "mlp.gate", "mlp.gate_proj", bias),
         *_linear(kind, layers, root, "mlp.up", "mlp.up_proj", bias),
         *_linear(kind, layers, root, "mlp.down", "mlp.down_proj", bias),
+    ]
+
+
+def joint_names(
+    kind: str, layers: Sequence[int], name: str, sizes: Mapping[str, int]
+) -> list[Entry]:
+    """Kernels that are one matrix there: {ours: outputs}, in the order of its rows."""
+    start, total, entries = 0, sum(sizes.values()), []
+    for ours, size in sizes.items():
+        tensors = (f"model.layers.{layer}.{name}.weight" for layer in layers)
+        ops = (Transpose(Rows(tensor, 0, ((start, size),), total)) for tensor in tensors)
+        entries.append(Entry(f"stack.{kind}.{ours}.kernel", Stack(tuple(ops))))
+        start += size
+    return entries
+
+
+def joint_mlp_names(
+    kind: str,
+    layers: Sequence[int],
+    hidden: int,
+    ours: str = "mlp",
+    theirs: Sequence[str] = ("mlp.gate_up_proj", "mlp.down_proj"),
+) -> list[Entry]:
+    """A dense gated MLP of `hidden` dims whose gate and up are one matrix."""
+    both = {f"{ours}.{part}": hidden for part in ("gate", "up")}
+    return [
+        *joint_names(kind, layers, theirs[0], both),
+        *linear_entries(kind, layers, f"{ours}.down", theirs[1]),
     ]
 
 

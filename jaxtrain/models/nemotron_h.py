@@ -2,7 +2,6 @@
 in any order, one of them a layer; no position encoding."""
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
@@ -39,7 +38,7 @@ KINDS = {
 }
 """Entries of `layers_block_type`, old and new."""
 CARRIED = {
-    *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "norm_eps"),
+    *("chunk_size", "expand", "moe_shared_expert_overlap", "norm_eps"),
     *("num_logits_to_keep", "num_nextn_predict_layers", "mtp_hybrid_override_pattern"),
     *("mtp_layers_block_type", "partial_rotary_factor", "rope_theta", "rescale_prenorm_residual"),
     *("time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels"),
@@ -51,6 +50,10 @@ CARRIED = {
 class Config(DecoderConfig):
     architecture: ClassVar[str] = "NemotronHForCausalLM"
     model_type: ClassVar[str] = "nemotron_h"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(CARRIED, ()),
+        "mamba_ssm_cache_dtype": ("float32",),
+    }
     renamed: ClassVar[Mapping[str, str]] = {
         "hidden_act": "mlp_hidden_act",
         "rms_norm_eps": "layer_norm_epsilon",
@@ -78,21 +81,12 @@ class Config(DecoderConfig):
     routed_scaling_factor: float
     n_group: int
     topk_group: int
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of CARRIED that were there, as (key, JSON)."""
     prefix: str = "backbone."
     """Of all tensors but the head's."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
-        raw.pop("auto_map", None)
-        said = {key: raw.pop(key) for key in CARRIED if key in raw}
-        if said.get("mamba_ssm_cache_dtype", "float32") != "float32":
-            found = describe(said["mamba_ssm_cache_dtype"])
-            raise UserError(
-                f'config.json: mamba_ssm_cache_dtype={found} is not supported; only "float32" is'
-            )
         kinds = read_kinds(raw)
         if kinds is not None:
             raw["layers_block_type"] = kinds
@@ -101,7 +95,6 @@ class Config(DecoderConfig):
         values = read_fields(cls, raw)
         types = tuple(KINDS[name] for name in values["layers_block_type"])
         values |= {"layers_block_type": types, "num_hidden_layers": len(types)}
-        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
         config = cls(**values)
         config.check()
         return config
@@ -111,7 +104,7 @@ class Config(DecoderConfig):
         # The one spelling that transformers, vLLM and the code in old folders all read.
         letters = {kind: letter for letter, kind in LETTERS.items()}
         raw["hybrid_override_pattern"] = "".join(letters[k] for k in raw.pop("layers_block_type"))
-        return raw | {key: json.loads(value) for key, value in self.said}
+        return raw
 
     def fit(self, tensors: Collection[str]) -> Self:
         """Folders of the Hub say `backbone.`, those of transformers may say `model.`."""

@@ -121,7 +121,7 @@ def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
         ("nemotron_h_moe", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported"),
         ("granitemoehybrid", {"mamba_d_head": 5}, "do not match the model"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 2 + ["moe"]}, "must name 3 layers"),
-        ("granitemoehybrid", {"init_method": "x"}, 'init_method=.*must be only "mup"'),
+        ("granitemoehybrid", {"init_method": "x"}, 'init_method=.*only "mup" is'),
         ("granitemoehybrid", {"num_experts_per_tok": 7}, "must be from 1 to the 6 experts"),
     ],
 )

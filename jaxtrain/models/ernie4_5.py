@@ -1,0 +1,36 @@
+"""ERNIE 4.5 dense (Baidu 2025): Llama that rotates pairs of adjacent dims."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from flax import nnx
+
+from jaxtrain.hf.ops import Entry
+from jaxtrain.models.blocks import attention_block, dense_mlp
+from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.naming import decoder_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "Ernie4_5ForCausalLM"
+    model_type: ClassVar[str] = "ernie4_5"
+
+    use_bias: bool = False
+    """On all matrices of a layer."""
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        bias = config.use_bias
+        make_mlp = functools.partial(dense_mlp, use_bias=bias)
+        return attention_block(
+            config, options, rngs, qkv_bias=bias, out_bias=bias, adjacent=True, make_mlp=make_mlp
+        )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    bias = config.use_bias
+    return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=bias)

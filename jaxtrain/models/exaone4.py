@@ -1,0 +1,44 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms behind attention and MLP and on queries
+and keys; where layers have windows, those without one rotate nothing."""
+
+import dataclasses
+from typing import ClassVar
+
+from flax import nnx
+
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models.blocks import attention_block
+from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.naming import POST_NORMS, decoder_names
+from jaxtrain.models.windows import windowed_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "Exaone4ForCausalLM"
+    model_type: ClassVar[str] = "exaone4"
+
+    sliding_window: int | None = None
+    sliding_window_pattern: int | str | None = None
+    """What layer_types was made of."""
+    layer_types: tuple[str, ...] | None = None
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
+        if self.sliding_window is None:
+            return specs
+        return tuple(
+            dataclasses.replace(spec, rope="none") if spec.window is None else spec
+            for spec in specs
+        )
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        return attention_block(config, options, rngs, qk_norm="head", norms=POST_NORMS)
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    return decoder_names(config, qk_norm=True, norms=POST_NORMS)
