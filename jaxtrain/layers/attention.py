@@ -15,18 +15,18 @@ from flax import nnx
 from jaxtrain.layers.kv_cache import (
     FEW,
     KV,
+    Kept,
     PackedKV,
-    TriedRing,
     commit,
     is_ring,
+    keep,
     ring_context,
     seen_slots,
     whole_context,
-    write,
 )
 from jaxtrain.layers.linear import Dtype, Linear, multiply_together
-from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
-from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.mixer import Decoding, Handed, LayerInputs, LayerSpec, Mixer, State
+from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached
 from jaxtrain.parallel.rules import constrain
@@ -47,6 +47,11 @@ class Attention(Mixer):
     - attention: softmax of scores times `scale`, by default H**-0.5, within `softcap`
     - `output_gate`: what heads found times the sigmoid of gates [N, H], which "joint" q gives
       beside each head's queries (Qwen3-Next), or an "own" kernel `gate` (AFMoE)
+
+    Values have a kernel of their own; with `values` "keys" they are the keys before all that, and
+    with `v_norm` a norm over H without a weight is what they go through. With `takes` the layer has
+    neither keys nor values: it looks at those that another one of the same heads handed on, which
+    it does where its `LayerSpec.gives` is set (all three: Gemma 4).
 
     `num_in`: features that queries, keys and values are made of, where these are not D.
     """
@@ -74,6 +79,9 @@ class Attention(Mixer):
         adjacent: bool = False,
         position_scale: PositionScale | None = None,
         output_gate: Literal["joint", "own"] | None = None,
+        values: Literal["own", "keys"] = "own",
+        v_norm: bool = False,
+        takes: bool = False,
         softcap: float | None = None,
         scale: float | None = None,
         impl: str = "auto",
@@ -90,17 +98,22 @@ class Attention(Mixer):
         num_in = num_features if num_in is None else num_in
         asked_dim = 2 * query_dim if output_gate == "joint" else query_dim
         self.q = linear(num_in, asked_dim, axes=("embed", "heads"), use_bias=qkv_bias)
-        self.k = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
-        self.v = linear(num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias)
+        keys = functools.partial(
+            linear, num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=qkv_bias
+        )
+        self.k = None if takes else keys()
+        self.v = None if takes or values == "keys" else keys()
         self.out = linear(query_dim, num_features, axes=("heads", "embed"), use_bias=out_bias)
         self.gate = (
             linear(num_in, query_dim, axes=("embed", "heads")) if output_gate == "own" else None
         )
         widths = (query_dim, kv_dim) if qk_norm == "all_heads" else (head_dim, head_dim)
         self.q_norm, self.k_norm = (
-            None if qk_norm is None else norm(width, eps=eps, param_dtype=param_dtype)
-            for width in widths
+            norm(width, eps=eps, param_dtype=param_dtype) if there else None
+            for width, there in zip(widths, (qk_norm, qk_norm and not takes), strict=True)
         )
+        self.v_norm = UnitRMSNorm(head_dim, eps=eps) if v_norm else None
+        self.takes = takes
         self.qk_norm, self.clip, self.adjacent = qk_norm, clip, adjacent
         self.position_scale = position_scale
         self.output_gate = output_gate
@@ -108,41 +121,49 @@ class Attention(Mixer):
         self.softcap, self.scale = softcap, scale
         self.impl = impl
 
-    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV:
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV | tuple[()]:
         """See Mixer; no more slots than the window has."""
+        if self.takes:
+            return ()
         slots = slots if spec.window is None else min(slots, spec.window)
         shape = (rows, slots, self.num_kv_heads, self.head_dim)
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def init_packed(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> PackedKV:
+    def init_packed(
+        self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype
+    ) -> PackedKV | tuple[()]:
         """See Mixer."""
+        if self.takes:
+            return ()
         shape = (rows, slots, self.num_kv_heads, self.head_dim)
         return PackedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def grow_state(self, spec: LayerSpec, state: State, rows: int, slots: int) -> State:
+        """See Mixer."""
+        return () if self.takes else super().grow_state(spec, state, rows, slots)
 
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         """See Mixer: QK and PV, 2 FLOPs each for every visible pair, head and dim."""
         pairs = spans if spec.window is None else np.minimum(spans, spec.window)
         return 4.0 * self.num_heads * self.head_dim * int(pairs.sum())
 
-    def commit_state(self, spec: LayerSpec, tried: KV | TriedRing, decoding: Decoding) -> KV:
+    def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
         """See Mixer."""
-        return commit(tried, decoding)
+        return () if self.takes else commit(tried, decoding)
 
     def __call__(
-        self, x_BTD: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None = None
-    ) -> tuple[jax.Array, KV | PackedKV | TriedRing | None]:
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
+    ) -> tuple[jax.Array, State | Handed]:
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
         if self.position_scale is not None:
             scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
             q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
-        if state is None or isinstance(state, PackedKV):
-            if state is not None:
-                state = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
-                k_BTKH, v_BTKH = state
-            see = {"window": inputs.spec.window, "impl": self.impl, **self._score()}
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, inputs.context, **see)
+        if self.takes:
+            kept = inputs.given
         else:
-            out_BTNH, state = self._decode(q_BTNH, k_BTKH, v_BTKH, inputs, state)
+            kept = keep(k_BTKH, v_BTKH, inputs, state)
+            state = Handed(kept.after, kept) if inputs.spec.gives else kept.after
+        out_BTNH = self._look(q_BTNH, kept, inputs)
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
         return self.join(out_BTNH), state
@@ -153,16 +174,18 @@ class Attention(Mixer):
         """(queries [B, T, N, H], keys and values [B, T, K, H]) of features, rotated by `angles`."""
         assert not self.output_gate, "what the heads find is not gated by whoever asks for this"
         assert self.position_scale is None, "nor are their queries scaled by positions"
+        assert not self.takes, "there are no keys"
         return self._project(x_BTD, angles)[:3]
 
     def _project(self, x_BTD: jax.Array, angles: Angles | None):
-        """The same and the gates [B, T, N, H], or None."""
+        """The same and the gates [B, T, N, H]; None for what there is not."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        gates = [] if self.gate is None else [self.gate]
-        asked_BTF, keys_BTF, values_BTF, *gates_BTF = multiply_together(
-            x_BTD, self.q, self.k, self.v, *gates
-        )
-        gate_BTNH = self._heads(gates_BTF[0]) if gates else None
+        names = [name for name in ("q", "k", "v", "gate") if getattr(self, name) is not None]
+        products = multiply_together(x_BTD, *(getattr(self, name) for name in names))
+        made = dict(zip(names, products, strict=True))
+        asked_BTF, keys_BTF = made["q"], made.get("k")
+        values_BTF = made.get("v", keys_BTF)
+        gate_BTNH = self._heads(made.get("gate"))
         if self.output_gate == "joint":
             both_BTNF = asked_BTF.reshape(*x_BTD.shape[:2], self.num_heads, -1)
             asked_BTF, gate_BTNH = jnp.split(both_BTNF, 2, axis=-1)
@@ -173,10 +196,17 @@ class Attention(Mixer):
             found = (jnp.clip(y, -self.clip, self.clip) for y in found)
         q_BTNH, k_BTKH, v_BTKH = map(self._heads, found)
         q_BTNH = self._turn(q_BTNH, self.q_norm, angles)
-        return q_BTNH, self._turn(k_BTKH, self.k_norm, angles), v_BTKH, gate_BTNH
+        k_BTKH = self._turn(k_BTKH, self.k_norm, angles)
+        if self.v_norm is not None and v_BTKH is not None:
+            v_BTKH = self.v_norm(v_BTKH)
+        return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
 
-    def _turn(self, x_BTNH: jax.Array, norm: RMSNorm | None, angles: Angles | None) -> jax.Array:
+    def _turn(
+        self, x_BTNH: jax.Array | None, norm: RMSNorm | None, angles: Angles | None
+    ) -> jax.Array | None:
         """Queries or keys, normed and rotated."""
+        if x_BTNH is None:
+            return None
         if self.qk_norm == "head":
             x_BTNH = norm(x_BTNH)
         if angles is not None:
@@ -191,33 +221,31 @@ class Attention(Mixer):
     def _score(self) -> dict[str, float | None]:
         return {"softcap": self.softcap, "scale": self.scale}
 
-    def _heads(self, x_BTF: jax.Array) -> jax.Array:
+    def _heads(self, x_BTF: jax.Array | None) -> jax.Array | None:
+        if x_BTF is None:
+            return None
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
         return constrain(x_BTNH, "rows", "length", "act_heads", None)
 
-    def _decode(self, q_BTNH, k_BTKH, v_BTKH, inputs: LayerInputs, state: KV):
-        """The new tokens against the cache and each other: (output, the cache with them)."""
-        window, decoding, S = inputs.spec.window, inputs.decoding, state.k.shape[1]
-        ring = is_ring(state, window)
-        if ring and inputs.trial:
-            # Every new token takes the slot of an old one, which may be needed again.
-            written = TriedRing(state, KV(k_BTKH, v_BTKH))
-        else:
-            written = write(state, k_BTKH, v_BTKH, decoding, ring)
-        see = self._score()
-        T = q_BTNH.shape[1]
-        if (T == 1 or (T <= FEW and not ring)) and not isinstance(written, TriedRing):
-            until_BT, since_BT = seen_slots(S, T, decoding, window)
-            return attend_cached(q_BTNH, *written, until_BT, since_BT, **see), written
-        see |= {"window": window, "impl": self.impl}
-        positions_BT = inputs.context.positions
-        if not ring:
-            context = whole_context(S, positions_BT, decoding)
-            return attend(q_BTNH, *written, context, **see), written
+    def _look(self, q_BTNH: jax.Array, kept: Kept, inputs: LayerInputs) -> jax.Array:
+        """What the heads find, [B, T, N, H]."""
+        window, decoding, see = inputs.spec.window, inputs.decoding, self._score()
+        far = see | {"window": window, "impl": self.impl}
+        if kept.before is None:
+            return attend(q_BTNH, kept.k, kept.v, inputs.context, **far)
+        T, S = q_BTNH.shape[1], kept.before.k.shape[1]
+        ring, positions_BT = is_ring(kept.before, window), inputs.context.positions
+        if isinstance(kept.after, KV):
+            if T == 1 or (T <= FEW and not ring):
+                until_BT, since_BT = seen_slots(S, T, decoding, window)
+                return attend_cached(q_BTNH, *kept.after, until_BT, since_BT, **see)
+            if not ring:
+                context = whole_context(S, positions_BT, decoding)
+                return attend(q_BTNH, *kept.after, context, **far)
         # The last of the new tokens may take the slots that the first still look at.
         k_BSKH, v_BSKH = (
             jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-            for old, new in zip(state, (k_BTKH, v_BTKH), strict=True)
+            for old, new in zip(kept.before, (kept.k, kept.v), strict=True)
         )
         context = ring_context(S, positions_BT, decoding)
-        return attend(q_BTNH, k_BSKH, v_BSKH, context, **see), written
+        return attend(q_BTNH, k_BSKH, v_BSKH, context, **far)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtrain_kernels import Context
 
-from jaxtrain.layers.mixer import Decoding
+from jaxtrain.layers.mixer import Decoding, LayerInputs
 
 FEW = 32
 """Most new tokens of a row whose queries read the cache one by one; more are a prompt."""
@@ -43,6 +43,34 @@ class TriedRing(NamedTuple):
     old: KV
     new: KV
     """[B, T, K, H]."""
+
+
+class Kept(NamedTuple):
+    """Keys and values of new tokens, and what was kept of those before them."""
+
+    k: jax.Array
+    """[B, T, K, H], of packed rows [B, S, K, H], and v the same."""
+    v: jax.Array
+    before: KV | None
+    """None in training and of packed rows."""
+    after: KV | TriedRing | PackedKV | None
+    """With the new tokens."""
+
+
+def keep(
+    k_BTKH: jax.Array, v_BTKH: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None
+) -> Kept:
+    """What queries of the new tokens look at; state: of those before, None in training."""
+    if state is None:
+        return Kept(k_BTKH, v_BTKH, None, None)
+    if isinstance(state, PackedKV):
+        put = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
+        return Kept(*put, None, put)
+    ring = is_ring(state, inputs.spec.window)
+    if ring and inputs.trial:
+        # Every new token takes the slot of an old one, which may be needed again.
+        return Kept(k_BTKH, v_BTKH, state, TriedRing(state, KV(k_BTKH, v_BTKH)))
+    return Kept(k_BTKH, v_BTKH, state, write(state, k_BTKH, v_BTKH, inputs.decoding, ring))
 
 
 def is_ring(state: KV, window: int | None) -> bool:

@@ -32,6 +32,10 @@ class LayerSpec:
     """Positions that attention looks back, its own included; None: all."""
     rope: str = "default"
     """Which of the model's position encodings the layer reads."""
+    gives: str | None = None
+    """Under which name later layers get what this layer's mixer hands on; no other layer has it."""
+    takes: str | None = None
+    """The name of what an earlier layer handed on to this one."""
 
 
 class Decoding(NamedTuple):
@@ -62,9 +66,19 @@ class LayerInputs(NamedTuple):
     """What all layers read alike beside the hidden states, with gradients: a draft's context."""
     shared: Any = None
     """What the mixers of this kind found in the context, once for all: see `Mixer.find_shared`."""
+    given: Any = None
+    """What the layer that `spec.takes` names handed on."""
     trial: bool = False
     """Whether some of the new tokens may be taken back: a layer with `trials` "own" then returns a
     state that its `commit_state` understands."""
+
+
+class Handed(NamedTuple):
+    """What a mixer returns in the place of its state where `spec.gives` is set."""
+
+    state: State
+    given: Any
+    """A pytree of arrays, for `LayerInputs.given` of later layers; with gradients."""
 
 
 class Mixer(nnx.Module):

@@ -139,18 +139,22 @@ class Stack(nnx.Module):
                 if kind not in shared:
                     shared[kind] = nnx.merge(*part).mixer.find_shared(context)
 
-        def run(x_BTD, params, extra, state, graphdef, spec):
+        def run(x_BTD, params, extra, state, given, graphdef, spec):
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             own = trial and block.mixer.trials == "own"
             turns = angles.get(spec.rope)
             found = shared.get(spec.kind)
-            inputs = LayerInputs(context, spec, turns, decoding, extra, beside, found, own)
+            inputs = LayerInputs(
+                context, spec, turns, decoding, extra, beside, found, given, trial=own
+            )
             before = Replay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
+            state, given = state if spec.gives else (state, None)
             if trial and not own:
-                return x_BTD, before, noted
-            return x_BTD, block.mixer.place_state(state), noted
+                assert not spec.gives, "read again, it would hand on something else"
+                return x_BTD, before, given, noted
+            return x_BTD, block.mixer.place_state(state), given, noted
 
         @functools.cache  # traced, differentiated and lowered once; kernels are compiled once
         def runner(graphdef, spec, scanned):
@@ -161,7 +165,7 @@ class Stack(nnx.Module):
                 run_one = jax.checkpoint(run_one, policy=policy, prevent_cse=keep)
             return run_one if scanned else jax.jit(run_one)
 
-        captured, notes, new_states = {}, {}, []
+        captured, notes, new_states, handed = {}, {}, [], {}
         for segment, own, part in zip(segments, blocks, extras, strict=True):
             start, period, repeats = segment
             if depth is not None and start >= depth:
@@ -171,16 +175,26 @@ class Stack(nnx.Module):
                 graphdef, params = own[self.specs[start].kind]
                 params, part = jax.tree.map(lambda leaf: leaf[0], (params, part))
                 state = None if states is None else states[start]
-                run_one = runner(graphdef, self.specs[start], scanned=False)
-                x_BTD, state, noted = run_one(x_BTD, params, part, state)
+                spec = self.specs[start]
+                run_one, given = runner(graphdef, spec, scanned=False), handed.get(spec.takes)
+                x_BTD, state, given, noted = run_one(x_BTD, params, part, state, given)
                 new_states.append(state)
+                handed |= {spec.gives: given} if spec.gives else {}
                 captured |= dict.fromkeys(wanted, x_BTD)
                 found = {name: value[None] for name, value in noted.items()}
             else:
                 period_specs = self.specs[start : start + period]
                 graphdefs = {kind: graphdef for kind, (graphdef, _) in own.items()}
                 params = {kind: state for kind, (_, state) in own.items()}
-                runners = [runner(graphdefs[s.kind], s, scanned=True) for s in period_specs]
+                assert not any(spec.gives for spec in period_specs), "one layer alone gives a name"
+                runners = [
+                    functools.partial(
+                        runner(graphdefs[spec.kind], spec, scanned=True),
+                        state=None,
+                        given=handed.get(spec.takes),
+                    )
+                    for spec in period_specs
+                ]
                 rounds = repeats if depth is None else min(repeats, -(-(depth - start) // period))
                 x_BTD, taken, found = _scan(
                     segment, period_specs, runners, x_BTD, params, part, wanted, rounds
@@ -334,7 +348,7 @@ def _scan(
         pieces = {kind: iter(_unfold(state, kinds.count(kind))) for kind, state in params.items()}
         extras, notes = _unfold(extra, period), {}
         for place, (kind, run) in enumerate(zip(kinds, runners, strict=True)):
-            x_BTD, _, noted = run(x_BTD, next(pieces[kind]), extras[place], None)
+            x_BTD, _, _, noted = run(x_BTD, next(pieces[kind]), extras[place])
             if buffer is not None:
                 buffer = jax.lax.dynamic_update_index_in_dim(buffer, x_BTD, slots_P[place], 0)
             for name, value in noted.items():
