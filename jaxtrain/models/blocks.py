@@ -13,7 +13,7 @@ from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router
 from jaxtrain.models.decoder import DecoderConfig, Options
-from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.experts import ExpertsConfig, GroupedExpertsConfig
 from jaxtrain.models.naming import PRE_NORMS
 
 MakeMLP = Callable[[DecoderConfig, Mapping[str, Any]], GatedMLP | MoE]
@@ -41,6 +41,18 @@ def experts_mlp(
     shared = {"num_shared": num_shared, "gate_shared": gate_shared}
     chooser = Router(width, count, config.routing, **router, **common)
     return MoE(chooser, width, num_hidden, count, activation=act, **shared, **common)
+
+
+def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any]) -> MoE:
+    """DeepSeek-V3's experts and shared ones."""
+    return experts_mlp(
+        config,
+        common,
+        config.moe_intermediate_size,
+        num_shared=config.shared_width,
+        choice_bias=config.routing.score == "sigmoid",
+        wide=config.wide_router,
+    )
 
 
 def attention_block(

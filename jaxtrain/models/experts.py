@@ -17,6 +17,8 @@ ALIASES = {
     "num_experts_per_tok": ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk"),
 }
 """What families and versions of transformers call these fields."""
+ABSENT = ("router_aux_loss_coef", "output_router_logits", "num_nextn_predict_layers")
+"""Fields that some families do not have at all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,7 @@ class ExpertsConfig(DecoderConfig):
 
     def to_hf(self) -> dict[str, Any]:
         raw = super().to_hf()
-        carried = ("router_aux_loss_coef", "output_router_logits")
-        return {key: v for key, v in raw.items() if key not in carried or v is not None}
+        return {key: v for key, v in raw.items() if key not in ABSENT or v is not None}
 
     def check(self) -> None:
         super().check()
@@ -67,11 +68,43 @@ class ExpertsConfig(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseStepConfig(ExpertsConfig):
+    """Experts in every so many-th layer, dense ones between (Qwen)."""
+
+    moe_intermediate_size: int
+    """F of an expert; intermediate_size is that of a dense layer."""
+    norm_topk_prob: bool = False
+    """Whether the gates of a token sum to 1."""
+    decoder_sparse_step: int = 1
+    """Every so many-th layer has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers that are dense nevertheless."""
+
+    def kind(self, layer: int) -> str:
+        """ "block" of a layer with experts, or "dense"."""
+        sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return "block" if sparse and layer not in self.mlp_only_layers else "dense"
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+
+    def check(self) -> None:
+        if self.decoder_sparse_step < 1:
+            raise UserError(
+                f"config.json: decoder_sparse_step={self.decoder_sparse_step} must be at least 1"
+            )
+        super().check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedExpertsConfig(ExpertsConfig):
     """Experts in DeepSeek-V3's form (arXiv:2412.19437): some dense layers, then experts in groups,
     chosen by sigmoids with a correction bias, beside shared ones."""
 
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    wide_router: ClassVar[bool] = True
+    """Whether the router multiplies in float32."""
 
     moe_intermediate_size: int
     """F of an expert; intermediate_size is that of a dense layer."""
@@ -84,6 +117,20 @@ class GroupedExpertsConfig(ExpertsConfig):
     """Whether the gates of a token sum to 1 before they are scaled."""
     first_k_dense_replace: int | None = 0
     """How many of the first layers are dense."""
+    num_nextn_predict_layers: int | None = None
+    """Layers that predict tokens further ahead (arXiv:2412.19437, section 2.2), behind the others
+    in a folder; they are carried along."""
+
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        first = self.num_hidden_layers
+        return tuple(
+            f"model.layers.{first + n}." for n in range(self.num_nextn_predict_layers or 0)
+        )
+
+    @property
+    def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.carries
 
     def layers(self) -> tuple[LayerSpec, ...]:
         dense, count = self.first_k_dense_replace or 0, self.num_hidden_layers

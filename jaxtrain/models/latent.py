@@ -6,7 +6,6 @@ every export takes them along byte by byte.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,12 +21,11 @@ from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mla import LatentAttention
 from jaxtrain.layers.rope import PositionScale, frequencies
-from jaxtrain.models.blocks import block_of, dense_mlp, experts_mlp
+from jaxtrain.models.blocks import block_of, dense_mlp, grouped_experts_mlp
 from jaxtrain.models.decoder import Options
 from jaxtrain.models.experts import GroupedExpertsConfig
 from jaxtrain.models.naming import (
-    EXPERT_PARTS,
-    expert_names,
+    grouped_expert_names,
     layer_entry,
     linear_entries,
     mlp_names,
@@ -49,7 +47,6 @@ class LatentConfig(GroupedExpertsConfig):
         "aux_loss_alpha": None,
         "ep_size": None,
         "moe_layer_freq": (1,),
-        "num_nextn_predict_layers": None,
         "partial_rotary_factor": (1,),
         "scoring_func": ("sigmoid",),
         "seq_aux": (True, False),
@@ -57,8 +54,6 @@ class LatentConfig(GroupedExpertsConfig):
     }
     """Attributes of the Hub's files that transformers' config class does not know, and the values
     that are computed here; None: any number."""
-    wide_router: ClassVar[bool] = True
-    """Whether the router multiplies in float32."""
 
     q_lora_rank: int | None = None
     """Features of the latent that queries are made of; None: they are made of x."""
@@ -106,20 +101,6 @@ class LatentConfig(GroupedExpertsConfig):
                 f"config.json: qk_head_dim={self.qk_head_dim} must be qk_nope_head_dim={plain} +"
                 f" qk_rope_head_dim={turned}"
             )
-
-    @property
-    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The layers that predict further tokens."""
-        first, count = self.num_hidden_layers, json.loads(self.says("num_nextn_predict_layers"))
-        return tuple(f"model.layers.{first + n}." for n in range(count or 0))
-
-    @property
-    def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.carries
-
-    def says(self, key: str) -> str:
-        """JSON of an attribute of SAID; null where it was not there."""
-        return dict(self.said).get(key, "null")
 
     @property
     def head_size(self) -> int:
@@ -208,14 +189,8 @@ def make_latent_block(kind: str, config: LatentConfig, options: Options, rngs: n
         impl=options.attention_impl,
         **common,
     )
-    experts = functools.partial(
-        experts_mlp,
-        num_hidden=config.moe_intermediate_size,
-        num_shared=config.shared_width,
-        choice_bias=config.routing.score == "sigmoid",
-        wide=config.wide_router,
-    )
-    return block_of(config, common, mixer, dense_mlp if kind == "dense" else experts)
+    make_mlp = dense_mlp if kind == "dense" else grouped_experts_mlp
+    return block_of(config, common, mixer, make_mlp)
 
 
 def latent_names(config: LatentConfig) -> list[Entry]:
@@ -223,7 +198,10 @@ def latent_names(config: LatentConfig) -> list[Entry]:
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():
         entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
-        entries += mlp_names(kind, layers) if kind == "dense" else moe_names(config, kind, layers)
+        if kind == "dense":
+            entries += mlp_names(kind, layers)
+        else:
+            entries += grouped_expert_names(kind, layers, config)
     return entries
 
 
@@ -248,17 +226,4 @@ def latent_attention_names(config: LatentConfig, kind: str, layers: Sequence[int
     for ours, theirs in norms.items():
         names = f"attention.{ours}.scale", f"self_attn.{theirs}.weight"
         entries.append(layer_entry(kind, layers, *names))
-    return entries
-
-
-def moe_names(config: LatentConfig, kind: str, layers: Sequence[int]) -> list[Entry]:
-    """A router, experts and the shared ones."""
-    entries = expert_names(kind, layers, config.num_local_experts)
-    if config.routing.score == "sigmoid":
-        bias = "mlp.gate.e_score_correction_bias"
-        entries.append(layer_entry(kind, layers, "mlp.router.choice_bias", bias))
-    if config.shared_width is not None:
-        for ours, theirs in EXPERT_PARTS.items():
-            names = f"mlp.shared.{ours}", f"mlp.shared_experts.{theirs}"
-            entries += linear_entries(kind, layers, *names)
     return entries

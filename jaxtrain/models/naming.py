@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Rows, Split, Stack, Tensor, Transpose
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.experts import GroupedExpertsConfig
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -18,6 +19,8 @@ SANDWICH_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
 }
 """The norms of a `Block`, and what their tensors are called: before both layers, behind, around."""
+CHOICE_BIAS = "gate.e_score_correction_bias"
+"""What most families call the bias of a router's choice."""
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -180,14 +183,20 @@ def expert_names(
     *,
     ours: str = "mlp",
     module: str = "mlp",
+    router: str = "gate",
     parts: Mapping[str, str] = EXPERT_PARTS,
+    choice_bias: str | None = None,
+    shared: str | None = None,
 ) -> list[Entry]:
     """A router and the experts, each a tensor of its own, under `model.layers.<n>.<module>`; ours:
-    what the block calls the MoE; parts: what tensors of an expert's matrices are called."""
-    router = _layers(
-        kind, layers, "model.", f"{ours}.router.kernel", f"{module}.gate.weight", transpose=True
-    )
-    entries = [router]
+    what the block calls the MoE; parts: what tensors of an expert's matrices are called.
+    choice_bias, shared: what those of the router's bias and of the shared experts are called there,
+    where there are any."""
+    name = f"{module}.{router}.weight"
+    entries = [layer_entry(kind, layers, f"{ours}.router.kernel", name, transpose=True)]
+    if choice_bias is not None:
+        name = f"{module}.{choice_bias}"
+        entries.append(layer_entry(kind, layers, f"{ours}.router.choice_bias", name))
     for part, theirs in parts.items():
         stacks = tuple(
             Stack(
@@ -199,7 +208,23 @@ def expert_names(
             for layer in layers
         )
         entries.append(Entry(f"stack.{kind}.{ours}.experts.{part}.kernel", Stack(stacks)))
+        if shared is not None:
+            name = f"{module}.{shared}.{theirs}"
+            entries += linear_entries(kind, layers, f"{ours}.shared.{part}", name)
     return entries
+
+
+def grouped_expert_names(
+    kind: str, layers: Sequence[int], config: GroupedExpertsConfig
+) -> list[Entry]:
+    """DeepSeek-V3's experts, and shared ones."""
+    return expert_names(
+        kind,
+        layers,
+        config.num_local_experts,
+        choice_bias=CHOICE_BIAS if config.routing.score == "sigmoid" else None,
+        shared="shared_experts" if config.n_shared_experts else None,
+    )
 
 
 def layer_entry(

@@ -22,6 +22,7 @@ from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
+    CHOICE_BIAS,
     expert_names,
     layer_entry,
     linear_entries,
@@ -248,11 +249,17 @@ def names(config: Config) -> list[Entry]:
             linears = {"up": "up_proj", "down": "down_proj"}
         else:
             parts = {"up": "up_proj", "down": "down_proj"}
-            experts = {"ours": "layer", "module": "mixer", "parts": parts}
-            entries += expert_names(kind, layers, config.n_routed_experts, **experts)
-            bias = "mixer.gate.e_score_correction_bias"
-            entries.append(layer_entry(kind, layers, "layer.router.choice_bias", bias))
-            linears = {f"shared.{p}": f"shared_experts.{name}" for p, name in parts.items()}
+            entries += expert_names(
+                kind,
+                layers,
+                config.n_routed_experts,
+                ours="layer",
+                module="mixer",
+                parts=parts,
+                choice_bias=CHOICE_BIAS,
+                shared="shared_experts",
+            )
+            linears = {}
             if config.moe_latent_size is not None:
                 linears |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
         for ours, theirs in linears.items():

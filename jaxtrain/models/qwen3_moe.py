@@ -7,29 +7,19 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.router import Routing
 from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
 from jaxtrain.models.decoder import Decoder, Options
-from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.experts import SparseStepConfig
 from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(ExpertsConfig):
+class Config(SparseStepConfig):
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     model_type: ClassVar[str] = "qwen3_moe"
 
-    moe_intermediate_size: int
-    """F of an expert; intermediate_size is that of a dense layer."""
-    norm_topk_prob: bool = False
-    """Whether the gates of a token sum to 1."""
-    decoder_sparse_step: int = 1
-    """Every so many-th layer has experts."""
-    mlp_only_layers: tuple[int, ...] = ()
-    """Layers that are dense nevertheless."""
     attention_bias: bool = False
     """On all four projections."""
     use_sliding_window: bool = False
@@ -39,27 +29,12 @@ class Config(ExpertsConfig):
     """Without effect in this family; carried along."""
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        def kind(layer: int) -> str:
-            sparse = (layer + 1) % self.decoder_sparse_step == 0
-            return "block" if sparse and layer not in self.mlp_only_layers else "dense"
-
         numbers = range(self.num_hidden_layers)
-        return tuple(LayerSpec(kind(layer), window=self.sliding_window) for layer in numbers)
-
-    @property
-    def routing(self) -> Routing:
-        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+        return tuple(LayerSpec(self.kind(layer), window=self.sliding_window) for layer in numbers)
 
     def to_hf(self) -> dict[str, Any]:
         """With the number's name in transformers 4, too."""
         return super().to_hf() | {"num_experts": self.num_local_experts}
-
-    def check(self) -> None:
-        if self.decoder_sparse_step < 1:
-            raise UserError(
-                f"config.json: decoder_sparse_step={self.decoder_sparse_step} must be at least 1"
-            )
-        super().check()
 
 
 class Model(Decoder):

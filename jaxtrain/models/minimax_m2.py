@@ -1,0 +1,80 @@
+"""MiniMax-M2 (MiniMax 2025): experts chosen by sigmoids in every layer; queries and keys are normed
+over all heads, and a part of their dims is rotated."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.router import Routing
+from jaxtrain.models.blocks import attention_block, experts_mlp
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.naming import attention_names, expert_names, outer_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig):
+    architecture: ClassVar[str] = "MiniMaxM2ForCausalLM"
+    model_type: ClassVar[str] = "minimax_m2"
+    rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+        "shared_intermediate_size": (0,),
+        **dict.fromkeys(
+            (
+                *("attn_type_list", "layernorm_full_attention_beta"),
+                *("layernorm_linear_attention_beta", "layernorm_mlp_beta"),
+                *("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules"),
+                *("rotary_dim", "shared_moe_mode", "use_mtp"),
+            ),
+            (),
+        ),
+    }
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        if set(raw.get("attn_type_list") or [1]) != {1}:
+            raise UserError("config.json: attn_type_list may only hold 1, full attention")
+        dims, size = raw.get("rotary_dim"), raw.get("head_dim") or 128
+        stated = raw.get("rope_parameters") or {}
+        if type(dims) is int and "partial_rotary_factor" not in {*raw, *stated}:
+            raw["partial_rotary_factor"] = dims / size
+        return super().from_hf(raw)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(top=self.num_experts_per_tok, score="sigmoid", normalise=True)
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        experts = functools.partial(
+            experts_mlp, num_hidden=config.intermediate_size, choice_bias=True
+        )
+        return attention_block(config, options, rngs, qk_norm="all_heads", make_mlp=experts)
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers = range(config.num_hidden_layers)
+    return [
+        *outer_names(config),
+        *attention_names("block", layers, qk_norm=True),
+        *expert_names(
+            "block",
+            layers,
+            config.num_local_experts,
+            module="block_sparse_moe",
+            parts={"gate": "w1", "up": "w3", "down": "w2"},
+            choice_bias="e_score_correction_bias",
+        ),
+    ]

@@ -1,0 +1,58 @@
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts in every layer; queries and keys are
+normed over all heads, then clipped."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from flax import nnx
+
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.router import Routing
+from jaxtrain.models.blocks import attention_block, experts_mlp
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.naming import attention_names, expert_names, outer_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig):
+    architecture: ClassVar[str] = "OlmoeForCausalLM"
+    model_type: ClassVar[str] = "olmoe"
+    renamed: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+
+    norm_topk_prob: bool = False
+    """Whether the gates of a token sum to 1."""
+    attention_bias: bool = False
+    """On all four projections."""
+    clip_qkv: float | None = None
+    """Queries, keys and values beyond it, either way, become it."""
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(top=self.num_experts_per_tok, normalise=self.norm_topk_prob)
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        bias = config.attention_bias
+        return attention_block(
+            config,
+            options,
+            rngs,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="all_heads",
+            clip=config.clip_qkv,
+            make_mlp=functools.partial(experts_mlp, num_hidden=config.intermediate_size),
+        )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers, bias = range(config.num_hidden_layers), config.attention_bias
+    return [
+        *outer_names(config),
+        *attention_names("block", layers, qkv_bias=bias, out_bias=bias, qk_norm=True),
+        *expert_names("block", layers, config.num_local_experts),
+    ]
