@@ -75,7 +75,8 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)} - OWN
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
-    raw, said = split_fixed(raw, getattr(cls, "fixed", {}))
+    fixed = getattr(cls, "fixed", {})
+    raw, said = split_fixed(raw, {key: fixed[key] for key in fixed if key not in names})
     for key, value in raw.items():
         if key in names or key in IGNORED or key in positions:
             continue

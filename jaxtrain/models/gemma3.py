@@ -24,7 +24,10 @@ from jaxtrain.models.naming import (
     outer_names,
     with_prefix,
 )
-from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
+
+PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Which so many-th layer sees all, in files that do not name the kind of each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +47,9 @@ class Config(TextConfig):
     prefixes: ClassVar[tuple[str, ...]] = (
         *("model.language_model.", "language_model.model.", "model."),
     )
-    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "cache_implementation": ("hybrid",),
-        "sliding_window_pattern": (),
-        "_sliding_window_pattern": (),
+        **dict.fromkeys(PATTERNS, ()),
     }
     media: ClassVar[tuple[str, ...]] = (
         *("image_token_index", "boi_token_index", "eoi_token_index"),
@@ -63,13 +65,8 @@ class Config(TextConfig):
     final_logit_softcapping: float | None = None
 
     @classmethod
-    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-        if text.get("layer_types") is None and type(text.get("num_hidden_layers")) is int:
-            every = said.get("sliding_window_pattern", said.get("_sliding_window_pattern", 6))
-            text["layer_types"] = [
-                SLIDING if (layer + 1) % every else FULL
-                for layer in range(min(text["num_hidden_layers"], 2**12))
-            ]
+    def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:
+        name_layers(text, PATTERNS, 6, (SLIDING, FULL))
         return read_fields(cls, text)
 
     def to_hf(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
 from jaxtrain.models.decoder import Options
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
+from jaxtrain.models.windows import name_layers
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -36,7 +37,7 @@ class HybridConfig(TextConfig):
     """The last two set rows, columns and time of images apart, which are one number for text."""
     carries: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
-    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (True,),
         "mamba_ssm_dtype": ("float32",),
         "mtp_num_hidden_layers": (),
@@ -57,13 +58,8 @@ class HybridConfig(TextConfig):
     linear_conv_kernel_dim: int
 
     @classmethod
-    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-        if text.get("layer_types") is None and type(text.get("num_hidden_layers")) is int:
-            every = said.get("full_attention_interval", 4)
-            text["layer_types"] = [
-                LINEAR if (layer + 1) % every else FULL
-                for layer in range(min(text["num_hidden_layers"], 2**12))
-            ]
+    def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:
+        name_layers(text, ("full_attention_interval",), 4, (LINEAR, FULL))
         values = read_fields(cls, text)
         stated = text.get("rope_parameters") or text.get("rope_scaling") or {}
         if "partial_rotary_factor" not in stated:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config import hf_defaults, read_fields
-from jaxtrain.hf.config_checks import is_number
 from jaxtrain.hf.files import describe, spell
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -24,9 +23,6 @@ class TextConfig(DecoderConfig):
 
     text_type: ClassVar[str]
     """model_type of the text alone, by which transformers reads its attributes."""
-    says: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Attributes of text that transformers' config class does not know, and the values that are
-    computed here; none: any number."""
     media: ClassVar[tuple[str, ...]] = ()
     """Keys on top that name ids which are no text."""
     prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.", "model.")
@@ -34,8 +30,6 @@ class TextConfig(DecoderConfig):
 
     around: str | None = None
     """JSON of what stands around `text_config`; None: there is no such level."""
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of `says` that were there, as (key, JSON)."""
     prefix: str = "model."
     """Of the tensors of text."""
 
@@ -43,11 +37,7 @@ class TextConfig(DecoderConfig):
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """From either form; UserError for anything that would be ignored."""
         around, text = split_levels(raw, cls)
-        own = {field.name for field in dataclasses.fields(cls)}
-        said = {key: text.pop(key) for key in cls.says if key in text and key not in own}
-        check_said(said, cls.says)
-        values = cls.read_text(text, said)
-        values["said"] = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
+        values = cls.read_text(text)
         if around is not None:
             values["around"] = json.dumps(around, sort_keys=True)
             values["prefix"] = cls.prefixes[0]
@@ -56,13 +46,12 @@ class TextConfig(DecoderConfig):
         return config
 
     @classmethod
-    def read_text(cls, text: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `cls` from the text's attributes; said: those of `says`."""
+    def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `cls` from the text's attributes."""
         return read_fields(cls, text)
 
     def to_hf(self) -> dict[str, Any]:
         raw = super().to_hf()
-        raw |= {key: json.loads(value) for key, value in self.said}
         if self.around is None:
             return {**raw, "model_type": self.text_type}
         del raw["architectures"]
@@ -133,21 +122,3 @@ def split_levels(
             f"config.json: language_model_only={describe(unknown)} is not supported; only false"
         )
     return around, text
-
-
-def check_said(said: Mapping[str, Any], says: Mapping[str, tuple[Any, ...]]) -> None:
-    """UserError where an attribute says something that is not computed here."""
-    for key, value in said.items():
-        allowed = says[key]
-        fits = value in allowed if allowed else is_number(value) and value >= 0
-        if key in EVERY:
-            fits = type(value) is int and value > 0
-        if not fits:
-            only = " or ".join(map(json.dumps, allowed)) or "a number"
-            raise UserError(
-                f"config.json: {key}={describe(value)} is not supported; only {only} is"
-            )
-
-
-EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern")
-"""Each so many-th layer is another one."""

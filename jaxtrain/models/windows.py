@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import describe
 from jaxtrain.layers.mixer import LayerSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -37,3 +39,18 @@ def windowed_layers(
         raise UserError("config.json: layer_types has sliding_attention but no sliding_window")
     kinds |= {name: dataclasses.replace(kinds[name], rope=name) for name in encodings}
     return tuple(kinds[name] for name in layer_types)
+
+
+def name_layers(
+    raw: dict[str, Any], keys: Sequence[str], every: int, names: tuple[str, str]
+) -> None:
+    """Put layer_types into a config.json without it: the second of `names` for each so many-th
+    layer, as the first of `keys` that is there says, else `every`; the first for all others."""
+    for key in keys:
+        found = raw.get(key)
+        if found is not None and (type(found) is not int or found < 1):
+            raise UserError(f"config.json: {key} is {describe(found)}; it must be a number above 0")
+    every = next((raw[key] for key in keys if raw.get(key)), every)
+    count = raw.get("num_hidden_layers")
+    if raw.get("layer_types") is None and type(count) is int:
+        raw["layer_types"] = [names[(n + 1) % every == 0] for n in range(min(count, 2**12))]

@@ -97,5 +97,5 @@ DEFAULT = {"olmo3", "ministral3"}
 DECODED = {"olmo3", "ministral3"}
 SHARDED = {
     "olmo3": [{"tensor": 2, "fsdp": 2}, {"context": 2, "tensor": 2}],
-    "ministral3": [{"context": 2}],
+    "ministral3": [{"context": 2, "data": 2}],
 }
