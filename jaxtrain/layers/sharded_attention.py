@@ -29,15 +29,16 @@ def attend(
     v_BSKH: jax.Array,
     context: Context,
     *,
+    sinks: jax.Array | None = None,
     impl: str = "auto",
     **options,
 ) -> jax.Array:
     """`jaxtrain_kernels.attention` on whatever mesh is set; options (window, softcap, scale) are
-    the kernel's. Returns [B, T, N, H], placed as q."""
+    the kernel's; sinks [N]. Returns [B, T, N, H], placed as q."""
     op, context = functools.partial(attention_op, impl=impl, **options), context._replace(prev=None)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return op(q_BTNH, k_BSKH, v_BSKH, context)
+        return op(q_BTNH, k_BSKH, v_BSKH, context, sinks=sinks)
     k_BSKH, v_BSKH = (share_heads(x, q_BTNH.shape[2], mesh) for x in (k_BSKH, v_BSKH))
     q_spec = partition_spec(("rows", "length", "act_heads", None), q_BTNH.shape, mesh)
     k_spec = partition_spec(("rows", "length", "act_heads", None), k_BSKH.shape, mesh)
@@ -49,7 +50,7 @@ def attend(
     if since is None:
         since = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), context.until.shape)
 
-    def local(q_BTNH, k_BSKH, v_BSKH, until, since, positions, key_positions):
+    def local(q_BTNH, k_BSKH, v_BSKH, sinks, until, since, positions, key_positions):
         if k_spec[1] is not None:
             # Gathered here and not by the partitioner: its transpose is a reduce-scatter.
             k_BSKH, v_BSKH = (
@@ -58,19 +59,20 @@ def attend(
 
         def run(q_BTNH, positions, first):
             shifted = Context(until - first, since - first, positions, key_positions)
-            return op(q_BTNH, k_BSKH, v_BSKH, shifted)
+            return op(q_BTNH, k_BSKH, v_BSKH, shifted, sinks=sinks)
 
         if length is None:
             return run(q_BTNH, positions, 0)
         return zigzag(run, q_BTNH, positions, axis, mesh.shape[axis])
 
     by_key, by_query = PartitionSpec(rows), PartitionSpec(rows, length)
+    masks = (context.until, since, context.positions, context.key_positions)
     return jax.shard_map(
         local,
-        in_specs=(q_spec, k_spec, k_spec, by_key, by_key, by_query, by_key),
+        in_specs=(q_spec, k_spec, k_spec, heads_of(q_spec), by_key, by_key, by_query, by_key),
         out_specs=q_spec,
         check_vma=False,
-    )(q_BTNH, k_BSKH, v_BSKH, context.until, since, context.positions, context.key_positions)
+    )(q_BTNH, k_BSKH, v_BSKH, sinks, *masks)
 
 
 def attend_cached(
@@ -79,6 +81,8 @@ def attend_cached(
     v_BSKH: jax.Array,
     until_BT: jax.Array,
     since_BT: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
     **options,
 ) -> jax.Array:
     """`jaxtrain_kernels.decode_attention` on whatever mesh is set: a few queries a row, each of
@@ -86,10 +90,10 @@ def attend_cached(
     sees none."""
     op = functools.partial(decode_attention, **options)
 
-    def local(q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT):
-        return op(q_BTNH, k_BSKH[None], v_BSKH[None], 0, until_BT, since_BT)
+    def local(q_BTNH, k_BSKH, v_BSKH, sinks, until_BT, since_BT):
+        return op(q_BTNH, k_BSKH[None], v_BSKH[None], 0, until_BT, since_BT, sinks=sinks)
 
-    inputs = (q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT)
+    inputs = (q_BTNH, k_BSKH, v_BSKH, sinks, until_BT, since_BT)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(*inputs)
@@ -98,9 +102,13 @@ def attend_cached(
     if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
         q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(k_spec[0])
     row = PartitionSpec(q_spec[0], None)
-    return jax.shard_map(
-        local, in_specs=(q_spec, k_spec, k_spec, row, row), out_specs=q_spec, check_vma=False
-    )(*inputs)
+    specs = (q_spec, k_spec, k_spec, heads_of(q_spec), row, row)
+    return jax.shard_map(local, in_specs=specs, out_specs=q_spec, check_vma=False)(*inputs)
+
+
+def heads_of(q_spec: PartitionSpec) -> PartitionSpec:
+    """Where an array [N] lies, of the spec of [B, T, N, H] (or shorter: heads are not split)."""
+    return PartitionSpec(*q_spec[2:3])
 
 
 def share_heads(x_BSKH: jax.Array, num_heads: int, mesh) -> jax.Array:

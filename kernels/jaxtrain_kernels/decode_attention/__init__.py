@@ -23,6 +23,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Softmax attention of one query per row, or of a few; returns q's shape and dtype.
@@ -31,7 +32,8 @@ def decode_attention(
     layers, of which `layer` (int32 scalar, may be traced) is read. A query sees the slots of its
     row from `since` (default 0) up to, but not with, `until`, each int32 [B] or [B, T]; there are
     none outside of [0, S), and a query that sees none returns 0. Scores are q.k * scale (default
-    H**-0.5), then softcap * tanh(score / softcap). Products are in the cache's dtype, sums and the
+    H**-0.5), then softcap * tanh(score / softcap); sinks float [N] are one more score of each head,
+    without a value. Products are in the cache's dtype, sums and the
     softmax in float32 (float64 for float64 caches). On a GPU each of T queries is computed as it
     is alone, bit for bit. For sampling: no gradients.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
@@ -55,6 +57,10 @@ def decode_attention(
                 f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want"
                 f" int32{list(shape)}"
             )
+    if sinks is not None and sinks.shape != (N,):
+        raise ValueError(
+            f"decode_attention: sinks {sinks.shape}; want one for each of {N} query heads"
+        )
     layer = jnp.asarray(layer, jnp.int32)
     scale = H**-0.5 if scale is None else scale
     found = dispatch(
@@ -68,5 +74,6 @@ def decode_attention(
         *(x if few or x is None else x[:, None] for x in (until, since)),
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
     )
     return found.reshape(q.shape)

@@ -61,7 +61,7 @@ def heads_together(K: int, N: int) -> int:
     return together
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
+def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
     """See `jaxtrain_kernels.decode_attention`; caches in bfloat16 or float32."""
     require_nvidia()
     B, _, N, H = q.shape
@@ -75,10 +75,11 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     if N // K > ROWS:
         raise NotImplementedError(f"{N // K} query heads share a key, at most {ROWS} may")
     config = heuristic(B, S, K, N, H, k.dtype.itemsize)
-    return run(config, q, k, v, layer, until, since, scale=scale, softcap=softcap)
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    return run(config, q, k, v, layer, until, since, **options)
 
 
-def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False):
+def run(config, q, k, v, layer, until, since, *, scale, softcap, sinks=None, interpret=False):
     """`decode_attention` behind its checks."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
@@ -87,6 +88,7 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False
     since = None if since is None else since.reshape(rows)
     together = heads_together(K, N)
     parts = pl.cdiv(S, config.part)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     partial = (
         jax.ShapeDtypeStruct((rows, parts, N, H), jnp.float32),
@@ -109,7 +111,7 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), since, until, q, k, v)
+    )(layer.reshape(1), since, until, sinks if parts == 1 else None, q, k, v)
     if parts == 1:
         return found.reshape(shape)
     merged = pl.pallas_call(
@@ -119,7 +121,7 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, interpret=False
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="decode_attention_merge",
-    )(since, until, *found)
+    )(since, until, sinks, *found)
     return merged.reshape(shape)
 
 
@@ -127,6 +129,7 @@ def _attend(
     layer_ref,
     since_ref,
     until_ref,
+    sinks_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -189,9 +192,12 @@ def _attend(
 
     def attend():
         tiles = jnp.maximum(0, pl.cdiv(stop - start, slots))
-        zeros = (jnp.zeros((R, H), jnp.float32), jnp.zeros(R, jnp.float32))
+        total_R, top_R = jnp.zeros(R, jnp.float32), jnp.full(R, MASKED, jnp.float32)
+        if sinks_ref is not None:  # as if it had been seen first
+            sink_R = plt.load(sinks_ref.at[here], mask=real_R1[:, 0], other=MASKED)
+            total_R, top_R = jnp.ones(R, jnp.float32), sink_R * LOG2E
         sum_RH, total_R, top_R = jax.lax.fori_loop(
-            0, tiles, step, (*zeros, jnp.full(R, MASKED, jnp.float32))
+            0, tiles, step, (jnp.zeros((R, H), jnp.float32), total_R, top_R)
         )
         total_R = jnp.where(total_R == 0, 1.0, total_R)
         out_RH = sum_RH / total_R[:, None]
@@ -215,7 +221,7 @@ def _interval(since_ref, until_ref, row, slots: int):
     return since, jnp.minimum(until_ref[row], slots)
 
 
-def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, slots: int, part: int):
+def _merge(since_ref, until_ref, sinks_ref, part_ref, lse_ref, out_ref, *, slots: int, part: int):
     row, head = pl.program_id(0), pl.program_id(1)
     H = out_ref.shape[-1]
     P = pl.next_power_of_2(part_ref.shape[1])
@@ -224,8 +230,13 @@ def _merge(since_ref, until_ref, part_ref, lse_ref, out_ref, *, slots: int, part
     since, until = _interval(since_ref, until_ref, row, slots)
     written_P = index_P * part < until - since
     lse_P = plt.load(lse_ref.at[row, pl.ds(0, P), head], mask=written_P, other=MASKED)
-    weight_P = jnp.where(written_P, jnp.exp2(lse_P - lse_P.max(0)), 0.0)
+    top = lse_P.max(0)
+    sink = MASKED if sinks_ref is None else sinks_ref[head] * LOG2E
+    top = jnp.maximum(top, sink)
+    weight_P = jnp.where(written_P, jnp.exp2(lse_P - top), 0.0)
     total = weight_P.sum(0)
+    if sinks_ref is not None:
+        total += jnp.exp2(sink - top)
     mask_PH = jnp.broadcast_to(written_P[:, None], (P, H))
     part_PH = plt.load(part_ref.at[row, pl.ds(0, P), head], mask=mask_PH, other=0.0)
     out_H = (part_PH * weight_P[:, None]).sum(0) / jnp.where(total == 0, 1.0, total)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
+def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
     """See `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated."""
     compute = accumulator(k.dtype)
     groups = q.shape[2] // k.shape[3]
@@ -21,8 +21,13 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     seen_BT1S = seen_BTS[:, :, None]
     score_BTNS = jnp.where(seen_BT1S, score_BTNS, jnp.finfo(compute).min)
     top_BTN1 = score_BTNS.max(-1, keepdims=True)
+    if sinks is not None:
+        sink_11N1 = sinks.astype(compute)[None, None, :, None]
+        top_BTN1 = jnp.maximum(top_BTN1, sink_11N1)
     weight_BTNS = jnp.where(seen_BT1S, jnp.exp(score_BTNS - top_BTN1), 0.0)
     total_BTN1 = weight_BTNS.sum(-1, keepdims=True)
+    if sinks is not None:
+        total_BTN1 += jnp.exp(sink_11N1 - top_BTN1)
     weight_BTNS = weight_BTNS / jnp.where(total_BTN1 == 0, 1.0, total_BTN1)
     # What nobody sees may be anything, also not a number: the slots were never written.
     v_BSNH = jnp.where(seen_BTS.any(1)[:, :, None, None], v_BSNH, 0.0)

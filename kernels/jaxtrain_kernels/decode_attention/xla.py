@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
+def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
     """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
@@ -30,9 +30,15 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap):
     seen_BTS11 = seen_BTS[..., None, None]
     # A finite stand-in for -inf: a query that sees nothing has weights of 0, not NaN.
     score_BTSKG = jnp.where(seen_BTS11, score_BTSKG, jnp.finfo(compute).min)
-    weight_BTSKG = jnp.exp(score_BTSKG - score_BTSKG.max(2, keepdims=True))
+    top_BT1KG = score_BTSKG.max(2, keepdims=True)
+    if sinks is not None:
+        sink_111KG = sinks.astype(compute).reshape(1, 1, 1, K, N // K)
+        top_BT1KG = jnp.maximum(top_BT1KG, sink_111KG)
+    weight_BTSKG = jnp.exp(score_BTSKG - top_BT1KG)
     weight_BTSKG = jnp.where(seen_BTS11, weight_BTSKG, 0.0)
     total_BTKG1 = weight_BTSKG.sum(2)[..., None]
+    if sinks is not None:
+        total_BTKG1 += jnp.exp(sink_111KG - top_BT1KG)[:, :, 0, ..., None]
     out_BTKGH = (weight_BTSKG[..., None] * v_B1SK1H).sum(2)
     out_BTKGH = out_BTKGH / jnp.where(total_BTKG1 == 0, 1.0, total_BTKG1)
     return out_BTKGH.reshape(B, T, N, H).astype(q.dtype)

@@ -26,6 +26,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Softmax attention with interval masks; returns [B, T, N, V] in q's dtype.
@@ -34,7 +35,8 @@ def attention(
     Key s is visible to query row t iff
     context.since[s] <= t < context.until[s], and, with `window`, positions[t] - key_positions[s] <
     window; without one positions are not looked at, and `prev` never is. Scores are q.k * scale
-    (default H**-0.5), then softcap * tanh(score / softcap).
+    (default H**-0.5), then softcap * tanh(score / softcap). sinks float [N]: of each query head one
+    more score, as it is, in every softmax, for which there is no value.
     The softmax is in float32 (float64 for float64 inputs); a query that sees nothing returns 0.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     In depth-first packing, `until` (the end of the key's subtree) is the whole ancestor mask.
@@ -46,6 +48,8 @@ def attention(
             f"attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, T, N, H],"
             " [B, S, K, H] and [B, S, K, V] with N a multiple of K"
         )
+    if sinks is not None and sinks.shape != (N,):
+        raise ValueError(f"attention: sinks {sinks.shape}; want one for each of {N} query heads")
     context = _masks(context, window)
     lengths = {"until": S, "since": S, "positions": T, "key_positions": S}
     for name, length in lengths.items():
@@ -65,6 +69,7 @@ def attention(
         window=window,
         softcap=softcap,
         scale=H**-0.5 if scale is None else scale,
+        sinks=sinks,
     )
 
 

@@ -50,7 +50,7 @@ class Options(NamedTuple):
         return {"scale": self.scale, "window": self.window}
 
 
-def attention(q, k, v, context, *, window=None, softcap=None, scale, documents=None):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None, documents=None):
     """See `jaxtrain_kernels.attention`; bfloat16, `until` alone, at most `documents` in a batch.
 
     `documents` counts those of two or more tokens; default one per `MEAN` tokens, two in a row.
@@ -65,6 +65,8 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, documents=N
         raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
     if softcap is not None:
         raise NotImplementedError("has no softcap")
+    if sinks is not None:
+        raise NotImplementedError("has no sinks")
     if k.shape[1] != T:
         raise NotImplementedError(f"{T} queries on {k.shape[1]} keys are no documents")
     if documents is None:

@@ -1,6 +1,7 @@
 """The Hopper backend of tree attention: what it takes, padding, block lists, and its vjp."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -19,8 +20,10 @@ from jaxtrain_kernels.tree_attention import (
     gpu_gather,
     gpu_tiles,
 )
+from jaxtrain_kernels.tree_attention import sinks as sink_rule
 
 HEAD_DIMS = (64, 128, 256)
+LN2 = math.log(2.0)  # the kernels' log-sum-exp is to base 2
 
 
 class Options(NamedTuple):
@@ -36,12 +39,14 @@ class Options(NamedTuple):
     """One backward kernel, nondeterministic."""
 
 
-def attention(q, k, v, context, *, window=None, softcap=None, scale):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """See `jaxtrain_kernels.attention`; bfloat16, head dims 64, 128 and 256, one GPU per call."""
-    return run(_options(q, k, v, gpu_tiles.Settings(scale, softcap, window)), q, k, v, context)
+    return run(
+        _options(q, k, v, gpu_tiles.Settings(scale, softcap, window)), q, k, v, context, sinks
+    )
 
 
-def attention_fused(q, k, v, context, *, window=None, softcap=None, scale):
+def attention_fused(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """The same with one backward kernel for dQ, dK and dV, which does 5 matmuls for the 7 of two.
 
     Blocks add to dQ in float32 in whatever order they come: gradients differ from run to run in the
@@ -50,7 +55,7 @@ def attention_fused(q, k, v, context, *, window=None, softcap=None, scale):
     if q.shape[-1] != gpu_fused.HEAD_DIM:
         raise NotImplementedError(f"head dim {q.shape[-1]} is not {gpu_fused.HEAD_DIM}")
     options = _options(q, k, v, gpu_tiles.Settings(scale, softcap, window))
-    return run(options._replace(fused=True), q, k, v, context)
+    return run(options._replace(fused=True), q, k, v, context, sinks)
 
 
 def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
@@ -73,19 +78,19 @@ def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
     return Options(settings, forward, dkv, dq)
 
 
-def run(options, q, k, v, context):
+def run(options, q, k, v, context, sinks=None):
     """`attention` behind its checks: pads both lengths to whole tiles and calls the kernels."""
     q_padded, k, v = (blocks.padded(x, gpu_tiles.TILE) for x in (q, k, v))
     context = blocks.prepare(context, gpu_tiles.TILE, gpu_tiles.TILE)
-    return _attention(options, q_padded, k, v, context)[:, : q.shape[1]]
+    return _attention(options, q_padded, k, v, context, sinks)[:, : q.shape[1]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, context):
-    return _attention_fwd(options, q, k, v, context)[0]
+def _attention(options, q, k, v, context, sinks):
+    return _attention_fwd(options, q, k, v, context, sinks)[0]
 
 
-def _attention_fwd(options, q, k, v, context):
+def _attention_fwd(options, q, k, v, context, sinks):
     config, T, arrangement = options.forward, q.shape[1], None
     window = options.settings.window
     if options.arrange:
@@ -96,9 +101,14 @@ def _attention_fwd(options, q, k, v, context):
     out, lse = gpu_fwd.forward(q, keys, options.settings, config)
     # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
     out, lse = lax.optimization_barrier((out, lse))
+    if sinks is not None:
+        lse, share_BNT = sink_rule.absorb(lse * LN2, _by_head(sinks))
+        share_BTN1 = share_BNT.swapaxes(1, 2)[..., None]
+        out = (out.astype(jnp.float32) * share_BTN1).astype(out.dtype)
+        lse = lse / LN2
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, context, arrangement, out, lse)
+    return out, (q, k, v, context, sinks, arrangement, out, lse)
 
 
 def _moved(arrangement, k, v) -> gpu_tiles.Moved | None:
@@ -109,7 +119,7 @@ def _moved(arrangement, k, v) -> gpu_tiles.Moved | None:
 
 
 def _attention_bwd(options, residuals, d_out):
-    q, k, v, context, arrangement, out, lse = residuals
+    q, k, v, context, sinks, arrangement, out, lse = residuals
     # Moving keys again costs little, keeping them from the forward would cost memory. The barrier
     # keeps XLA from finding that it is the same copy.
     arrangement, d_out = lax.optimization_barrier((arrangement, d_out))
@@ -132,7 +142,16 @@ def _attention_bwd(options, residuals, d_out):
         dq = gpu_dq.dq(queries, keys._replace(lists=lists), settings, options.dq)
     if arrangement is not None:
         dk, dv = gpu_gather.gather(arrangement.back, None, dk, dv)
-    return dq, dk, dv, None
+    d_sinks = None
+    if sinks is not None:
+        each_BNT = sink_rule.gradient(_by_head(sinks), lse * LN2, delta)
+        d_sinks = each_BNT.sum((0, 2)).astype(sinks.dtype)
+    return dq, dk, dv, None, d_sinks
+
+
+def _by_head(sinks):
+    """[N] -> [1, N, 1]."""
+    return sinks.astype(jnp.float32)[None, :, None]
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

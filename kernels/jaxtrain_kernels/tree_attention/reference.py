@@ -18,7 +18,7 @@ def visible(rows, context, window):
     return mask
 
 
-def attention(q, k, v, context, *, window=None, softcap=None, scale):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """See `jaxtrain_kernels.attention`. Holds [B, N, T, S] scores: for tests and tiny inputs."""
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -33,8 +33,13 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale):
     # A finite stand-in for -inf: a row that sees nothing must have gradients of 0, not NaN.
     score_BKGTS = jnp.where(mask_B11TS, score_BKGTS, jnp.finfo(compute).min)
     top = jax.lax.stop_gradient(score_BKGTS.max(-1, keepdims=True))
+    if sinks is not None:
+        sink_1KG11 = sinks.astype(compute).reshape(1, K, N // K, 1, 1)
+        top = jnp.maximum(top, jax.lax.stop_gradient(sink_1KG11))
     weight_BKGTS = jnp.where(mask_B11TS, jnp.exp(score_BKGTS - top), 0.0)
     total = weight_BKGTS.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sink_1KG11 - top)
     weight_BKGTS = weight_BKGTS / jnp.where(total == 0, 1.0, total)
     out_BTKGH = jnp.einsum(
         "BKGTS,BSKH->BTKGH", weight_BKGTS.astype(v.dtype), v, preferred_element_type=compute

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels.mosaic import device_kind, require_local
 from jaxtrain_kernels.tree_attention import blocks, tpu_kernels
+from jaxtrain_kernels.tree_attention import sinks as sink_rule
 from jaxtrain_kernels.tree_attention.tpu_kernels import FIRST, FLAG_BITS, LANES, LAST, MASKED, MEETS
 
 MAX_ENTRIES = 2**16  # pairs of blocks: two int32 each, in 1 MiB of scalar memory
@@ -25,7 +26,7 @@ class Options(NamedTuple):
     k_block: int
 
 
-def attention(q, k, v, context, *, window=None, softcap=None, scale):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """See `jaxtrain_kernels.attention`; bfloat16, head dims up to 256, one TPU per call."""
     kind = device_kind()
     if "TPU" not in kind:
@@ -43,7 +44,7 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale):
     entries = B * -(-T // options.q_block) * -(-S // options.k_block)
     if entries > MAX_ENTRIES:
         raise NotImplementedError(f"{entries} pairs of blocks, more than {MAX_ENTRIES}")
-    return run(options, q, k, v, context)
+    return run(options, q, k, v, context, sinks)
 
 
 def choose_block(length: int) -> int:
@@ -51,7 +52,7 @@ def choose_block(length: int) -> int:
     return 512 if length >= 2048 else 256 if length >= 512 else 128
 
 
-def run(options, q, k, v, context):
+def run(options, q, k, v, context, sinks=None):
     """`attention` behind its checks: head-major arrays of whole blocks and lanes."""
     B, T, N, H = q.shape
 
@@ -66,6 +67,7 @@ def run(options, q, k, v, context):
         head_major(k, options.k_block),
         head_major(v, options.k_block),
         blocks.prepare(context, options.q_block, options.k_block),
+        sinks,
     )
     return out.reshape(N, B, -1, out.shape[-1]).transpose(1, 2, 0, 3)[:, :T, :, :H]
 
@@ -92,8 +94,8 @@ def list_pairs(some: jax.Array, every: jax.Array) -> tpu_kernels.Pairs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, context):
-    return _forward(options, q, k, v, context)[0]
+def _attention(options, q, k, v, context, sinks):
+    return _forward(options, q, k, v, context, sinks)[0]
 
 
 def _meeting(options, context, length):
@@ -112,27 +114,40 @@ def _meeting(options, context, length):
     return some, every, flat, settings
 
 
-def _forward(options, q, k, v, context):
+def _forward(options, q, k, v, context, sinks):
     some, every, flat, settings = _meeting(options, context, q.shape[1])
-    return tpu_kernels.forward(q, k, v, flat, list_pairs(some, every), settings)
+    out, lse = tpu_kernels.forward(q, k, v, flat, list_pairs(some, every), settings)
+    if sinks is not None:
+        lse, share = sink_rule.absorb(lse, _by_head(sinks))
+        out = (out.astype(jnp.float32) * share[:, 0, :, None]).astype(out.dtype)
+    return out, lse
 
 
-def _attention_fwd(options, q, k, v, context):
-    out, lse = _forward(options, q, k, v, context)
+def _attention_fwd(options, q, k, v, context, sinks):
+    out, lse = _forward(options, q, k, v, context, sinks)
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, context, out, lse)
+    return out, (q, k, v, context, sinks, out, lse)
 
 
 def _attention_bwd(options, residuals, d_out):
-    q, k, v, context, out, lse = residuals
+    q, k, v, context, sinks, out, lse = residuals
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     some, every, flat, settings = _meeting(options, context, q.shape[1])
     arrays = (q, k, v, d_out, lse, delta[:, None], flat)
     dq = tpu_kernels.dq(*arrays, list_pairs(some, every), settings)
     pairs = list_pairs(some.swapaxes(1, 2), every.swapaxes(1, 2))
     dk, dv = tpu_kernels.dkv(*arrays, pairs, settings)
-    return dq, dk, dv, None
+    d_sinks = None
+    if sinks is not None:
+        each = sink_rule.gradient(_by_head(sinks), lse, delta[:, None])
+        d_sinks = each.sum((1, 2)).astype(sinks.dtype)
+    return dq, dk, dv, None, d_sinks
+
+
+def _by_head(sinks):
+    """[N] -> [N, 1, 1]."""
+    return sinks.astype(jnp.float32)[:, None, None]
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

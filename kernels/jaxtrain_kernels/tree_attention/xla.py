@@ -16,6 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels.precision import accumulator
+from jaxtrain_kernels.tree_attention import sinks as sink_rule
 from jaxtrain_kernels.tree_attention.reference import visible
 
 MAX_SCORES = 2**26  # scores alive at once (256 MiB in float32), all rows and heads together
@@ -41,7 +42,7 @@ class Options(NamedTuple):
     block: int
 
 
-def attention(q, k, v, context, *, window=None, softcap=None, scale, block=None):
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None, block=None):
     """See `jaxtrain_kernels.attention`; `block` overrides the number of queries of a block."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -55,6 +56,7 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, block=None)
         k.transpose(0, 2, 1, 3),
         v.transpose(0, 2, 1, 3),
         context,
+        sinks,
     )
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
@@ -85,12 +87,12 @@ def plan(T: int, S: int, block: int, causal: bool) -> list[Stripe]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q, k, v, context):
-    return _forward(options, q, k, v, context)[0]
+def _attention(options, q, k, v, context, sinks):
+    return _forward(options, q, k, v, context, sinks)[0]
 
 
-def _forward(options, q, k, v, context):
-    """Output in q's dtype and the log-sum-exp [B, K, G, T]: +inf where a query sees nothing."""
+def _forward(options, q, k, v, context, sinks):
+    """Output in q's dtype and the log-sum-exp [B, K, G, T]: +inf where a softmax is empty."""
 
     def one_block(q_BKGIH, rows, positions, stripe):
         key, value, part = _keys(stripe, k, v, context)
@@ -105,6 +107,9 @@ def _forward(options, q, k, v, context):
         out = out / jnp.where(empty, 1.0, total)[..., None]
         # +inf, so that the backward's exp(score - lse) is 0 there and never inf - inf.
         lse = jnp.where(empty, jnp.inf, top + jnp.log(total))
+        if sinks is not None:
+            lse, share = sink_rule.absorb(lse, _by_head(sinks, q, lse.dtype))
+            out *= share[..., None]
         return out.astype(q.dtype), lse
 
     outs, lses = [], []
@@ -121,11 +126,11 @@ def _forward(options, q, k, v, context):
     return jnp.concatenate(outs, 3), jnp.concatenate(lses, 3)
 
 
-def _attention_fwd(options, q, k, v, context):
-    out, lse = _forward(options, q, k, v, context)
+def _attention_fwd(options, q, k, v, context, sinks):
+    out, lse = _forward(options, q, k, v, context, sinks)
     # A remat policy that saves this name spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, context, lse)
+    return out, (q, k, v, context, sinks, lse)
 
 
 def _attention_bwd(options, residuals, d_out):
@@ -133,7 +138,7 @@ def _attention_bwd(options, residuals, d_out):
 
     A block sees whole rows, so the row sum needs no saved output (and rounds less than with one).
     """
-    q, k, v, context, lse = residuals
+    q, k, v, context, sinks, lse = residuals
     compute = lse.dtype
 
     def one_block(carry, inputs, stripe):
@@ -143,34 +148,46 @@ def _attention_bwd(options, residuals, d_out):
         score, seen = _scores(options, q_BKGIH, key, rows, positions, part)
         weight = jnp.where(seen, jnp.exp(score - lse[..., None]), 0.0)
         d_weight = _dot(do, value, ((4,), (3,)))
-        d_score = weight * (d_weight - (weight * d_weight).sum(-1, keepdims=True))
+        delta = (weight * d_weight).sum(-1)
+        d_score = weight * (d_weight - delta[..., None])
         if options.softcap is not None:
             d_score *= 1.0 - jnp.square(score / options.softcap)
         d_score = (d_score * options.scale).astype(q.dtype)
         dv += _dot(weight.astype(do.dtype), do, ((2, 3), (2, 3)))
         dk += _dot(d_score, q_BKGIH, ((2, 3), (2, 3)))
         dq = _dot(d_score, key, ((4,), (2,)))
-        return (dk, dv), dq.astype(q.dtype)
+        return (dk, dv), (dq.astype(q.dtype), delta)
 
     dk, dv = jnp.zeros(k.shape, compute), jnp.zeros(v.shape, compute)
-    dqs = []
+    dqs, deltas = [], []
     for stripe in plan(q.shape[3], k.shape[2], options.block, context.since is None):
         run = functools.partial(one_block, stripe=stripe)
         carry = (dk[:, :, : stripe.keys], dv[:, :, : stripe.keys])
         arrays = (_blocks(x, 3, stripe) for x in (q, d_out, lse))
         inputs = (*arrays, _rows(stripe), _positions(context, stripe))
         if stripe.blocks == 1:
-            carry, dq = run(carry, jax.tree.map(lambda x: x[0], inputs))
+            carry, (dq, delta) = run(carry, jax.tree.map(lambda x: x[0], inputs))
         else:
-            carry, dq = lax.scan(run, carry, inputs)
-            dq = _joined(dq, 3)
+            carry, (dq, delta) = lax.scan(run, carry, inputs)
+            dq, delta = _joined(dq, 3), _joined(delta, 3)
         dk = lax.dynamic_update_slice(dk, carry[0], (0, 0, 0, 0))
         dv = lax.dynamic_update_slice(dv, carry[1], (0, 0, 0, 0))
         dqs.append(dq)
-    return jnp.concatenate(dqs, 3), dk.astype(k.dtype), dv.astype(v.dtype), None
+        deltas.append(delta)
+    d_sinks = None
+    if sinks is not None:
+        delta = jnp.concatenate(deltas, 3)
+        each = sink_rule.gradient(_by_head(sinks, q, compute), lse, delta)
+        d_sinks = each.sum((0, 3)).reshape(-1).astype(sinks.dtype)
+    return jnp.concatenate(dqs, 3), dk.astype(k.dtype), dv.astype(v.dtype), None, d_sinks
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _by_head(sinks, q_BKGTH, dtype):
+    """[N] -> [1, K, G, 1]."""
+    return sinks.astype(dtype).reshape(1, *q_BKGTH.shape[1:3], 1)
 
 
 def _scores(options, q_BKGIH, k_BKSH, rows, positions, context):
