@@ -114,7 +114,7 @@ def build_optimizer(
 
 VECTORS = (
     *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
-    *("choice_bias", "expert_scale", "layer_scalar"),
+    *("choice_bias", "expert_scale", "layer_scalar", "sinks"),
 )
 
 

@@ -5,7 +5,7 @@ decoding. The kernel sees local arrays only: sharded_attention.py.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ class Attention(Mixer):
       position encoding
     - `qk_norm` "rotated_head": as "head", behind the rotation (Hunyuan)
     - `position_scale`: queries times a factor that grows with their position (Ministral 3)
-    - attention: softmax of scores times `scale`, by default H**-0.5, within `softcap`
+    - attention: softmax of scores times `scale`, by default H**-0.5, within `softcap`; with `sinks`
+      each head has one more score there, for which there is no value (gpt-oss)
     - `output_gate`: what heads found times the sigmoid of gates [N, H], which "joint" q gives
       beside each head's queries (Qwen3-Next), or an "own" kernel `gate` (AFMoE)
 
@@ -84,6 +85,7 @@ class Attention(Mixer):
         takes: bool = False,
         softcap: float | None = None,
         scale: float | None = None,
+        sinks: bool = False,
         impl: str = "auto",
         num_in: int | None = None,
         init_std: float = 0.02,
@@ -119,6 +121,8 @@ class Attention(Mixer):
         self.output_gate = output_gate
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.softcap, self.scale = softcap, scale
+        none_N = jnp.zeros((num_heads,), jnp.promote_types(param_dtype, jnp.float32))
+        self.sinks = nnx.Param(none_N, axes=("heads",)) if sinks else None
         self.impl = impl
 
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV | tuple[()]:
@@ -218,8 +222,9 @@ class Attention(Mixer):
         y_BTD = self.out(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features")
 
-    def _score(self) -> dict[str, float | None]:
-        return {"softcap": self.softcap, "scale": self.scale}
+    def _score(self) -> dict[str, Any]:
+        sinks = None if self.sinks is None else self.sinks[...]
+        return {"softcap": self.softcap, "scale": self.scale, "sinks": sinks}
 
     def _heads(self, x_BTF: jax.Array | None) -> jax.Array | None:
         if x_BTF is None:

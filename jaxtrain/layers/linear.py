@@ -44,7 +44,11 @@ class Linear(nnx.Module):
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel: Any = nnx.Param(kernel, axes=axes)
         self.bias = (
-            nnx.Param(jnp.zeros((num_out,), param_dtype), axes=axes[-1:]) if use_bias else None
+            nnx.Param(
+                jnp.zeros((*lead, num_out), param_dtype), axes=(*axes[: len(lead)], axes[-1])
+            )
+            if use_bias
+            else None
         )
         self.adapter: Any = nnx.data(None)
         self.dtype = jnp.dtype(dtype)

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels import Clamped
 
 from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
@@ -29,9 +30,10 @@ class Experts(nnx.Module):
         num_experts: int,
         top: int,
         gated: bool = True,
+        use_bias: bool = False,
         **common,
     ):
-        linear = functools.partial(ExpertLinear, num_experts, top, **common)
+        linear = functools.partial(ExpertLinear, num_experts, top, use_bias=use_bias, **common)
         if gated:
             self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
@@ -59,7 +61,8 @@ class MoE(nnx.Module):
     gated: whether experts, and shared ones, are GatedMLPs. num_latent: dims that experts read and
     write, between a matrix before all of them and one behind; the router and what is shared read x.
 
-    activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS. num_shared: F of an MLP
+    activation: a key of jaxtrain_kernels.grouped_matmul.ffn.ACTIVATIONS, or Clamped, for experts
+    alone; use_bias: on all three matrices of each of them. num_shared: F of an MLP
     that every token goes through as well; gate_shared: each token takes its own share of it.
     """
 
@@ -72,7 +75,8 @@ class MoE(nnx.Module):
         num_hidden: int,
         num_experts: int,
         *,
-        activation: str = "silu",
+        activation: str | Clamped = "silu",
+        use_bias: bool = False,
         gated: bool = True,
         num_latent: int | None = None,
         num_shared: int | None = None,
@@ -86,7 +90,9 @@ class MoE(nnx.Module):
         common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
         self.router = router
         width = num_features if num_latent is None else num_latent
-        self.experts = Experts(width, num_hidden, num_experts, router.routing.top, gated, **common)
+        self.experts = Experts(
+            width, num_hidden, num_experts, router.routing.top, gated, use_bias, **common
+        )
         latent = num_latent is not None
         self.latent_in = (
             Linear(num_features, width, axes=("embed", None), **common) if latent else None

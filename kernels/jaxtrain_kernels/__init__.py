@@ -4,7 +4,7 @@ from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.decode_attention import decode_attention
 from jaxtrain_kernels.gated_delta import gated_delta
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
-from jaxtrain_kernels.grouped_matmul.ffn import Adapters
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters, Biases, Clamped
 from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
 from jaxtrain_kernels.logp_of_logits import logp_of_logits
@@ -15,6 +15,8 @@ from jaxtrain_kernels.weighted_logp import weighted_logp
 
 __all__ = [
     "Adapters",
+    "Biases",
+    "Clamped",
     "Context",
     "LogProbs",
     "attention",

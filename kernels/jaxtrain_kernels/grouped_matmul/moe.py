@@ -4,7 +4,15 @@ import jax
 
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.grouped_matmul import mosaic_gpu, reference, xla
-from jaxtrain_kernels.grouped_matmul.ffn import ACTIVATIONS, NO_ADAPTERS, Adapters
+from jaxtrain_kernels.grouped_matmul.ffn import (
+    ACTIVATIONS,
+    NO_ADAPTERS,
+    NO_BIASES,
+    Activation,
+    Adapters,
+    Biases,
+    add_down_bias,
+)
 from jaxtrain_kernels.grouped_matmul.routing import BLOCK, route
 
 BACKENDS = {
@@ -23,7 +31,8 @@ def moe_ffn(
     w_down: jax.Array,
     *,
     adapters: Adapters = NO_ADAPTERS,
-    activation: str = "silu",
+    biases: Biases = NO_BIASES,
+    activation: Activation = "silu",
     freeze_experts: bool = False,
     block: int | None = None,
     impl: str = "auto",
@@ -34,9 +43,10 @@ def moe_ffn(
     outside [0, E) adds nothing: an expert of another device); gates [T, k]; w_gate and w_up
     [E, D, F]; w_down [E, F, D]; each in any float dtype, cast to x's, or frozen and packed: a
     pytree with `shape` and `unpack(dtype)`, unpacked in both passes and never kept. w_gate None:
-    experts are act(x W_up) W_down, without a gate. Every token reaches all its experts, so a
+    experts are act(x W_up) W_down, without a gate. biases are added behind each matrix, that of
+    down before a gate counts it. Every token reaches all its experts, so a
     token's result does not depend on its neighbours. Deterministic.
-    Gradients to x, gates, adapters and, unless `freeze_experts`, the three matrices.
+    Gradients to x, gates, adapters, biases and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
     kernels want 128; None chooses. Raises ValueError for shapes that do not fit or an unknown
     activation, NotImplementedError if `impl` declines.
@@ -50,14 +60,14 @@ def moe_ffn(
             f"moe_ffn: x {x.shape}, w_gate, w_up, w_down, experts, gates {found}; want [T, D],"
             " [E, D, F], [E, D, F], [E, F, D], [T, k], [T, k]"
         )
-    if activation not in ACTIVATIONS:
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
         raise ValueError(f"moe_ffn: activation {activation!r}; allowed: {sorted(ACTIVATIONS)}")
     freeze_experts = freeze_experts or hasattr(w_up, "unpack")
     if freeze_experts:
         w_gate, w_up, w_down = jax.lax.stop_gradient((w_gate, w_up, w_down))
     if block is None:
         block = choose_block(x, experts.size, w_up, impl)
-    return dispatch(
+    found = dispatch(
         "moe_ffn",
         impl,
         BACKENDS,
@@ -68,9 +78,11 @@ def moe_ffn(
         w_down,
         route(experts, E, block),
         adapters=adapters,
+        biases=biases,
         activation=activation,
         freeze_experts=freeze_experts,
     )
+    return found if biases.down is None else add_down_bias(found, experts, gates, biases.down)
 
 
 def choose_block(x, choices: int, w_up, impl: str) -> int:

@@ -52,14 +52,17 @@ def _run_bwd(freeze_w, residuals, dy):
 run.defvjp(_run_fwd, _run_bwd)
 
 
-def moe_ffn(x, gates, w_gate, w_up, w_down, routing, *, adapters, activation, freeze_experts):
+def moe_ffn(
+    x, gates, w_gate, w_up, w_down, routing, *, adapters, biases, activation, freeze_experts
+):
     """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     block = routing.row_token.shape[0] // routing.segments.group.shape[0]
     check(x.dtype, block, *w_up.shape[1:])
-    if activation not in FUSED or w_gate is None:
+    plain = biases.gate is None and biases.up is None
+    if activation not in FUSED or w_gate is None or not plain:
         arrays = (x, gates, w_gate, w_up, w_down, routing)
         options = {"activation": activation, "freeze_experts": freeze_experts}
-        return compose(grouped_matmul, *arrays, adapters=adapters, **options)
+        return compose(grouped_matmul, *arrays, adapters=adapters, biases=biases, **options)
     rows_PD = gather_in(x, routing, take_rows)
     gates_P = gather_gates(gates, routing)
     weights = (w_gate, w_up, w_down)
