@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 
 Index = tuple[slice, ...]
-"""One slice(start, stop) per dim, no steps and no open ends."""
+"""One slice(start, stop) per dim, no open ends; of what is stored also with a step."""
 Fetch = Callable[[str, Index], np.ndarray]
 """(tensor name, index) -> that part of it."""
 TIED_COPY = "lm_head.weight"
@@ -93,6 +93,35 @@ class Split:
         array = host(array)
         shape = self.shapes(array.shape)[self.name]
         yield Piece(self.name, shape, self._shifted(whole(array.shape)), array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """Every `step`-th row of `axis` of one tensor, from the row `start` on; the other entries that
+    name the tensor hold the rest of it."""
+
+    name: str
+    axis: int
+    start: int
+    step: int
+
+    def shapes(self, shape):
+        axis = self.axis % len(shape)
+        return {self.name: (*shape[:axis], shape[axis] * self.step, *shape[axis + 1 :])}
+
+    def _spread(self, index):
+        axis = self.axis % len(index)
+        first, last = (self.start + at * self.step for at in (index[axis].start, index[axis].stop))
+        rows = slice(first, last - self.step + 1, self.step)
+        return (*index[:axis], rows, *index[axis + 1 :])
+
+    def read(self, fetch, index):
+        return fetch(self.name, self._spread(index))
+
+    def write(self, array, host):
+        array = host(array)
+        shape = self.shapes(array.shape)[self.name]
+        yield Piece(self.name, shape, self._spread(whole(array.shape)), array)
 
 
 @dataclasses.dataclass(frozen=True)

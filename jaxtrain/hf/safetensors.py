@@ -61,6 +61,13 @@ class Stored:
     offset: int
     """Of its first byte in the file."""
 
+    def read(self, index: Index) -> np.ndarray:
+        """A part of it, still on disk until it is used."""
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)[index]
+        array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        return np.asarray(array)[index]
+
 
 class Folder:
     """The tensors of a folder: `tensors` by name, `fetch` for a part of one.
@@ -107,11 +114,7 @@ class Folder:
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
         """tensors[name][index], still on disk until it is used."""
-        stored = self.tensors[name]
-        if 0 in stored.shape:
-            return np.zeros(stored.shape, stored.dtype)[index]
-        array = np.memmap(stored.file, stored.dtype, "r", stored.offset, stored.shape)
-        return np.asarray(array)[index]
+        return self.tensors[name].read(index)
 
 
 def read_index(index: Path) -> dict[str, str]:

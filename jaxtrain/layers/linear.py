@@ -44,9 +44,7 @@ class Linear(nnx.Module):
         kernel = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.kernel: Any = nnx.Param(kernel, axes=axes)
         self.bias = (
-            nnx.Param(
-                jnp.zeros((*lead, num_out), param_dtype), axes=(*axes[: len(lead)], axes[-1])
-            )
+            nnx.Param(jnp.zeros((*lead, num_out), param_dtype), axes=(*axes[: len(lead)], axes[-1]))
             if use_bias
             else None
         )

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "jaxtrain.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "jaxtrain.models.glm4_moe_lite",
     "GraniteForCausalLM": "jaxtrain.models.granite",
+    "GptOssForCausalLM": "jaxtrain.models.gpt_oss",
     "GraniteMoeHybridForCausalLM": "jaxtrain.models.granitemoehybrid",
     "HunYuanDenseV1ForCausalLM": "jaxtrain.models.hunyuan_v1_dense",
     "LlamaForCausalLM": "jaxtrain.models.llama",

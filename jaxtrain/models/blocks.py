@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flax import nnx
+from jaxtrain_kernels import Clamped
 
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.block import Block
@@ -33,14 +34,18 @@ def experts_mlp(
     *,
     num_shared: int | None = None,
     gate_shared: bool = False,
+    activation: str | Clamped | None = None,
+    use_bias: bool = False,
     **router: Any,
 ) -> MoE:
     """Experts of `num_hidden` each, chosen as `config.routing` says; the rest are options of MoE
     and of Router."""
-    width, count, act = config.hidden_size, config.num_local_experts, config.hidden_act
+    width, count = config.hidden_size, config.num_local_experts
+    act = config.hidden_act if activation is None else activation
     shared = {"num_shared": num_shared, "gate_shared": gate_shared}
     chooser = Router(width, count, config.routing, **router, **common)
-    return MoE(chooser, width, num_hidden, count, activation=act, **shared, **common)
+    own = {"activation": act, "use_bias": use_bias}
+    return MoE(chooser, width, num_hidden, count, **own, **shared, **common)
 
 
 def grouped_experts_mlp(config: GroupedExpertsConfig, common: Mapping[str, Any]) -> MoE:

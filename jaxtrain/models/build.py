@@ -27,6 +27,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
 from jaxtrain.hf.files import read_object, spell
 from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
+from jaxtrain.hf.packed import open_folder, without_packing
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
@@ -73,10 +74,10 @@ def config_from_hf(
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"
                 f" {', '.join(known)}; name one of them, or set model.family"
             )
-    config = check_family(module, base).from_hf(raw)
+    config = check_family(module, base).from_hf(without_packing(raw))
     fits = type(config).fit is not DecoderConfig.fit
     if folder is not None and fits and any(Path(folder).glob("*.safetensors")):
-        config = config.fit(Folder(folder).tensors)
+        config = config.fit(open_folder(folder).tensors)
     return config if per is None else with_score(config, read_score_head(raw, per))
 
 
@@ -216,7 +217,7 @@ def read_params(
     NaN or infinite values.
     """
     config = config or read_config(folder)
-    files = Folder(folder)
+    files = open_folder(folder)
     _, state = nnx.split(abstract(config, part, **options))
     flat = dict(nnx.to_flat_state(state))
     places = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
@@ -288,7 +289,7 @@ def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
     flat = nnx.to_flat_state(state)
     shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
     stored = {entry: shape for entry, shape in shapes.items() if not _is_drawn(entry, config)}
-    _check(Folder(folder), stored, config)
+    _check(open_folder(folder), stored, config)
 
 
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
@@ -296,7 +297,7 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
 
     For a model whose weights came from a checkpoint; reads only the headers.
     """
-    dtypes = {name: str(stored.dtype) for name, stored in Folder(folder).tensors.items()}
+    dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
     others = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
     model.stored = (("", common), *sorted(others.items()))
@@ -359,7 +360,7 @@ def carried_tensors(files: Folder, carries: tuple[str, ...]) -> dict[str, Stored
 
 def count_carried(folder: str | os.PathLike, config: DecoderConfig) -> int:
     """Numbers in a folder's tensors that are only carried along."""
-    found = carried_tensors(Folder(folder), config.carries) if config.carries else {}
+    found = carried_tensors(open_folder(folder), config.carries) if config.carries else {}
     return sum(math.prod(stored.shape) for stored in found.values())
 
 
@@ -379,7 +380,7 @@ def open_carried(model: Decoder) -> Folder | None:
             f"{model.carried_from} is gone, from which an export copies what this model only"
             f" carries along ({', '.join(model.carries)}*); put the folder back, and export again"
         )
-    return Folder(model.carried_from)
+    return open_folder(model.carried_from)
 
 
 def param_count(config: DecoderConfig) -> int:

@@ -102,7 +102,8 @@ def compose(
 # The backward keeps the inputs only, and none of the float32 values in between.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 def gated(gate_PF, up_PF, gates, activation: Activation):
-    """gates [P] * act(gate) * up, or what the activation makes of both, computed in at least float32; in the dtype of gate."""
+    """gates [P] * act(gate) * up, or times what the activation makes of both, computed in at least
+    float32; in the dtype of gate."""
     wide = accumulator(gate_PF.dtype)
     gate, up = gate_PF.astype(wide), up_PF.astype(wide)
     if isinstance(activation, str):

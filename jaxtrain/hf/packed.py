@@ -1,0 +1,130 @@
+"""Folders that hold weights in few bits, seen as the tensors that they stand for.
+
+MXFP4 (OCP Microscaling 1.0; gpt-oss): `X_blocks` uint8 [..., out, in / 32, 16] and `X_scales` uint8
+[..., out, in / 32] stand for `X` [..., in, out] in bfloat16, which holds every such number exactly.
+A byte is two codes of E2M1, the first in its low half; a scale is a power of two. Only what is
+fetched is decoded, and the two may lie in different shards.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import describe, shorten, spell
+from jaxtrain.hf.ops import Fetch, Index
+from jaxtrain.hf.safetensors import Folder, Stored
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+METHODS = ("mxfp4",)
+"""Values of quantization_config.quant_method that are read."""
+MXFP4_BLOCK = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
+"""float32 [256, 2]: both codes of a byte."""
+
+
+class Packed(Protocol):
+    """A tensor made of others when it is read."""
+
+    parts: tuple[str, ...]
+    """The stored tensors."""
+    shape: tuple[int, ...]
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """[index] of it in bfloat16, with steps, too; fetch: of the stored tensors."""
+        ...
+
+
+class MXFP4:
+    """See the module."""
+
+    def __init__(self, name: str, blocks: Stored, scales: Stored):
+        self.parts = (f"{name}_blocks", f"{name}_scales")
+        *lead, num_out, count, width = blocks.shape
+        if width * 2 != MXFP4_BLOCK or scales.shape != blocks.shape[:-1]:
+            raise UserError(
+                f"{blocks.file}: {shorten(self.parts[0])} {blocks.shape} and {self.parts[1]}"
+                f" {scales.shape} are no MXFP4 weights: blocks are [..., out, in / 32, 16], scales"
+                " [..., out, in / 32]"
+            )
+        self.shape = (*lead, count * MXFP4_BLOCK, num_out)
+
+    def read(self, fetch, index):
+        *lead, inputs, outputs = index
+        first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
+        stored = (*lead, outputs, slice(first, last))
+        blocks, scales = fetch(self.parts[0], (*stored, slice(0, 16))), fetch(self.parts[1], stored)
+        inside = slice(
+            inputs.start - first * MXFP4_BLOCK, inputs.stop - first * MXFP4_BLOCK, inputs.step
+        )
+        values = np.empty((*scales.shape[:-1], MXFP4_BLOCK * scales.shape[-1]), BFLOAT16)
+        for place in np.ndindex(
+            scales.shape[:-2]
+        ):  # a matrix at a time: it is wide before it is cast
+            values[place] = decode_mxfp4(blocks[place], scales[place])
+        return values[..., inside].swapaxes(-1, -2)
+
+
+def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32 [out, in] of uint8 [out, in / 32, 16] and [out, in / 32]."""
+    values = PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK)
+    with np.errstate(over="ignore"):  # infinite, as which it is reported
+        values *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
+    return values.reshape(len(scales), -1)
+
+
+class PackedFolder(Folder):
+    """A Folder in which tensors in few bits are those that they stand for."""
+
+    def __init__(self, folder: Any):
+        super().__init__(folder)
+        self._stored = dict(self.tensors)
+        self.packed: dict[str, Packed] = find_mxfp4(self._stored)
+        for name, packed in self.packed.items():
+            home = self._stored[packed.parts[0]]
+            for part in packed.parts:
+                del self.tensors[part]
+            self.tensors[name] = Stored(home.file, BFLOAT16, packed.shape, home.offset)
+
+    def fetch(self, name: str, index: Index) -> np.ndarray:
+        """See Folder; decoded here."""
+        packed = self.packed.get(name)
+        if packed is None:
+            return super().fetch(name, index)
+        return packed.read(lambda part, where: self._stored[part].read(where), index)
+
+
+def find_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, MXFP4]:
+    """The tensors that these hold in MXFP4."""
+    found = {}
+    for name, stored in tensors.items():
+        base, end = name.rsplit("_", 1) if "_" in name else (name, "")
+        scales = tensors.get(f"{base}_scales")
+        if end == "blocks" and scales is not None and stored.dtype == scales.dtype == np.uint8:
+            found[base] = MXFP4(base, stored, scales)
+    return found
+
+
+def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json as of a folder of plain weights; UserError where weights are
+    stored in a way that is not read."""
+    packing = raw.get("quantization_config")
+    if packing is None:
+        return dict(raw)
+    method = packing.get("quant_method") if isinstance(packing, Mapping) else None
+    if method not in METHODS:
+        said = f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
+        raise UserError(
+            f"config.json: quantization_config with {said} is not supported; read are"
+            f" {', '.join(METHODS)} and plain weights, to which transformers can convert others"
+        )
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
+
+
+def open_folder(folder: Any) -> Folder:
+    """The tensors of a model's folder, whatever they are stored as; UserError as Folder's."""
+    return PackedFolder(Path(folder))

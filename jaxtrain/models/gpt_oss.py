@@ -1,0 +1,116 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): experts with biases and a clamped activation in every
+layer, attention with a sink a head, whose window every other layer lacks."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+from jaxtrain_kernels import Clamped
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import describe
+from jaxtrain.hf.ops import Entry, Interleaved, Op, Stack, Tensor
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
+from jaxtrain.models.blocks import attention_block, experts_mlp
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.naming import attention_names, layer_entry, outer_names
+from jaxtrain.models.windows import windowed_layers
+
+SAME = {"experts_per_token": "num_experts_per_tok"}
+"""Further names that the makers' files have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig):
+    architecture: ClassVar[str] = "GptOssForCausalLM"
+    model_type: ClassVar[str] = "gpt_oss"
+    norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
+
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    attention_bias: bool = True
+    """On all four projections."""
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+    """See jaxtrain_kernels.Clamped."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        for other, name in SAME.items():
+            found = raw.pop(other, None)
+            if found is not None and raw.setdefault(name, found) != found:
+                raise UserError(
+                    f"config.json: {other}={describe(found)} and {name}={describe(raw[name])} are"
+                    " two names of one number; remove one"
+                )
+        # What positions are scaled from stands in rope_scaling, too, which is what is read.
+        length = raw.pop("initial_context_length", None)
+        scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        stated = scaling.get("original_max_position_embeddings", length)
+        if length is not None and length != stated:
+            raise UserError(
+                f"config.json: initial_context_length={describe(length)}, but positions are scaled"
+                f" from original_max_position_embeddings={describe(stated)}; remove the first"
+            )
+        return super().from_hf(raw)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
+
+    def check(self) -> None:
+        if self.hidden_act != "silu":
+            raise UserError(f"config.json: hidden_act={self.hidden_act!r}; gpt_oss has silu alone")
+        super().check()
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        experts = functools.partial(
+            experts_mlp,
+            num_hidden=config.intermediate_size,
+            activation=Clamped(config.swiglu_limit, config.swiglu_alpha),
+            use_bias=True,
+            logit_bias=True,
+        )
+        bias = config.attention_bias
+        return attention_block(
+            config, options, rngs, qkv_bias=bias, out_bias=bias, sinks=True, make_mlp=experts
+        )
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers, bias = range(config.num_hidden_layers), config.attention_bias
+    return [
+        *outer_names(config),
+        *attention_names("block", layers, qkv_bias=bias, out_bias=bias),
+        layer_entry("block", layers, "attention.sinks", "self_attn.sinks"),
+        layer_entry("block", layers, "mlp.router.kernel", "mlp.router.weight", transpose=True),
+        layer_entry("block", layers, "mlp.router.bias", "mlp.router.bias"),
+        *interleaved_expert_names("block", layers),
+    ]
+
+
+def interleaved_expert_names(kind: str, layers: Sequence[int]) -> list[Entry]:
+    """Experts, all of them in one tensor [E, in, out], gate and up in turns; and their biases."""
+
+    def entry(part: str, tensor: str, place: int | None) -> Entry:
+        def op(layer: int) -> Op:
+            name = f"model.layers.{layer}.mlp.experts.{tensor}"
+            return Tensor(name) if place is None else Interleaved(name, -1, place, 2)
+
+        return Entry(f"stack.{kind}.mlp.experts.{part}", Stack(tuple(op(n) for n in layers)))
+
+    return [
+        entry("gate.kernel", "gate_up_proj", 0),
+        entry("up.kernel", "gate_up_proj", 1),
+        entry("down.kernel", "down_proj", None),
+        entry("gate.bias", "gate_up_proj_bias", 0),
+        entry("up.bias", "gate_up_proj_bias", 1),
+        entry("down.bias", "down_proj_bias", None),
+    ]
