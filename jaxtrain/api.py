@@ -69,8 +69,9 @@ class Model:
             )
         self.mesh, self.tokenizer = parts.mesh, parts.tokenizer
         self.vocab_size: int = parts.architecture.vocab_size
-        self.max_len: int = parts.architecture.max_position_embeddings
+        self.max_len: int = parts.architecture.longest
         """Tokens of the longest text."""
+        self.longest_said: str = parts.architecture.longest_said
 
     def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """Ids int32 [n] of each text; UserError for what is neither text nor ids of this model."""
@@ -170,8 +171,8 @@ class Model:
             ids = read_ids(text, self.vocab_size, f"text {index}")
         if len(ids) > self.max_len:
             raise UserError(
-                f"text {index} has {len(ids)} tokens, more than the {self.max_len} of"
-                f" max_position_embeddings of {self.name}; cut it"
+                f"text {index} has {len(ids)} tokens, more than"
+                f" {self.longest_said} of {self.name}; cut it"
             )
         return ids.astype(np.int32)
 

@@ -342,9 +342,8 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
             f"model.router_aux_loss_coef {config.model.router_aux_loss_coef} balances experts, but"
             f" {architecture.architecture} has none; remove it"
         )
-    limit = architecture.max_position_embeddings
-    if config.data.sequence_len > limit:
+    if config.data.sequence_len > architecture.longest:
         raise UserError(
             f"data.sequence_len {config.data.sequence_len} is longer than the model's"
-            f" max_position_embeddings {limit}; lower the first"
+            f" {architecture.longest_said}; lower the first"
         )

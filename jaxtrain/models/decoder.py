@@ -125,6 +125,16 @@ class DecoderConfig:
         """UserError where weights drawn at random leave something of the folder out."""
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row that is computed as the model would."""
+        return self.max_position_embeddings
+
+    @property
+    def longest_said(self) -> str:
+        """The attribute that says so, for messages."""
+        return f"max_position_embeddings {self.max_position_embeddings}"
+
+    @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from flax import nnx
 
+from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.latent import (
@@ -19,6 +20,15 @@ from jaxtrain.models.latent import (
 class Config(ListedLatentConfig, PairedLatentConfig):
     architecture: ClassVar[str] = "Glm4MoeLiteForCausalLM"
     model_type: ClassVar[str] = "glm4_moe_lite"
+
+    def check(self) -> None:
+        super().check()
+        dense, types = self.first_k_dense_replace, self.mlp_layer_types
+        if dense is not None and any((n < dense) != (t == "dense") for n, t in enumerate(types)):
+            raise UserError(
+                f"config.json: first_k_dense_replace={dense} says something else than"
+                " mlp_layer_types, which by default has one dense layer; make them agree"
+            )
 
 
 class Model(Decoder):

@@ -147,6 +147,7 @@ class ListedLatentConfig(LatentConfig):
     """A LatentConfig that lists which layers have experts."""
 
     first_k_dense_replace: int | None = None
+    """Says nothing beside mlp_layer_types."""
     mlp_layer_types: tuple[str, ...]
 
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -158,14 +159,6 @@ class ListedLatentConfig(LatentConfig):
             raise UserError(
                 f"config.json: mlp_layer_types must name {count} layers (num_hidden_layers), each"
                 f" {' or '.join(MLP_KINDS)}"
-            )
-        dense = self.first_k_dense_replace
-        if dense is not None and types != ("dense",) * min(dense, count) + ("sparse",) * (
-            count - dense
-        ):
-            raise UserError(
-                f"config.json: first_k_dense_replace={dense} says something else than"
-                " mlp_layer_types; remove one of the two"
             )
         super().check()
 

@@ -123,7 +123,7 @@ def open_problem_sets(
         )
         stack.callback(rewards.close)
         tokenizer, media = parts.tokenizer, parts.architecture.media_tokens
-        room = min(config.data.sequence_len, parts.architecture.max_position_embeddings)
+        room = min(config.data.sequence_len, parts.architecture.longest)
         made = ProblemSets(
             config.eval.sets,
             [

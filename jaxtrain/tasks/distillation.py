@@ -147,11 +147,10 @@ def open_teacher(task: DistillationTask, parts: Parts, row_tokens: int) -> Role 
     if teacher.kind == "server":
         return None
     beside = assemble_beside(teacher, parts, "task.teacher")
-    known = beside.architecture.max_position_embeddings
-    if row_tokens > known:
+    if row_tokens > beside.architecture.longest:
         raise UserError(
-            f"data.sequence_len {row_tokens} is longer than the teacher's max_position_embeddings"
-            f" {known}; lower the first"
+            f"data.sequence_len {row_tokens} is longer than the teacher's"
+            f" {beside.architecture.longest_said}; lower the first"
         )
     return Role(beside, "own")
 

@@ -78,11 +78,10 @@ def _open_beside(path: str, config: Config, parts: Parts) -> Parts:
             " choose a model of the policy's own family"
         )
     beside = assemble_beside(model, parts, key)
-    known = beside.architecture.max_position_embeddings
-    if config.data.sequence_len > known:
+    if config.data.sequence_len > beside.architecture.longest:
         raise UserError(
             f"data.sequence_len {config.data.sequence_len} is longer than the feature network's"
-            f" max_position_embeddings {known}; lower the first"
+            f" {beside.architecture.longest_said}; lower the first"
         )
     return beside
 

@@ -114,7 +114,7 @@ class PromptData:
         say(f"{len(prompts)} prompts, {most}{total_steps} steps, {plan.updates} a round")
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
-        room = min(data.sequence_len, parts.architecture.max_position_embeddings)
+        room = min(data.sequence_len, parts.architecture.longest)
         media = parts.architecture.media_tokens
         env, own = open_envs(config, parts.tokenizer, rewards, room, media)
         self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
@@ -220,7 +220,7 @@ class PromptData:
     ) -> None:
         """Say where prompts leave too little room for answers; UserError where none is left."""
         row = self.config.data.sequence_len
-        window = row if model is None else model.max_position_embeddings
+        window = row if model is None else model.longest
         new = self.config.sampling.max_new_tokens
         for index, rows in enumerate(datasets):
             guarded = own[index][0] if own else env

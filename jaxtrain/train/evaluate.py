@@ -120,7 +120,7 @@ class Evaluation:
             self.sampler = make(
                 model,
                 end_of_turn_ids(self.parts.tokenizer),
-                max_len=self.parts.architecture.max_position_embeddings,
+                max_len=self.parts.architecture.longest,
                 max_batch=self.config.rollout.max_batch,
                 to_text=self.parts.tokenizer.decode,
                 mesh=self.weights.mesh,

@@ -24,6 +24,8 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+# As many keys as a row has tokens: see models/deepseek_v32.py.
+INDEXER = {"index_topk": 48, "index_n_heads": 3, "index_head_dim": 8}
 FAMILIES = {
     "deepseek_v3": {
         **LATENT,
@@ -66,6 +68,21 @@ FAMILIES = {
         "num_key_value_heads": 5,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "tie_word_embeddings": True,
+    },
+    "deepseek_v32": {
+        **LATENT,
+        **GROUPS,
+        **INDEXER,
+        "model_type": "deepseek_v32",
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm_moe_dsa": {
+        **LATENT,
+        **INDEXER,
+        "model_type": "glm_moe_dsa",
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "full"],
     },
 }
 DEFAULT = {"deepseek_v3"}

@@ -52,7 +52,7 @@ class Local(EngineKind):
         sampler = LocalSampler(
             None,
             end_of_turn_ids(parts.tokenizer),
-            max_len=min(parts.architecture.max_position_embeddings, config.data.sequence_len),
+            max_len=min(parts.architecture.longest, config.data.sequence_len),
             max_batch=config.rollout.max_batch,
             to_text=parts.tokenizer.decode,
             mesh=mesh,
