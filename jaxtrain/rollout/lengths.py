@@ -28,7 +28,7 @@ def explain_lengths(prompts: Sequence[int], new: int, row: int, window: int, nam
 
     row: data.sequence_len. window: the longest row of the model. name: of the dataset.
     """
-    room, key = min((row, "data.sequence_len"), (window, "the model's max_position_embeddings"))
+    room, key = min((row, "data.sequence_len"), (window, "the longest row of the model"))
     none = sum(length >= room for length in prompts)
     short = sum(length < room < length + new for length in prompts)
     if not none + short:
