@@ -131,18 +131,6 @@ def check_value(key: str, value: Any, hint: Any) -> None:
         raise UserError(f"config.json: {key} is {describe(value)}; it must be {allowed}")
 
 
-def check_said(said: Mapping[str, Any], table: Mapping[str, tuple[Any, ...] | None]) -> None:
-    """UserError where an attribute that transformers does not know says something that is not
-    computed here; table: the values of each that are, None for any number."""
-    for key, value in said.items():
-        allowed = table[key]
-        if not (is_number(value) and value >= 0 if allowed is None else value in allowed):
-            only = "a number" if allowed is None else " or ".join(map(json.dumps, allowed))
-            raise UserError(
-                f"config.json: {key}={describe(value)} is not supported; only {only} is"
-            )
-
-
 def split_fixed(
     raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,7 +21,7 @@ METHODS = ("greedy", "group_limited_greedy")
 class Config(LatentConfig):
     architecture: ClassVar[str] = "DeepseekV2ForCausalLM"
     model_type: ClassVar[str] = "deepseek_v2"
-    SAID: ClassVar[Mapping[str, tuple[Any, ...] | None]] = LatentConfig.SAID | {
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = LatentConfig.fixed | {
         "scoring_func": ("softmax",)
     }
 

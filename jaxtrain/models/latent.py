@@ -6,16 +6,14 @@ every export takes them along byte by byte.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.config_checks import check_said
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.mixer import LayerSpec
@@ -43,17 +41,13 @@ MLP_KINDS = {"dense": "dense", "sparse": "block"}
 class LatentConfig(GroupedExpertsConfig):
     """A GroupedExpertsConfig with latent attention."""
 
-    SAID: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {
-        "aux_loss_alpha": None,
-        "ep_size": None,
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("aux_loss_alpha", "ep_size", "seq_aux"), ()),
         "moe_layer_freq": (1,),
         "partial_rotary_factor": (1,),
         "scoring_func": ("sigmoid",),
-        "seq_aux": (True, False),
         "topk_method": ("noaux_tc",),
     }
-    """Attributes of the Hub's files that transformers' config class does not know, and the values
-    that are computed here; None: any number."""
 
     q_lora_rank: int | None = None
     """Features of the latent that queries are made of; None: they are made of x."""
@@ -68,20 +62,6 @@ class LatentConfig(GroupedExpertsConfig):
     v_head_dim: int
     attention_bias: bool = False
     """On what makes latents of x, and on the output."""
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of SAID that were there, as (key, JSON)."""
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        own = {field.name for field in dataclasses.fields(cls)}
-        said = {key: raw[key] for key in cls.SAID if key in raw and key not in own}
-        check_said(said, cls.SAID)
-        config = super().from_hf({key: value for key, value in raw.items() if key not in said})
-        said = tuple((key, json.dumps(value)) for key, value in sorted(said.items()))
-        return dataclasses.replace(config, said=said)
-
-    def to_hf(self) -> dict[str, Any]:
-        return super().to_hf() | {key: json.loads(value) for key, value in self.said}
 
     def check_heads(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
