@@ -70,6 +70,23 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstRow:
+    """The only row of a tensor whose first axis is 1."""
+
+    name: str
+
+    def shapes(self, shape):
+        return {self.name: (1, *shape)}
+
+    def read(self, fetch, index):
+        return fetch(self.name, (slice(0, 1), *index))[0]
+
+    def write(self, array, host):
+        array = host(array)[None]
+        yield Piece(self.name, array.shape, whole(array.shape), array)
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """Rows [start, start + size) of `axis` of one tensor of `total` there: a split; the other
     entries that name the tensor hold the rest of it."""

@@ -6,9 +6,12 @@ do the same: by entry point in group jaxtrain.models, named as the architecture,
 """
 
 ARCHITECTURES = {
+    "AfmoeForCausalLM": "jaxtrain.models.afmoe",
     "DeepseekV2ForCausalLM": "jaxtrain.models.deepseek_v2",
-    "DeepseekV3ForCausalLM": "jaxtrain.models.deepseek_v3",
     "DeepseekV32ForCausalLM": "jaxtrain.models.deepseek_v32",
+    "DeepseekV3ForCausalLM": "jaxtrain.models.deepseek_v3",
+    "Dots1ForCausalLM": "jaxtrain.models.dots1",
+    "Ernie4_5_MoeForCausalLM": "jaxtrain.models.ernie4_5_moe",
     "Ernie4_5ForCausalLM": "jaxtrain.models.ernie4_5",
     "Exaone4ForCausalLM": "jaxtrain.models.exaone4",
     "Gemma3ForCausalLM": "jaxtrain.models.gemma3",
@@ -17,10 +20,13 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "jaxtrain.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "jaxtrain.models.glm4_moe_lite",
     "GlmMoeDsaForCausalLM": "jaxtrain.models.glm_moe_dsa",
-    "GraniteForCausalLM": "jaxtrain.models.granite",
     "GptOssForCausalLM": "jaxtrain.models.gpt_oss",
+    "GraniteForCausalLM": "jaxtrain.models.granite",
+    "GraniteMoeForCausalLM": "jaxtrain.models.granitemoe",
     "GraniteMoeHybridForCausalLM": "jaxtrain.models.granitemoehybrid",
+    "GraniteMoeSharedForCausalLM": "jaxtrain.models.granitemoeshared",
     "HunYuanDenseV1ForCausalLM": "jaxtrain.models.hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "jaxtrain.models.hunyuan_v1_moe",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MiniMaxM2ForCausalLM": "jaxtrain.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxtrain.models.ministral3",
@@ -41,6 +47,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
     "Qwen3NextForCausalLM": "jaxtrain.models.qwen3_next",
     "SmolLM3ForCausalLM": "jaxtrain.models.smollm3",
+    "SolarOpenForCausalLM": "jaxtrain.models.solar_open",
 }
 """The built-in ones, imported when a config.json names them."""
 

@@ -2,7 +2,7 @@
 hybrids without position encoding, pure transformers with rotation."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,11 +18,11 @@ from jaxtrain.layers.router import Router, Routing
 from jaxtrain.models.blocks import block_of
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.granite import GraniteConfig, granite_block
+from jaxtrain.models.granitemoe import granite_expert_names
+from jaxtrain.models.granitemoeshared import shared_names
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     attention_names,
-    fused_expert_names,
-    joint_mlp_names,
     norm_names,
     outer_names,
 )
@@ -162,26 +162,8 @@ def names(config: Config) -> list[Entry]:
         else:
             bias = config.attention_bias
             entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)
-        entries += shared_names(config, kind, layers)
+        ours = "mlp.shared" if config.num_local_experts else "mlp"
+        entries += shared_names(kind, layers, config.shared_intermediate_size, ours)
         if config.num_local_experts:
-            entries += fused_expert_names(
-                kind,
-                layers,
-                config.intermediate_size,
-                module="block_sparse_moe",
-                router="router.layer",
-                tensors=("input_linear.weight", "output_linear.weight"),
-            )
+            entries += granite_expert_names(kind, layers, config.intermediate_size)
     return entries
-
-
-def shared_names(config: Config, kind: str, layers: Sequence[int]) -> list[Entry]:
-    """The shared MLP, whose gate and up are one tensor."""
-    ours = "mlp.shared" if config.num_local_experts else "mlp"
-    return joint_mlp_names(
-        kind,
-        layers,
-        config.shared_intermediate_size,
-        ours,
-        ("shared_mlp.input_linear", "shared_mlp.output_linear"),
-    )

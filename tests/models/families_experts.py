@@ -20,6 +20,16 @@ YARN = {
     "rope_theta": 1e4,
 }
 
+GRANITE = {
+    "rms_norm_eps": 1e-3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attention_multiplier": 0.11,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
+
 FAMILIES = {
     "qwen2_moe": {
         "model_type": "qwen2_moe",
@@ -53,5 +63,63 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "rms_norm_eps": 1e-3,
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_norm_min": 0.4,
+        "tie_word_embeddings": False,
+    },
+    "granitemoe": {**GRANITE, "model_type": "granitemoe", "attention_bias": True},
+    "granitemoeshared": {
+        **GRANITE,
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": 20,
+    },
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "rms_norm_eps": 1e-3,
+        "num_experts": 6,
+        "moe_topk": 2,
+        "head_dim": 12,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "rope_theta": 1e4, "alpha": 8.0},
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "head_dim": 12,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "global_attn_every_n_layers": 3,
+        "sliding_window": 7,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+        "attention_bias": True,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        **GROUPED,
+        "norm_topk_prob": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+        "attention_bias": True,
+        "head_dim": 12,
+    },
+    "solar_open": {
+        "model_type": "solar_open",
+        **GROUPED,
+        "first_k_dense_replace": None,
+        "intermediate_size": None,
+        "attention_bias": True,
+        "head_dim": 12,
+        "rope_parameters": YARN,
+    },
 }
-DEFAULT = {"glm4_moe"}
+DEFAULT = {"glm4_moe", "afmoe"}
+SHARDED = {"glm4_moe": [{"expert": 2, "tensor": 2}], "afmoe": [{"expert": 2, "fsdp": 2}]}

@@ -44,6 +44,10 @@ LONG = {name for m in MODULES for name in getattr(m, "LONG", ())}
 """Those with chunks of 64 tokens."""
 
 
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Mostly negative, so that a candidate of a closed group would win if it were at 0."""
+
+
 def cases(names):
     return [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in sorted(names)]
 
@@ -87,7 +91,7 @@ def make_torch(raw, seed=0):
             elif parameter.ndim == 1 or name.endswith("bias"):  # experts' have more dims
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(CHOICE_BIASES):
                 buffer.uniform_(-0.2, 0.1)
     return model.float().eval()
 

@@ -1,0 +1,104 @@
+"""ERNIE 4.5 with experts (Baidu 2025): chosen by a softmax with a correction bias, beside shared
+ones; pairs of adjacent dims are rotated."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry, FirstRow, Stack
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.router import Routing
+from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig):
+    architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    model_type: ClassVar[str] = "ernie4_5_moe"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "num_local_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_k",
+    }
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "moe_capacity": (),
+        "moe_gate": (),
+        "moe_use_aux_free": (True,),
+        "num_nextn_predict_layers": (),
+        "use_rmsnorm": (True,),
+    }
+    carries: ClassVar[tuple[str, ...]] = ("mtp", "model.mtp")
+    goes_stale: ClassVar[tuple[str, ...]] = carries
+
+    moe_intermediate_size: int
+    """F of an expert; intermediate_size is that of a dense layer."""
+    moe_num_shared_experts: int = 0
+    """Experts that every token goes through: one MLP of so many times F."""
+    moe_layer_start_index: int
+    moe_layer_end_index: int
+    """The first and the last layer with experts."""
+    moe_layer_interval: int
+    """Of the layers between, every so many-th has experts."""
+    moe_norm_min: float
+    """Gates are divided by their sum, or by this where it is smaller."""
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        first, last = self.moe_layer_start_index, self.moe_layer_end_index
+
+        def kind(layer: int) -> str:
+            among = first <= layer <= last and (layer + 1) % self.moe_layer_interval == 0
+            return "block" if among else "dense"
+
+        return tuple(LayerSpec(kind(layer)) for layer in range(self.num_hidden_layers))
+
+    def check(self) -> None:
+        if self.moe_layer_interval < 1:
+            raise UserError(
+                f"config.json: moe_layer_interval={self.moe_layer_interval} must be at least 1"
+            )
+        super().check()
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(top=self.num_experts_per_tok, normalise=True, min_sum=self.moe_norm_min)
+
+    @property
+    def shared_width(self) -> int | None:
+        """F of the MLP that all tokens go through."""
+        count = self.moe_num_shared_experts
+        return self.moe_intermediate_size * count if count else None
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        experts = functools.partial(
+            experts_mlp,
+            num_hidden=config.moe_intermediate_size,
+            num_shared=config.shared_width,
+            choice_bias=True,
+            wide=True,
+        )
+        make_mlp = dense_mlp if kind == "dense" else experts
+        return attention_block(config, options, rngs, adjacent=True, make_mlp=make_mlp)
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries = outer_names(config)
+    shared = "shared_experts" if config.shared_width else None
+    for kind, layers in config.layers_by_kind().items():
+        entries += attention_names(kind, layers)
+        if kind == "dense":
+            entries += mlp_names(kind, layers)
+            continue
+        entries += expert_names(kind, layers, config.num_local_experts, shared=shared)
+        bias = "mlp.moe_statics.e_score_correction_bias"
+        rows = tuple(FirstRow(f"model.layers.{layer}.{bias}") for layer in layers)
+        entries.append(Entry(f"stack.{kind}.mlp.router.choice_bias", Stack(rows)))
+    return entries

@@ -1,0 +1,51 @@
+"""Solar Open (Upstage 2025): DeepSeek-V3's experts in every layer, behind Llama's
+attention."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxtrain.hf.ops import Entry
+from jaxtrain.models.blocks import attention_block, grouped_experts_mlp
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.experts import GroupedExpertsConfig
+from jaxtrain.models.naming import attention_names, grouped_expert_names, outer_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(GroupedExpertsConfig):
+    architecture: ClassVar[str] = "SolarOpenForCausalLM"
+    model_type: ClassVar[str] = "solar_open"
+    rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "first_k_dense_replace": (0,),
+        "intermediate_size": (),
+    }
+
+    intermediate_size: int = 0
+    """There is no dense layer."""
+    attention_bias: bool = False
+    """On queries, keys and values."""
+
+    def to_hf(self) -> dict[str, Any]:
+        said = dict(self.said)
+        own = ("intermediate_size", "first_k_dense_replace")
+        return {k: v for k, v in super().to_hf().items() if k not in own or k in said}
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        bias = config.attention_bias
+        return attention_block(config, options, rngs, qkv_bias=bias, make_mlp=grouped_experts_mlp)
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers = range(config.num_hidden_layers)
+    return [
+        *outer_names(config),
+        *attention_names("block", layers, qkv_bias=config.attention_bias),
+        *grouped_expert_names("block", layers, config),
+    ]
