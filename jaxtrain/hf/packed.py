@@ -2,8 +2,13 @@
 
 MXFP4 (OCP Microscaling 1.0; gpt-oss): `X_blocks` uint8 [..., out, in / 32, 16] and `X_scales` uint8
 [..., out, in / 32] stand for `X` [..., in, out] in bfloat16, which holds every such number exactly.
-A byte is two codes of E2M1, the first in its low half; a scale is a power of two. Only what is
-fetched is decoded, and the two may lie in different shards.
+A byte is two codes of E2M1, the first in its low half; a scale is a power of two.
+
+FP8 in blocks (DeepSeek-V3: arXiv:2412.19437, section 3.3.2): `X` float8_e4m3fn [..., out, in] is
+to be multiplied with `X_scale_inv` [..., out / 128, in / 128], rounded up, each number for a block
+of 128 x 128.
+
+Only what is fetched is decoded, and the parts of a tensor may lie in different shards.
 """
 
 from collections.abc import Mapping
@@ -18,10 +23,15 @@ from jaxtrain.hf.files import describe, shorten, spell
 from jaxtrain.hf.ops import Fetch, Index
 from jaxtrain.hf.safetensors import Folder, Stored
 
+SCALES = "_scale_inv"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-METHODS = ("mxfp4",)
+METHODS = ("mxfp4", "fp8")
 """Values of quantization_config.quant_method that are read."""
 MXFP4_BLOCK = 32
+FP8_BLOCK = 128
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
+"""float32 [256]: what each byte stands for."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
 """float32 [256, 2]: both codes of a byte."""
@@ -77,13 +87,44 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.reshape(len(scales), -1)
 
 
+class FP8:
+    """See the module."""
+
+    def __init__(self, name: str, codes: Stored, scales: Stored):
+        self.parts = (name, f"{name}{SCALES}")
+        *lead, num_out, num_in = codes.shape
+        wanted = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
+        if scales.shape != wanted:
+            raise UserError(
+                f"{scales.file}: {shorten(self.parts[1])} {scales.shape} does not fit weights"
+                f" {codes.shape} in FP8: {wanted}, one scale for each {FP8_BLOCK} x {FP8_BLOCK}"
+            )
+        self.shape = codes.shape
+
+    def read(self, fetch, index):
+        *lead, rows, columns = index
+        places = [np.arange(dim.start, dim.stop, dim.step) // FP8_BLOCK for dim in (rows, columns)]
+        blocks = [
+            slice(dim.start // FP8_BLOCK, -(-dim.stop // FP8_BLOCK)) for dim in (rows, columns)
+        ]
+        codes, scales = fetch(self.parts[0], index), fetch(self.parts[1], (*lead, *blocks))
+        own_rows, own_columns = (p - b.start for p, b in zip(places, blocks, strict=True))
+        values = np.empty(codes.shape, BFLOAT16)
+        for place in np.ndindex(codes.shape[:-2]):  # a matrix at a time, as above
+            wide = E4M3[codes[place].view(np.uint8)]
+            factor = scales[place].astype(np.float32)[:, own_columns]
+            wide *= factor[own_rows]
+            values[place] = wide
+        return values
+
+
 class PackedFolder(Folder):
     """A Folder in which tensors in few bits are those that they stand for."""
 
     def __init__(self, folder: Any):
         super().__init__(folder)
         self._stored = dict(self.tensors)
-        self.packed: dict[str, Packed] = find_mxfp4(self._stored)
+        self.packed: dict[str, Packed] = {**find_mxfp4(self._stored), **find_fp8(self._stored)}
         for name, packed in self.packed.items():
             home = self._stored[packed.parts[0]]
             for part in packed.parts:
@@ -109,6 +150,16 @@ def find_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, MXFP4]:
     return found
 
 
+def find_fp8(tensors: Mapping[str, Stored]) -> dict[str, FP8]:
+    """The tensors that these hold in FP8 with scales of blocks."""
+    found = {}
+    for name, scales in tensors.items():
+        codes = tensors.get(name.removesuffix(SCALES))
+        if name.endswith(SCALES) and codes is not None and codes.dtype == FLOAT8:
+            found[name.removesuffix(SCALES)] = FP8(name.removesuffix(SCALES), codes, scales)
+    return found
+
+
 def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config.json as of a folder of plain weights; UserError where weights are
     stored in a way that is not read."""
@@ -121,6 +172,13 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json: quantization_config with {said} is not supported; read are"
             f" {', '.join(METHODS)} and plain weights, to which transformers can convert others"
+        )
+    block = packing.get("weight_block_size")
+    if method == "fp8" and block != [FP8_BLOCK, FP8_BLOCK]:
+        raise UserError(
+            f"config.json: quantization_config.weight_block_size is {describe(block)}; weights in"
+            f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK} only; convert others"
+            " to plain weights with transformers"
         )
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
