@@ -380,7 +380,7 @@ def run_merge(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
     parser.add_argument(
         "--quantize",
-        choices=("none", "nf4", "int8"),
+        choices=("none", "nf4", "int8", "mxfp4"),
         default="none",
         help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
     )

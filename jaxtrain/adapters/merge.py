@@ -16,6 +16,7 @@ from jaxtrain.adapters.storage import round_trip
 from jaxtrain.errors import UserError
 from jaxtrain.hf.copy import copy_folder, is_float
 from jaxtrain.hf.ops import whole
+from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
 from jaxtrain.models.build import read_config
 
@@ -68,7 +69,7 @@ def merge_adapter(
     be merged, before writing.
     """
     base, output = Path(base), Path(output)
-    files, peft = Folder(base), open_peft(adapter)
+    files, peft = open_folder(base), open_peft(adapter)
     corrections = find_corrections(files, peft)
     linears = find_linears(read_config(base, family)).values() if quantize != "none" else ()
     quantised = {f"{module}.weight" for linear in linears for module in linear.modules}

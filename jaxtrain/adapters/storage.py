@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.adapters import mxfp4
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Linear, PreciseLinear
+from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 from jaxtrain.models.parameters import Params, Shapes
 
 
@@ -32,19 +33,33 @@ class Storage(NamedTuple):
     """Weights in each byte of it."""
     multiple: int
     """What the number of inputs must be a multiple of."""
+    experts_only: bool = False
+    """Whether other matrices than those of experts stay as they are."""
 
 
 STORAGES = {
     "nf4": Storage(NF4, nf4_shapes, quantise_nf4, dequantise_nf4, "nibbles", 2, BLOCK),
     "int8": Storage(Int8, int8_shapes, quantise_int8, dequantise_int8, "codes", 1, 1),
+    "mxfp4": Storage(
+        mxfp4.MXFP4,
+        mxfp4.mxfp4_shapes,
+        mxfp4.quantise_mxfp4,
+        mxfp4.dequantise_mxfp4,
+        "blocks",
+        2,
+        mxfp4.BLOCK,
+        experts_only=True,
+    ),
 }
 
 
 def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
     """The abstract `model` with the kernels of all Linears in that storage, in place."""
-    storage = STORAGES[kind]
+    storage, count = STORAGES[kind], 0
     for path, node in list(nnx.iter_graph(model)):
         if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
+            continue
+        if storage.experts_only and not isinstance(node, ExpertLinear):
             continue
         shape = node.kernel.get_value().shape
         if shape[-2] % storage.multiple:
@@ -54,6 +69,12 @@ def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
                 f' {name} has {shape[-2]}; set adapter.quantize to "int8" or "none"'
             )
         node.kernel = storage.module(storage.shapes(shape), node.kernel.get_metadata()["axes"])
+        count += 1
+    if not count:
+        raise UserError(
+            f'adapter.quantize "{kind}" stores the matrices of experts, and this model has none;'
+            ' set adapter.quantize to "nf4", "int8" or "none"'
+        )
     return model
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import check_inside, read_object
 from jaxtrain.hf.ops import Piece, whole
-from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, Folder, write_folder
+from jaxtrain.hf.packed import is_packed, open_folder, without_packing
+from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, SHARD, write_folder
 
 
 def copy_folder(
@@ -26,12 +27,16 @@ def copy_folder(
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
-    dtype: of all floating-point tensors, by default their own. A shard holds at most
+    dtype: of all floating-point tensors, by default their own; those in a few bits that are read
+    (hf/packed.py) are written as what they stand for. A shard holds at most
     `max_shard_bytes`, or one tensor. change: (name, array) -> what is written instead. Raises
     UserError for a folder that is none, and for a cast of a model that is stored quantised.
     """
-    files = Folder(base)
+    files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
+    packed = config is not None and is_packed(config)
+    if packed:
+        config = without_packing(config)
     if dtype and config and config.get("quantization_config") is not None:
         raise UserError(
             f"{base / 'config.json'} has a quantization_config: its tensors are codes, which no"
@@ -56,6 +61,7 @@ def copy_folder(
     if dtype and config is not None:
         config = {**config, "torch_dtype": str(np.dtype(dtype))}
         config.pop("dtype", None)
+    if config is not None and (dtype or packed):
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (output / "config.json").write_text(text)
 

@@ -164,10 +164,8 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config.json as of a folder of plain weights; UserError where weights are
     stored in a way that is not read."""
     packing = raw.get("quantization_config")
-    if packing is None:
-        return dict(raw)
-    method = packing.get("quant_method") if isinstance(packing, Mapping) else None
-    if method not in METHODS:
+    if packing is not None and not is_packed(raw):
+        method = packing.get("quant_method") if isinstance(packing, Mapping) else None
         said = f"quant_method={spell(method)}" if isinstance(method, str) else describe(packing)
         raise UserError(
             f"config.json: quantization_config with {said} is not supported; read are"
@@ -181,6 +179,12 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
             " to plain weights with transformers"
         )
     return {key: value for key, value in raw.items() if key != "quantization_config"}
+
+
+def is_packed(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a folder whose weights are in a few bits that are read."""
+    packing = raw.get("quantization_config")
+    return isinstance(packing, Mapping) and packing.get("quant_method") in METHODS
 
 
 def open_folder(folder: Any) -> Folder:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtrain_kernels import Clamped
 
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import describe
+from jaxtrain.hf.files import shorten
 from jaxtrain.hf.ops import Entry, Interleaved, Op, Stack, Tensor
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
@@ -45,7 +45,7 @@ class Config(ExpertsConfig):
             found = raw.pop(other, None)
             if found is not None and raw.setdefault(name, found) != found:
                 raise UserError(
-                    f"config.json: {other}={describe(found)} and {name}={describe(raw[name])} are"
+                    f"config.json: {other}={shorten(found)} and {name}={shorten(raw[name])} are"
                     " two names of one number; remove one"
                 )
         # What positions are scaled from stands in rope_scaling, too, which is what is read.
@@ -54,8 +54,8 @@ class Config(ExpertsConfig):
         stated = scaling.get("original_max_position_embeddings", length)
         if length is not None and length != stated:
             raise UserError(
-                f"config.json: initial_context_length={describe(length)}, but positions are scaled"
-                f" from original_max_position_embeddings={describe(stated)}; remove the first"
+                f"config.json: initial_context_length={shorten(length)}, but positions are scaled"
+                f" from original_max_position_embeddings={shorten(stated)}; remove the first"
             )
         return super().from_hf(raw)
 

@@ -1,0 +1,111 @@
+"""MXFP4 storage of experts' matrices (OCP Microscaling 1.0), the one that gpt-oss is published in.
+
+Blocks of 32 values along the inputs share a power of two; a value is one of 0, 0.5, 1, 1.5, 2, 3,
+4, 6 times that, or its negative: 4.25 bits a weight. What was read from such a folder is stored
+again without any error; other weights are rounded to the nearest.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Place
+
+BLOCK = 32
+DOWN, UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
+"""Middles between neighbours that round to the lower and to the upper one: to even codes."""
+BIAS, MANTISSA = 127, 23  # of float32
+
+
+class MXFP4(nnx.Module):
+    """A kernel [..., in, out] of experts; shapes or arrays as `mxfp4_shapes` names them."""
+
+    def __init__(self, parts: dict, axes: tuple[str | None, ...]):
+        *lead, num_in, num_out = axes
+        self.blocks = nnx.Param(parts["blocks"], axes=(*lead, num_out, num_in))
+        self.scales = nnx.Param(parts["scales"], axes=(*lead, num_out, num_in))
+
+    def packed(self) -> "PackedMXFP4":
+        """The kernels [E, in, out], for the grouped matmul."""
+        return PackedMXFP4(self.blocks[...], self.scales[...])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedMXFP4:
+    """A `layers.linear.Packed`; the parts are those of `mxfp4_shapes`."""
+
+    blocks: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, num_out, half = self.blocks.shape
+        return experts, 2 * half, num_out
+
+    def unpack(self, dtype: jnp.dtype) -> jax.Array:
+        return dequantise_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
+
+    def specs(self, names: Sequence[str | None], place: Place) -> "PackedMXFP4":
+        experts, num_in, num_out = names
+        found = [place((experts, num_out, num_in), x.shape) for x in (self.blocks, self.scales)]
+        if found[0] != found[1]:
+            raise UserError(
+                f'adapter.quantize "mxfp4": inputs of {self.shape[1]} in blocks of {BLOCK} cannot'
+                " be cut over parallel.tensor; choose parallel.expert or parallel.fsdp instead"
+            )
+        return PackedMXFP4(*found)
+
+
+def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a kernel [..., in, out] is stored as; `in` must be a multiple of 32."""
+    *lead, num_in, num_out = shape
+    return {
+        "blocks": jax.ShapeDtypeStruct((*lead, num_out, num_in // 2), jnp.uint8),
+        "scales": jax.ShapeDtypeStruct((*lead, num_out, num_in // BLOCK), jnp.uint8),
+    }
+
+
+def quantise_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
+    """One kernel [in, out] in parts. A block's power of two is that of its largest magnitude, which
+    then lies from 4 to 8, and counts as 6 above that."""
+    num_in, num_out = kernel.shape
+    blocks = kernel.T.astype(jnp.float32).reshape(num_out, num_in // BLOCK, BLOCK)
+    largest = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1), jnp.int32) >> MANTISSA
+    scales = jnp.clip(largest - 2, 1, 254)
+    unit = jnp.abs(blocks) / _power(scales)[..., None]
+    codes = jnp.signbit(blocks).astype(jnp.uint8) << 3
+    for middle in DOWN:
+        codes += (unit > middle).astype(jnp.uint8)
+    for middle in UP:
+        codes += (unit >= middle).astype(jnp.uint8)
+    pairs = codes.reshape(num_out, num_in // 2, 2)
+    return {
+        "blocks": pairs[..., 1] << 4 | pairs[..., 0],  # the first value in the low half
+        "scales": scales.astype(jnp.uint8),
+    }
+
+
+def dequantise_mxfp4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
+    """The kernel [..., in, out] of its parts in `dtype`, exact in bfloat16 and wider."""
+    blocks, scales = parts["blocks"], parts["scales"]
+    *lead, num_out, half = blocks.shape
+    codes = jnp.stack([blocks & 15, blocks >> 4], -1).astype(jnp.int32)
+    size = codes & 7
+    # From 1 on two bits of exponent and one of mantissa, as in float32; below there are 0 and 0.5.
+    bits = ((size >> 1) + (BIAS - 1)) << MANTISSA | (size & 1) << (MANTISSA - 1)
+    bits = jnp.where(size < 2, size * ((BIAS - 1) << MANTISSA), bits)
+    values = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    values = jnp.where(codes > 7, -values, values).reshape(*lead, num_out, -1, BLOCK)
+    values = values * _power(scales.astype(jnp.int32))[..., None]
+    return values.astype(dtype).reshape(*lead, num_out, 2 * half).swapaxes(-1, -2)
+
+
+def _power(scales: jax.Array) -> jax.Array:
+    """2^(scale - 127) of int32 scales; 0, as which the smallest scale counts."""
+    return jax.lax.bitcast_convert_type(scales << MANTISSA, jnp.float32)
