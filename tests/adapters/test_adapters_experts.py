@@ -79,7 +79,12 @@ def unpack_all(frozen, kind):
     return dense
 
 
-@pytest.mark.parametrize("kind", STORAGES)
+KINDS = [
+    pytest.param(kind, marks=[pytest.mark.slow] if kind == "mxfp4" else []) for kind in STORAGES
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_experts_compute_what_their_unpacked_matrices_do(kind):
     mesh = make_mesh(jax.devices()[:1])
     config, adapter, trained, frozen, rebuild = open_model(kind, mesh)
