@@ -60,7 +60,7 @@ SIZES = {
 """At least 1, and at most this: far beyond any model, but no number that only hangs."""
 FROM_ZERO = (
     *("num_experts", "num_local_experts", "num_experts_per_tok"),
-    *("n_shared_experts", "moe_num_shared_experts"),
+    *("n_shared_experts", "moe_num_shared_experts", "shared_intermediate_size"),
 )
 """Of these, 0 where a family may have none; the others refuse that themselves."""
 MAX_PARAMETERS = 2**45

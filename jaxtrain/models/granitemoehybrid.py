@@ -92,6 +92,11 @@ class Config(GraniteConfig):
                 f"config.json: layer_types must name {self.num_hidden_layers} layers"
                 f" (num_hidden_layers), each one of {', '.join(KINDS)}"
             )
+        if not self.shared_intermediate_size:
+            raise UserError(
+                "config.json: shared_intermediate_size=0 is not supported in this family, whose"
+                " tokens all go through the shared MLP"
+            )
         top, count = self.num_experts_per_tok, self.num_local_experts
         if count and not 1 <= top <= count:
             raise UserError(

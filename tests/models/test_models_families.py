@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from tiny_models import SIZES, check_decoding, documents, pack
 
 from jaxtrain.batch import Batch
-from jaxtrain.models import build
+from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.parallel.mesh import make_mesh
 
 FILES = sorted(path.stem for path in Path(__file__).parent.glob("families_*.py"))
@@ -111,6 +111,13 @@ def read_flat(folder) -> dict[str, np.ndarray]:
 def leaves(model) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
+
+
+def test_no_family_is_left_out():
+    here = {raw["model_type"] for raw in FAMILIES.values()}
+    for name in ARCHITECTURES:
+        config = build.find_family(name).Config
+        assert here & {config.model_type, getattr(config, "text_type", "")}, name
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES))
