@@ -52,6 +52,8 @@ class Parts:
     model are all there is."""
     adapter: Adapter | None = None
     """What is trained, where that is not everything."""
+    row_tokens: int = 0
+    """Of the longest text that models will see; 0: not known."""
 
 
 def assemble(
@@ -76,8 +78,10 @@ def assemble(
     tokenizer = find_tokenizer(config.model)
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
+    architecture = architecture.for_rows(config.data.sequence_len)
     check_fit(config, architecture, tokenizer)
     return Parts(
+        row_tokens=config.data.sequence_len,
         tokenizer=tokenizer,
         architecture=architecture,
         mesh=make_mesh(split_devices(reserved, key)[0], **config.parallel.axes()),
@@ -105,7 +109,7 @@ def assemble_beside(
         )
     return dataclasses.replace(
         parts,
-        architecture=architecture,
+        architecture=architecture.for_rows(parts.row_tokens),
         folder=folder if model.init == "pretrained" else None,
         options=model_options(model),
         adapter=None,

@@ -47,7 +47,7 @@ IGNORED = {
 TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 """Only where transformers trains; evaluation computes the same, and no training here draws any."""
 
-OWN = {"rope", "kept", "grown", "score", "around", "said", "prefix", "fused_experts"}
+OWN = {"rope", "kept", "grown", "row_tokens", "score", "around", "said", "prefix", "fused_experts"}
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 OLD_ROPE = {"partial_rotary_factor", "rope_local_base_freq"}

@@ -48,14 +48,19 @@ class Angles(NamedTuple):
 
 
 def frequencies(
-    head_dim: int, rope: Mapping[str, Any], known: Collection[str] = (), longest: int = 0
+    head_dim: int,
+    rope: Mapping[str, Any],
+    known: Collection[str] = (),
+    longest: int = 0,
+    row_tokens: int = 0,
 ) -> tuple[np.ndarray, float]:
     """(inverse frequencies float64 [dims/2], factor on cos and sin) for Hugging Face's parameters.
 
     `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL); known: further
     keys that the family reads, such as partial_rotary_factor, the share of dims that are rotated,
-    or alpha. longest: the positions that a model is made for, by which "longrope" chooses. Raises
-    UserError for another type, a missing or an unknown key.
+    or alpha. longest: the positions that a model is made for; row_tokens: those that it will see,
+    where these are fewer, by which "longrope" chooses. Raises UserError for another type, a missing
+    or an unknown key.
     """
     kind = rope.get("rope_type", "default")
     if kind not in REQUIRED or (kind == "dynamic" and "alpha" not in known):
@@ -91,7 +96,7 @@ def frequencies(
         case "yarn":
             return _yarn(base, dims, rope)
         case "longrope":
-            return _longrope(base, rope, longest)
+            return _longrope(base, rope, longest, row_tokens or longest)
         case "dynamic":  # Hunyuan's name for a longer base, whatever the length of a text
             return _powers(rope["rope_theta"] * rope["alpha"] ** (dims / (dims - 2)), dims), 1.0
     return base, 1.0
@@ -107,10 +112,12 @@ def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> np.nd
     return np.where(np.arange(len(base)) < int(share * head_dim // 2), base, 0.0)
 
 
-def _longrope(base: np.ndarray, rope: Mapping[str, Any], longest: int) -> tuple[np.ndarray, float]:
+def _longrope(
+    base: np.ndarray, rope: Mapping[str, Any], longest: int, row_tokens: int
+) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, of two lists."""
     length = rope["original_max_position_embeddings"]
-    name = "long_factor" if longest > length else "short_factor"
+    name = "long_factor" if row_tokens > length else "short_factor"
     divisor = np.asarray(rope[name], np.float64)
     if divisor.shape != base.shape:
         raise UserError(

@@ -72,6 +72,8 @@ class DecoderConfig:
     """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
     said: tuple[tuple[str, str], ...] = ()
     """Attributes of `fixed` that were there, as (key, JSON)."""
+    row_tokens: int = 0
+    """See `for_rows`; 0: as many as max_position_embeddings says."""
     grown: int = 0
     """Rows of the vocabulary, the last ones, that the folder to read does not have: each begins as
     the mean of those that it has."""
@@ -124,14 +126,31 @@ class DecoderConfig:
     def check_drawn(self) -> None:
         """UserError where weights drawn at random leave something of the folder out."""
 
+    def for_rows(self, tokens: int) -> Self:
+        """The config of a run whose texts have at most so many tokens, where that changes what is
+        computed: LongRoPE has one table for short texts and one for long ones."""
+        return dataclasses.replace(self, row_tokens=tokens) if self._short_length else self
+
+    @property
+    def _short_length(self) -> int | None:
+        """The longest of short texts, where there is a difference."""
+        rope = dict(self.rope)
+        if rope.get("rope_type") != "longrope":
+            return None
+        return rope["original_max_position_embeddings"]
+
     @property
     def longest(self) -> int:
         """Tokens of the longest row that is computed as the model would."""
+        if self.row_tokens and self.row_tokens <= (self._short_length or 0):
+            return min(self._short_length, self.max_position_embeddings)
         return self.max_position_embeddings
 
     @property
     def longest_said(self) -> str:
         """The attribute that says so, for messages."""
+        if self.longest < self.max_position_embeddings:
+            return f"original_max_position_embeddings {self.longest}, by data.sequence_len"
         return f"max_position_embeddings {self.max_position_embeddings}"
 
     @property
@@ -153,8 +172,16 @@ class DecoderConfig:
         """`rope.frequencies` of each position encoding that layers() names; a layer with another
         name rotates nothing."""
         found = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
-        size, known, longest = self.head_size, self.rope_keys, self.max_position_embeddings
-        return {name: frequencies(size, dict(rope), known, longest) for name, rope in found.items()}
+        return {
+            name: frequencies(
+                self.head_size,
+                dict(rope),
+                self.rope_keys,
+                self.max_position_embeddings,
+                self.row_tokens,
+            )
+            for name, rope in found.items()
+        }
 
     @property
     def media_tokens(self) -> Mapping[int, str]:

@@ -2,7 +2,8 @@
 and keys; where layers have windows, those without one rotate nothing."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
@@ -11,18 +12,25 @@ from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.naming import POST_NORMS, decoder_names
-from jaxtrain.models.windows import windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
     architecture: ClassVar[str] = "Exaone4ForCausalLM"
     model_type: ClassVar[str] = "exaone4"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"sliding_window_pattern": ()}
+    """What layer_types was made of: a number, or letters."""
 
     sliding_window: int | None = None
-    sliding_window_pattern: int | str | None = None
-    """What layer_types was made of."""
     layer_types: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        if raw.get("sliding_window", 0) is not None:
+            name_layers(raw, ("sliding_window_pattern",), 4, (SLIDING, FULL))
+        return super().from_hf(raw)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)

@@ -1,7 +1,8 @@
 """Hunyuan dense (Tencent 2025): Llama with norms on queries and keys behind the rotation."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -11,6 +12,16 @@ from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.naming import decoder_names
 
 QK_NORMS = ("query_layernorm", "key_layernorm")
+HUB: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "dense_list"), ()),
+    **dict.fromkeys(("eod_token_id", "im_start_id", "im_end_id", "im_newline_id"), ()),
+    **dict.fromkeys(("mask_init_id", "pad_id", "sep_id", "text_start_id", "text_end_id"), ()),
+    **dict.fromkeys(("org_vocab_size", "pool_type", "video_start_id", "video_end_id"), ()),
+    "norm_type": ("rms", "hf_rms"),
+    "use_qk_norm": (True,),
+    "use_rotary_pos_emb": (True,),
+}
+"""What the family's files on the Hub say beside what transformers reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,11 +29,10 @@ class Config(DecoderConfig):
     architecture: ClassVar[str] = "HunYuanDenseV1ForCausalLM"
     model_type: ClassVar[str] = "hunyuan_v1_dense"
     rope_keys: ClassVar[tuple[str, ...]] = ("alpha",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HUB, "num_experts": (1,)}
 
     attention_bias: bool = False
     """On all four projections."""
-    eod_token_id: int | None = None
-    """Only carried along."""
 
 
 class Model(Decoder):

@@ -2,7 +2,8 @@
 keys and values in one matrix, gate and up in another, and LongRoPE."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -24,7 +25,10 @@ class Config(DecoderConfig):
     architecture: ClassVar[str] = "Phi3ForCausalLM"
     model_type: ClassVar[str] = "phi3"
     rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
-    fixed: ClassVar = {"full_attn_mod": (1,), "interpolate_factor": (1,)}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    }
 
     original_max_position_embeddings: int
     """Texts of up to so many tokens are what the model knew before it was made longer."""

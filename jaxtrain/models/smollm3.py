@@ -1,7 +1,8 @@
 """SmolLM3 (Hugging Face 2025): Llama whose every fourth layer rotates nothing."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.mixer import LayerSpec
@@ -15,6 +16,7 @@ Model, names = llama.Model, llama.names
 class Config(llama.Config):
     architecture: ClassVar[str] = "SmolLM3ForCausalLM"
     model_type: ClassVar[str] = "smollm3"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_window_layers": ()}
 
     no_rope_layers: tuple[int, ...]
     """0 for a layer without position encoding."""

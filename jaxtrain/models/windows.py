@@ -46,11 +46,13 @@ def name_layers(
 ) -> None:
     """Put layer_types into a config.json without it: the second of `names` for each so many-th
     layer, as the first of `keys` that is there says, else `every`; the first for all others."""
+    if raw.get("layer_types") is not None:
+        return
     for key in keys:
         found = raw.get(key)
         if found is not None and (type(found) is not int or found < 1):
             raise UserError(f"config.json: {key} is {describe(found)}; it must be a number above 0")
     every = next((raw[key] for key in keys if raw.get(key)), every)
     count = raw.get("num_hidden_layers")
-    if raw.get("layer_types") is None and type(count) is int:
+    if type(count) is int:
         raw["layer_types"] = [names[(n + 1) % every == 0] for n in range(min(count, 2**12))]

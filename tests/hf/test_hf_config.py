@@ -103,6 +103,12 @@ def test_switches_that_are_off_pass():
     build.config_from_hf({**QWEN3, "use_mrope": False, "new_thing": None})
 
 
+def test_code_beside_the_weights_is_not_what_a_known_type_runs():
+    """transformers does not either, unless it is told to trust it."""
+    raw = {**QWEN3, "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    assert "auto_map" not in build.config_from_hf(raw).to_hf()
+
+
 def test_a_config_that_names_no_family_is_refused():
     with pytest.raises(UserError, match="model_type"):
         build.config_from_hf({"model_type": "gpt2"})

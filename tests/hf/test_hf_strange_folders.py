@@ -308,7 +308,6 @@ def test_what_only_training_draws_is_no_reason_to_refuse(noise):
         {"final_logit_softcapping": 30.0},
         {"quantization_config": {"quant_method": "fp8"}},
         {"partial_rotary_factor": 0.5},
-        {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
     ],
 )
 def test_what_changes_the_network_is_still_refused_by_name(change):
