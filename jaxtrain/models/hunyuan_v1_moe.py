@@ -13,7 +13,7 @@ from jaxtrain.hf.ops import Entry
 from jaxtrain.models.blocks import attention_block, experts_mlp
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.hunyuan_v1_dense import QK_NORMS
+from jaxtrain.models.hunyuan_v1_dense import HUB, QK_NORMS
 from jaxtrain.models.naming import attention_names, expert_names, outer_names
 
 BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
@@ -32,22 +32,16 @@ class Config(ExpertsConfig):
     }
     rope_keys: ClassVar[tuple[str, ...]] = ("alpha",)
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **HUB,
+        "moe_intermediate_size": (),
         "moe_layer_num_skipped": (0,),
         "norm_topk_prob": (True,),
-        "norm_type": ("rms",),
         "num_shared_expert": (1,),
         "use_mixed_mlp_moe": (True,),
-        "use_qk_norm": (True,),
-        "use_rotary_pos_emb": (True,),
-        **dict.fromkeys(
-            ("attention_head_dim", "cla_share_factor", "moe_intermediate_size", "org_vocab_size"),
-            (),
-        ),
     }
 
     attention_bias: bool = False
     """On all four projections."""
-    eod_token_id: int | None = None
     sep_token_id: int | None = None
     """Only carried along."""
 
