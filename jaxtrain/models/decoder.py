@@ -1,213 +1,27 @@
-"""What the decoders share: sizes, options, the walk from tokens to hidden states, the cache.
+"""What the decoders share: options, the walk from tokens to hidden states, the cache.
 
 Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 """
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
-from jaxtrain.errors import UserError
-from jaxtrain.hf.config import read_fields, write_fields
 from jaxtrain.layers.embed import Embed, capped
-from jaxtrain.layers.mixer import Decoding, LayerSpec, State
-from jaxtrain.layers.mlp import ACTIVATIONS
+from jaxtrain.layers.mixer import Decoding, State
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import angles, frequencies
+from jaxtrain.layers.rope import angles
 from jaxtrain.layers.score import Score
 from jaxtrain.layers.stack import Hidden, Stack
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import ScoreHead
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The config.json attributes that all decoders have; a family adds its own."""
-
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
-    also: ClassVar[tuple[str, ...]] = ()
-    """Further architectures whose folders the family reads."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """What a config.json calls fields that have another name here."""
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Attributes of folders that change nothing here or must be as it is here, with the values that
-    they may have; none: any. They are carried along in `said`."""
-    rope_keys: ClassVar[tuple[str, ...]] = ()
-    """What the family reads of rope_parameters beside the keys of their type."""
-    rope_by_kind: ClassVar[bool] = False
-    """Whether rope_parameters are {kind of layer_types: its own}."""
-    norm: ClassVar[type[RMSNorm]] = RMSNorm
-    """Before attention and MLP, and behind the last layer."""
-    guesses: ClassVar[bool] = False
-    """Whether the family guesses for another model, its target, and writes nothing alone."""
-    carries: ClassVar[tuple[str, ...]] = ()
-    """What tensors are called that no layer here has, and that every export takes along as they
-    are: a vision tower."""
-    goes_stale: ClassVar[tuple[str, ...]] = ()
-    """Those of `carries` that go by hidden states which training changes."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
-    hidden_act: str
-    max_position_embeddings: int
-    initializer_range: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    rope: tuple[tuple[str, Any], ...]
-    """Hugging Face's rope_parameters as sorted items; none where nothing is rotated."""
-    kept: tuple[tuple[str, str], ...] = ()
-    """Attributes that are only carried along (token ids, ...), as (key, JSON)."""
-    said: tuple[tuple[str, str], ...] = ()
-    """Attributes of `fixed` that were there, as (key, JSON)."""
-    row_tokens: int = 0
-    """See `for_rows`; 0: as many as max_position_embeddings says."""
-    grown: int = 0
-    """Rows of the vocabulary, the last ones, that the folder to read does not have: each begins as
-    the mean of those that it has."""
-    score: ScoreHead | None = None
-    """The head that scores in the place of the one that predicts tokens; None: a language model."""
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From the content of a config.json; UserError for anything that would be ignored."""
-        config = cls(**read_fields(cls, raw))
-        config.check()
-        return config
-
-    def fit(self, tensors: Collection[str]) -> Self:
-        """The config of a folder that holds tensors of these names, where they may be called in
-        several ways."""
-        return self
-
-    def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json, for transformers 4 and 5."""
-        raw = write_fields(self)
-        return raw if self.score is None else {**raw, **self.score.to_hf(self.architecture)}
-
-    def check(self) -> None:
-        """UserError where the sizes do not fit together."""
-        if self.hidden_act not in ACTIVATIONS:
-            raise UserError(
-                f"config.json: hidden_act={self.hidden_act!r}; supported: {sorted(ACTIVATIONS)}"
-            )
-        self.check_heads()
-        self.encodings()
-        self.layers()
-
-    def check_heads(self) -> None:
-        """UserError where the sizes of attention do not."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if kv_heads < 1 or heads % kv_heads:
-            raise UserError(
-                f"config.json: num_attention_heads={heads} must be a multiple of "
-                f"num_key_value_heads={kv_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise UserError(
-                f"config.json: hidden_size={self.hidden_size} must be a multiple of "
-                f"num_attention_heads={heads} where head_dim is not given"
-            )
-        if self.rope and self.head_size % 2:
-            raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
-
-    def check_drawn(self) -> None:
-        """UserError where weights drawn at random leave something of the folder out."""
-
-    def for_rows(self, tokens: int) -> Self:
-        """The config of a run whose texts have at most so many tokens, where that changes what is
-        computed: LongRoPE has one table for short texts and one for long ones."""
-        return dataclasses.replace(self, row_tokens=tokens) if self._short_length else self
-
-    @property
-    def _short_length(self) -> int | None:
-        """The longest of short texts, where there is a difference."""
-        rope = dict(self.rope)
-        if rope.get("rope_type") != "longrope":
-            return None
-        return rope["original_max_position_embeddings"]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row that is computed as the model would."""
-        if self.row_tokens and self.row_tokens <= (self._short_length or 0):
-            return min(self._short_length, self.max_position_embeddings)
-        return self.max_position_embeddings
-
-    @property
-    def longest_said(self) -> str:
-        """The attribute that says so, for messages."""
-        if self.longest < self.max_position_embeddings:
-            return f"original_max_position_embeddings {self.longest}, by data.sequence_len"
-        return f"max_position_embeddings {self.max_position_embeddings}"
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """What sets each layer apart; by default nothing does."""
-        return (LayerSpec(),) * self.num_hidden_layers
-
-    def layers_by_kind(self) -> dict[str, list[int]]:
-        """{kind: its layers}: how parameters are stored."""
-        found: dict[str, list[int]] = {}
-        for layer, spec in enumerate(self.layers()):
-            found.setdefault(spec.kind, []).append(layer)
-        return dict(sorted(found.items()))
-
-    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
-        """`rope.frequencies` of each position encoding that layers() names; a layer with another
-        name rotates nothing."""
-        found = dict(self.rope) if self.rope_by_kind else {"default": self.rope}
-        return {
-            name: frequencies(
-                self.head_size,
-                dict(rope),
-                self.rope_keys,
-                self.max_position_embeddings,
-                self.row_tokens,
-            )
-            for name, rope in found.items()
-        }
-
-    @property
-    def media_tokens(self) -> Mapping[int, str]:
-        """{token id that stands for an image or a video: its key in config.json}, which is no text
-        to train on."""
-        return {}
-
-    @property
-    def embedding_scale(self) -> float:
-        """What embeddings are multiplied with where the layers read them."""
-        return 1.0
-
-    @property
-    def logit_scale(self) -> float:
-        """What logits are multiplied with."""
-        return 1.0
-
-    @property
-    def logit_softcap(self) -> float | None:
-        """c of logits c tanh(logits / c); None: they stay as they are."""
-        return None
-
-    @property
-    def experts_per_token(self) -> tuple[int, int] | None:
-        """(experts that a token goes to, experts) of a mixture of experts; None for dense."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
