@@ -171,8 +171,9 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: quantization_config with {said} is not supported; read are"
             f" {', '.join(METHODS)} and plain weights, to which transformers can convert others"
         )
+    packing = packing or {}
     block = packing.get("weight_block_size")
-    if method == "fp8" and block != [FP8_BLOCK, FP8_BLOCK]:
+    if packing.get("quant_method") == "fp8" and block != [FP8_BLOCK, FP8_BLOCK]:
         raise UserError(
             f"config.json: quantization_config.weight_block_size is {describe(block)}; weights in"
             f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK} only; convert others"
