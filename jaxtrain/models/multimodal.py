@@ -56,8 +56,7 @@ class TextConfig(DecoderConfig):
             return {**raw, "model_type": self.text_type}
         del raw["architectures"]
         text = {**raw, "model_type": self.text_type}
-        outer = {**json.loads(self.around), "tie_word_embeddings": self.tie_word_embeddings}
-        return {**outer, "model_type": self.model_type, "text_config": text}
+        return {**json.loads(self.around), "model_type": self.model_type, "text_config": text}
 
     def fit(self, tensors: Collection[str]) -> Self:
         """The prefix stands in the folder, not in its config: transformers writes a flat config
@@ -115,7 +114,7 @@ def split_levels(
             f"config.json: tie_word_embeddings is {describe(tied)} on top and true in text_config;"
             " make them the same"
         )
-    text["tie_word_embeddings"] = tied
+    text["tie_word_embeddings"] = around["tie_word_embeddings"] = tied
     unknown = around.get("language_model_only")
     if unknown not in (None, False):
         raise UserError(
