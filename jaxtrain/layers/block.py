@@ -11,28 +11,32 @@ from jaxtrain.layers.mixer import LayerInputs, Mixer, State, Tokenwise
 from jaxtrain.layers.mlp import MLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.layers.parallel_mlp import ParallelMLP
+from jaxtrain.layers.per_layer import PerLayerGate
 
 
 class Block(nnx.Module):
     """[B, T, D] -> [B, T, D]: x + attention_out_norm(attention(attention_norm(x))), then the same
-    of the MLP, which is dense or a mixture of experts that notes its balance.
+    of the MLP: dense, a mixture of experts that notes its balance, or both.
 
     A norm that is None is left out: most families have the two before, OLMo 2 (arXiv:2501.00656)
     those behind, Gemma all four. residual_scale: what either branch is multiplied with before it is
-    added. scalar: what comes out is multiplied with `layer_scalar` [1], a number that is loaded and
-    saved, and has no gradient.
+    added. per_layer: what adds the layer's own slice of the stack's extra inputs. scalar: what
+    comes out is multiplied with `layer_scalar` [1], a number that is loaded and saved, and has no
+    gradient.
     """
 
     def __init__(
         self,
         attention: Mixer,
-        mlp: MLP | MoE,
+        mlp: MLP | MoE | ParallelMLP,
         *,
         attention_norm: RMSNorm | None = None,
         attention_out_norm: RMSNorm | None = None,
         mlp_norm: RMSNorm | None = None,
         mlp_out_norm: RMSNorm | None = None,
         residual_scale: float = 1.0,
+        per_layer: PerLayerGate | None = None,
         scalar: bool = False,
     ):
         self.attention_norm = attention_norm
@@ -42,6 +46,7 @@ class Block(nnx.Module):
         self.mlp = mlp
         self.mlp_out_norm = mlp_out_norm
         self.residual_scale = residual_scale
+        self.per_layer = per_layer
         # Wide whatever the other weights are: it stands for the size of a whole layer.
         ones = jnp.ones((1,), jnp.float32)
         self.layer_scalar = nnx.Param(ones, axes=("norm",)) if scalar else None
@@ -62,6 +67,8 @@ class Block(nnx.Module):
 
     def _finished(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
         """What becomes of the sum."""
+        if self.per_layer is not None:
+            x_BTD = x_BTD + self.per_layer(x_BTD, inputs.extra)
         if self.layer_scalar is None:
             return x_BTD
         scalar = jax.lax.stop_gradient(self.layer_scalar[...])
@@ -100,12 +107,12 @@ class SingleBlock(nnx.Module):
 
 
 def feed_forward(
-    layer: MLP | MoE, x_BTD: jax.Array, inputs: LayerInputs
+    layer: MLP | MoE | ParallelMLP, x_BTD: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what the layer makes of each token, what it notes)."""
-    if isinstance(layer, MoE):
-        return layer(x_BTD, inputs.context.real())
-    return layer(x_BTD), {}
+    if isinstance(layer, MLP):
+        return layer(x_BTD), {}
+    return layer(x_BTD, inputs.context.real())
 
 
 def _norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:

@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "jaxtrain.models.exaone4",
     "Gemma3ForCausalLM": "jaxtrain.models.gemma3",
     "Gemma3ForConditionalGeneration": "jaxtrain.models.gemma3",
+    "Gemma4ForCausalLM": "jaxtrain.models.gemma4",
+    "Gemma4ForConditionalGeneration": "jaxtrain.models.gemma4",
     "Glm4ForCausalLM": "jaxtrain.models.glm4",
     "Glm4MoeForCausalLM": "jaxtrain.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "jaxtrain.models.glm4_moe_lite",

@@ -202,8 +202,9 @@ class Decoder(Ends, Layered):
     ) -> nnx.Module:
         """A block of a kind that `config.layers()` names; see `layers.stack.Stack`."""
 
-    def layer_inputs(self, tokens_BT: jax.Array) -> Any:
-        """What each layer reads beside the hidden states: arrays [L, ...]; by default none."""
+    def layer_inputs(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> Any:
+        """What each layer reads beside the hidden states, of tokens and their scaled embeddings:
+        arrays [L, ...]; by default none."""
         return None
 
     @property
@@ -311,7 +312,7 @@ class Decoder(Ends, Layered):
         end_B = trial.start + counts_B
         context, decoding = place_new(trial.start, end_B, trial.tokens.shape[1])
         turns = self._turn(context.positions)
-        extra = self.layer_inputs(trial.tokens)
+        _, extra = self._read(trial.tokens)
         return Cache(self.stack.commit(trial.states, context, turns, decoding, extra), end_B)
 
     def _turn(self, positions_BT: jax.Array) -> dict[str, Any]:
@@ -321,10 +322,14 @@ class Decoder(Ends, Layered):
             for name, frequency, factor in self.encodings
         }
 
-    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
-        extra = self.layer_inputs(tokens_BT)
-        turns = self._turn(context.positions)
+    def _read(self, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
+        """(scaled embeddings [B, T, D], what layers read beside them)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        return x_BTD, self.layer_inputs(tokens_BT, x_BTD)
+
+    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
+        x_BTD, extra = self._read(tokens_BT)
+        turns = self._turn(context.positions)
         found, states = self.stack(x_BTD, context, turns, extra=extra, **options)
         return found._replace(hidden=scaled(self.norm(found.hidden), self.logit_scale)), states
 

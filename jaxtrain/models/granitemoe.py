@@ -59,7 +59,7 @@ def granite_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[
         kind,
         layers,
         hidden,
-        module="block_sparse_moe",
+        module="block_sparse_moe.",
         router="router.layer",
         tensors=("input_linear.weight", "output_linear.weight"),
     )

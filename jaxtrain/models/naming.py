@@ -155,24 +155,26 @@ def fused_expert_names(
     layers: Sequence[int],
     hidden: int,
     *,
-    module: str = "mlp",
+    ours: str = "mlp",
+    module: str = "mlp.",
     router: str = "gate",
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
 ) -> list[Entry]:
     """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]: that of
-    gate and up, and that of down, under `model.layers.<n>.<module>`."""
-    name = f"{module}.{router}.weight"
-    entries = [layer_entry(kind, layers, "mlp.router.kernel", name, transpose=True)]
+    gate and up, and that of down, behind `model.layers.<n>.<module>`; ours: what the block calls
+    the MoE."""
+    name = f"{module}{router}.weight"
+    entries = [layer_entry(kind, layers, f"{ours}.router.kernel", name, transpose=True)]
 
-    def stack(ours: str, make: Callable[[str], Op]) -> None:
+    def stack(part: str, make: Callable[[str], Op]) -> None:
         names = [f"model.layers.{layer}.{module}" for layer in layers]
         op = Stack(tuple(Transpose(make(name)) for name in names))
-        entries.append(Entry(f"stack.{kind}.mlp.experts.{ours}.kernel", op))
+        entries.append(Entry(f"stack.{kind}.{ours}.experts.{part}.kernel", op))
 
-    for place, ours in enumerate(("gate", "up")):
+    for place, part in enumerate(("gate", "up")):
         start = place * hidden
-        stack(ours, lambda name, s=start: Split(f"{name}.{tensors[0]}", 1, s, 2 * hidden))
-    stack("down", lambda name: Tensor(f"{name}.{tensors[1]}"))
+        stack(part, lambda name, s=start: Split(f"{name}{tensors[0]}", 1, s, 2 * hidden))
+    stack("down", lambda name: Tensor(f"{name}{tensors[1]}"))
     return entries
 
 

@@ -93,6 +93,8 @@ def make_torch(raw, seed=0):
         for name, buffer in model.named_buffers():
             if name.endswith(CHOICE_BIASES):
                 buffer.uniform_(-0.2, 0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model.float().eval()
 
 

@@ -1,0 +1,82 @@
+"""What Gemma 3n and 4 give each layer beside the hidden states: numbers of its own of every token.
+
+    e[l] = (norm(W_l x0 / sqrt(D)) + table[token, l] sqrt(P)) / sqrt(2)      once, for all layers
+    x + norm(W_out (act(W_gate x) * e[l]))                                   at the end of layer l
+
+x0 are the scaled embeddings. Shapes: B rows, T tokens, D model, L layers, P numbers of a layer.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.mlp import gated
+from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.parallel.rules import constrain
+
+
+class PerLayerInputs(nnx.Module):
+    """(tokens [B, T], x0 [B, T, D]) -> e [L, B, T, P]."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        num_features: int,
+        num_layers: int,
+        size: int,
+        *,
+        norm: type[RMSNorm],
+        eps: float,
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        common = {"init_std": init_std, "param_dtype": param_dtype, "dtype": dtype, "rngs": rngs}
+        self.embed = Embed(num_embeddings, num_layers * size, **common)
+        self.projection = Linear(num_features, num_layers * size, axes=("embed", None), **common)
+        self.norm = norm(size, eps=eps, param_dtype=param_dtype)
+        self.num_layers = num_layers
+
+    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        def split(y: jax.Array) -> jax.Array:
+            y_BTLP = y.reshape(*tokens_BT.shape, self.num_layers, -1)
+            return constrain(y_BTLP, "rows", "sequence", None, None)
+
+        # Plain numbers take the dtype of what they are multiplied with.
+        said_BTLP = self.norm(split(self.projection(x_BTD) * x_BTD.shape[-1] ** -0.5))
+        known_BTLP = split(self.embed(tokens_BT))
+        known_BTLP *= jnp.asarray(known_BTLP.shape[-1] ** 0.5, known_BTLP.dtype)
+        return jnp.moveaxis((said_BTLP + known_BTLP) * 2**-0.5, 2, 0)
+
+
+class PerLayerGate(nnx.Module):
+    """(x [B, T, D], e[l] [B, T, P]) -> what layer l adds to x."""
+
+    def __init__(
+        self,
+        num_features: int,
+        size: int,
+        *,
+        activation: str,
+        norm: type[RMSNorm],
+        eps: float,
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        linear = functools.partial(
+            Linear, init_std=init_std, param_dtype=param_dtype, dtype=dtype, rngs=rngs
+        )
+        self.gate = linear(num_features, size, axes=("embed", None))
+        self.out = linear(size, num_features, axes=(None, "embed"))
+        self.norm = norm(num_features, eps=eps, param_dtype=param_dtype)
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array, own_BTP: jax.Array) -> jax.Array:
+        return self.norm(self.out(gated(self.gate(x_BTD), own_BTP, self.activation)))
