@@ -31,11 +31,13 @@ from vllm.model_executor.model_loader.reload import (
 
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.lent import open_lent
-from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.names import Names, describe, read_shapes
 from jaxtrain_vllm.pinned import Pinned, to_torch
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 logger = init_logger("vllm.jaxtrain")
+MAPPED = ("substr", "prefix", "suffix")
+"""What of a WeightsMapper are the fields of `Names`."""
 CLOSE_SECONDS = 10.0
 
 
@@ -148,10 +150,11 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 def describe_model(model: torch.nn.Module, model_config) -> dict[str, list[int] | None]:
     """{Hugging Face name: shape, or None where it is not known} of everything that is served."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     return describe(
         [name for name, _ in model.named_parameters()],
         getattr(model, "packed_modules_mapping", None) or {},
         read_shapes(model_config.model),
         bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
-        getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None),
+        Names(*(getattr(mapper, f"orig_to_new_{part}", None) or {} for part in MAPPED)),
     )

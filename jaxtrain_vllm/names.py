@@ -1,6 +1,6 @@
 """The Hugging Face tensors that a served model is made of, to be compared with the trainer's.
 
-Names come from the model itself, taken apart where vLLM fuses and with the files' prefixes where it
+Names come from the model itself, taken apart where vLLM fuses and with the files' names where it
 has others. Shapes come from the headers of the files that it was started from: layers on CPU are
 repacked and those of a rank cut, so the model cannot tell them.
 """
@@ -9,8 +9,23 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 Shapes = dict[str, list[int]]
+Renaming = Mapping[str, str | None]
+"""A part of a name in files and what it is in the served model, such as {"model.visual.":
+"visual."}; None: what has it is left out."""
+
+
+class Names(NamedTuple):
+    """What a served model calls tensors of the files: vLLM's WeightsMapper, in its order."""
+
+    parts: Renaming = {}
+    prefixes: Renaming = {}
+    suffixes: Renaming = {}
+
+
+AS_STORED = Names()
 
 
 def describe(
@@ -18,16 +33,15 @@ def describe(
     fused: Mapping[str, Sequence[str]],
     stored: Shapes,
     tied: bool,
-    prefixes: Mapping[str, str | None] | None = None,
+    renamed: Names = AS_STORED,
 ) -> dict[str, list[int] | None]:
     """{name: shape, None where it is not known} of all tensors.
 
     parameters: names in the served model. fused: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
-    stored: what the files hold. tied: whether the head is the embedding. prefixes: what names begin
-    with in files and in the served model, such as {"model.visual.": "visual."}; None: left out.
+    stored: what the files hold. tied: whether the head is the embedding.
     """
     found: dict[str, list[int] | None] = {}
-    names = {_served(name, prefixes or {}): name for name in stored}
+    names = {_served(name, renamed): name for name in stored}
     stored = {served: stored[name] for served, name in names.items() if served is not None}
     for name in parameters:
         name = name.replace(".base_layer.", ".")
@@ -56,13 +70,23 @@ def _experts(module: str, stored: Shapes) -> list[str]:
     return found
 
 
-def _served(name: str, prefixes: Mapping[str, str | None]) -> str | None:
-    """A file's name in the served model, as vLLM's WeightsMapper makes it."""
-    for theirs, ours in prefixes.items():
+def _served(name: str, renamed: Names) -> str | None:
+    """A file's name in the served model; None where it has no such tensor."""
+    for theirs, ours in renamed.parts.items():
+        if theirs in name:
+            if ours is None:
+                return None
+            name = name.replace(theirs, ours, 1)
+    for theirs, ours in renamed.prefixes.items():
         if name.startswith(theirs):
             if ours is None:
                 return None
             name = ours + name.removeprefix(theirs)
+    for theirs, ours in renamed.suffixes.items():
+        if name.endswith(theirs):
+            if ours is None:
+                return None
+            name = name.removesuffix(theirs) + ours
     return name
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.hf.ops import Split, Stack, Tensor, Transpose, whole
+from jaxtrain.hf.ops import Interleaved, Split, Stack, Tensor, Transpose, whole
 
 STORE = {
     "a": np.arange(12.0).reshape(3, 4),
@@ -20,6 +20,7 @@ CASES = {
         Stack((Transpose(Tensor("a")), Transpose(Tensor("b")))),
         np.stack([STORE["a"].T, STORE["b"].T]),
     ),
+    "turns": (Interleaved("a", -1, 1, 2), STORE["a"][:, 1::2]),
     "part": (Split("fused", 0, 2, 10), STORE["fused"][2:5]),
 }
 

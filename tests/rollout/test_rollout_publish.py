@@ -21,7 +21,7 @@ from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher, collect
 from jaxtrain.rollout.vllm.servers import Servers
 from jaxtrain_vllm import handshake, wire
-from jaxtrain_vllm.names import describe, read_shapes
+from jaxtrain_vllm.names import Names, describe, read_shapes
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 SHAPES = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
@@ -411,6 +411,33 @@ def test_a_served_model_is_taken_apart_into_hugging_face_tensors():
     assert set(describe(served[:2], fused, {}, tied=True)) == {served[0], *attention}
 
 
+def test_names_of_gpt_oss_as_vllm_serves_it():
+    """Parts of names, ends of names; experts of one tensor, with biases."""
+    layer = "model.layers.0"
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    experts = [f"gate_up_proj{end}" for end in ("", "_bias")]
+    experts += [f"down_proj{end}" for end in ("", "_bias")]
+    stored = {f"{layer}.mlp.experts.{name}": [2, 4] for name in experts}
+    stored |= {f"{layer}.self_attn.{p}_proj.{e}": [4] for p in "qkvo" for e in ("weight", "bias")}
+    stored |= {"model.embed_tokens.weight": [9, 4], f"{layer}.self_attn.sinks": [2]}
+    stored[f"{layer}.mlp.router.bias"] = [2]
+    renamed = Names(
+        parts={".self_attn.": ".attn."},
+        suffixes={
+            ".embed_tokens.weight": ".embedding.weight",
+            ".gate_up_proj": ".w13_weight",
+            ".down_proj": ".w2_weight",
+            ".gate_up_proj_bias": ".w13_bias",
+            ".down_proj_bias": ".w2_bias",
+        },
+    )
+    served = [f"{layer}.attn.{m}.{e}" for m in ("qkv_proj", "o_proj") for e in ("weight", "bias")]
+    served += [f"{layer}.attn.sinks", f"{layer}.mlp.router.bias", "model.embedding.weight"]
+    for around in ("experts", "experts.routed_experts"):
+        matrices = [f"{layer}.mlp.{around}.w{n}_{e}" for n in (13, 2) for e in ("weight", "bias")]
+        assert describe([*served, *matrices], fused, stored, False, renamed) == stored
+
+
 def test_shapes_are_read_from_the_files(tmp_path):
     assert read_shapes(str(tmp_path)) == {} and read_shapes("no/such-model") == {}
     write_folder(
@@ -465,10 +492,12 @@ def test_a_served_hybrid_has_the_names_of_its_folder(multimodal):
     served.append("language_model.lm_head.weight" if multimodal else "lm_head.weight")
     if multimodal:
         served.append("visual.attn.qkv.weight")
-    found = describe(served, fused, stored, tied=False, prefixes=prefixes)
+    found = describe(served, fused, stored, tied=False, renamed=Names(prefixes=prefixes))
     extra = {"model.visual.attn.qkv.weight"} if multimodal else set()
     assert found == {name: [2, 2] for name in {*trained, *extra}}
-    assert "lm_head.weight" not in describe(served, fused, stored, tied=True, prefixes=prefixes)
+    assert "lm_head.weight" not in describe(
+        served, fused, stored, tied=True, renamed=Names(prefixes=prefixes)
+    )
     fake = FakeVllm(tensors=found)
     shapes = dict.fromkeys(trained, (2, 2))
     with open_servers([fake]) as (_, servers, _):

@@ -15,7 +15,7 @@ from test_rollout_publish import HELD, assert_holds, draw_params, open_weights
 from test_rollout_vllm import ask
 
 from jaxtrain.errors import RunStopped
-from jaxtrain.hf.ops import Entry, Piece, Split, Stack, Tensor, Transpose, whole
+from jaxtrain.hf.ops import Entry, Interleaved, Piece, Split, Stack, Tensor, Transpose, whole
 from jaxtrain.rollout.vllm import image as image_module
 from jaxtrain.rollout.vllm import weight_links
 from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces
@@ -33,8 +33,14 @@ ENTRIES = [
     Entry("k", Stack([Transpose(Split(f"{i}.qk", 0, 4, 6)) for i in range(3)])),
     Entry("moe", Stack([Stack([Transpose(Tensor(f"{i}.{e}")) for e in "ab"]) for i in range(3)])),
 ]
+ALL = [
+    *ENTRIES,
+    Entry("even", Stack([Interleaved(f"{i}.turns", -1, 0, 2) for i in range(3)])),
+    Entry("odd", Stack([Interleaved(f"{i}.turns", -1, 1, 2) for i in range(3)])),
+]
+"""Also columns in turns, which device memory is not lent for."""
 SHAPES = {"embed": (9, 4), "up": (3, 4, 5), "norm": (3, 4), "q": (3, 4, 4), "k": (3, 4, 2)}
-SHAPES["moe"] = (3, 2, 4, 3)
+SHAPES |= {"even": (3, 3, 2, 4), "odd": (3, 3, 2, 4), "moe": (3, 2, 4, 3)}
 
 
 def draw(seed):
@@ -42,9 +48,9 @@ def draw(seed):
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def tensor_shapes():
+def tensor_shapes(entries=ENTRIES):
     shapes = {}
-    for entry in ENTRIES:
+    for entry in entries:
         shapes |= entry.op.shapes(SHAPES[entry.param])
     return shapes
 
@@ -52,9 +58,9 @@ def tensor_shapes():
 WIDE = {f"{i}.norm" for i in range(3)}
 
 
-def plain(params, dtype, wide=()):
-    pieces = (p for entry in ENTRIES for p in entry.op.write(params[entry.param], np.asarray))
-    return collect(pieces, tensor_shapes(), dtype, wide)
+def plain(params, dtype, wide=(), entries=ENTRIES):
+    pieces = (p for entry in entries for p in entry.op.write(params[entry.param], np.asarray))
+    return collect(pieces, tensor_shapes(entries), dtype, wide)
 
 
 def assert_same(found, wanted):
@@ -81,13 +87,13 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
     monkeypatch.setattr(image_module, "AHEAD_BYTES", 100)
     first, second = draw(0), draw(1)
     second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
-    held = Image(tensor_shapes(), dtype, wide)
+    held = Image(tensor_shapes(ALL), dtype, wide)
     kept = Kept() if base == "device" else None
-    for params, old in ((first, None), (second, plain(first, dtype, wide))):
+    for params, old in ((first, None), (second, plain(first, dtype, wide, ALL))):
         given, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
-        pieces = list_pieces(given, ENTRIES, dtype, kept, compare=compare, wide=wide)
+        pieces = list_pieces(given, ALL, dtype, kept, compare=compare, wide=wide)
         changes = held.take(pieces, compare=compare)
-        wanted = plain(params, dtype, wide)
+        wanted = plain(params, dtype, wide, ALL)
         assert_same(held.tensors, wanted)
         for name, tensor in held.tensors.items():
             assert tensor.dtype == ("float32" if name in wide else dtype)
@@ -105,7 +111,8 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
 def test_sharded_parameters_come_a_shard_at_a_time(base):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
-    held, kept = Image(tensor_shapes(), "bfloat16"), Kept() if base == "device" else None
+    place |= {"even": (None, None, "a", None), "odd": (None, None, None, "b")}
+    held, kept = Image(tensor_shapes(ALL), "bfloat16"), Kept() if base == "device" else None
     params = draw(3)
     for compare in (False, True):
         spread = {
@@ -114,13 +121,13 @@ def test_sharded_parameters_come_a_shard_at_a_time(base):
             )
             for name, array in params.items()
         }
-        pieces = list_pieces(spread, ENTRIES, "bfloat16", kept, compare=compare)
+        pieces = list_pieces(spread, ALL, "bfloat16", kept, compare=compare)
         changes = held.take(pieces, compare=compare)
-        assert_same(held.tensors, plain(params, "bfloat16"))
+        assert_same(held.tensors, plain(params, "bfloat16", (), ALL))
         if not compare:
             for array in params.values():
                 array[..., 1] += 1
-            old = plain(draw(3), "bfloat16")
+            old = plain(draw(3), "bfloat16", (), ALL)
     for name, tensor in held.tensors.items():
         same = wire.find_changes(old[name].bits, tensor.bits)
         np.testing.assert_array_equal(changes[name].positions, same.positions)

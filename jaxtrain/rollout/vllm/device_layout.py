@@ -228,6 +228,8 @@ def _compose(index: Index, inner: tuple[slice, ...]) -> Index:
     """A part of a part."""
     found = []
     for outer, part in zip(index, inner, strict=True):
-        start, stop, _ = part.indices(outer.stop - outer.start)
-        found.append(slice(outer.start + start, outer.start + stop))
+        step = outer.step or 1
+        start, stop, _ = part.indices(len(range(outer.start, outer.stop, step)))
+        last = outer.start + (stop - 1) * step
+        found.append(slice(outer.start + start * step, last + 1, outer.step))
     return tuple(found)

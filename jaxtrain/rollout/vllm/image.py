@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.hf.ops import Piece, whole
+from jaxtrain.hf.ops import Index, Piece, whole
 from jaxtrain_vllm import wire
 from jaxtrain_vllm.segment import Segment
 
@@ -29,8 +29,9 @@ CHUNK_ITEMS = 2**22
 THREADS = min(16, os.cpu_count() or 1)
 SPARSE = 16
 """Changes of fewer than one in so many items are quicker written one by one."""
-Place = int | tuple[int, ...]
-"""Where a job's part begins in its tensor: flat where it is contiguous there, else by index."""
+Place = int | Index
+"""Where a job's part begins in its tensor: flat where it is contiguous there, else its index, of
+which only starts and steps count."""
 Part = tuple[np.ndarray, np.ndarray]
 """(flat positions, new values) of some changes."""
 
@@ -138,7 +139,9 @@ class Image:
         for start in range(0, len(new), rows):
             place: Place = start * width
             if not flat:
-                place = (piece.index[0].start + start, *(part.start for part in piece.index[1:]))
+                rows_index = piece.index[0]
+                first = rows_index.start + start * (rows_index.step or 1)
+                place = (slice(first, None, rows_index.step), *piece.index[1:])
             stop = start + rows
             target = as_numpy(tensor.dtype)
             yield Write(target, old[start:stop], new[start:stop], tensor, place)
@@ -184,7 +187,7 @@ class Write(NamedTuple):
         found = np.nonzero(old != new)
         values = new[found]
         old[...] = new
-        moved = tuple(at + start for at, start in zip(found, self.place, strict=True))
+        moved = _moved(found, self.place)
         return np.ravel_multi_index(moved, self.tensor.shape).astype(index), values
 
 
@@ -200,18 +203,23 @@ class Scatter(NamedTuple):
         shape = self.tensor.shape
         where: np.ndarray = np.asarray(self.found.positions)[: self.count]
         values = np.asarray(self.found.values)[: self.count].view(self.tensor.bits.dtype)
-        starts = [part.start for part in self.piece.index]
-        if self.found.shape[1:] == shape[1:]:  # rows of the tensor
-            first = starts[0] * math.prod(shape[1:]) if starts else 0
+        place = self.piece.index
+        if self.found.shape[1:] == shape[1:] and not any(part.step for part in place):  # rows
+            first = place[0].start * math.prod(shape[1:]) if place else 0
             where = np.add(where, first, dtype=np.int64)
         else:
             inner = np.unravel_index(where, self.found.shape)
-            moved = tuple(at + start for at, start in zip(inner, starts, strict=True))
-            where = np.asarray(np.ravel_multi_index(moved, shape))
+            where = np.asarray(np.ravel_multi_index(_moved(inner, place), shape))
         index = np.uint32 if self.tensor.bits.size <= 2**32 else np.uint64
         where = np.asarray(where, index)
         self.tensor.bits[where] = values
         return where, values.copy()
+
+
+def _moved(inside: tuple[np.ndarray, ...], place: Index) -> tuple[np.ndarray, ...]:
+    """Indices within a part as those of its tensor."""
+    pairs = zip(inside, place, strict=True)
+    return tuple(at * (part.step or 1) + part.start for at, part in pairs)
 
 
 def look_ahead(pieces: Iterable[Any]) -> Iterator[Any]:
