@@ -42,8 +42,18 @@ class ModelConfig(Section):
     logp: str = "auto"
     """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
-    """Factor of the load-balancing loss of a mixture of experts, taken over each packed row; 0
-    trains without it. (config.json's own value is not used.)"""
+    """Factor of the load-balancing loss of a mixture of experts; 0 trains without it. (config.json's
+    own value is not used.)"""
+    router_aux_loss_scope: Literal["row", "batch"] = "row"
+    """What its means are taken over: each packed row, or all rows of a microstep."""
+    router_sequence_loss_coef: float = Field(0.0, ge=0)
+    """Factor of DeepSeek's sequence-wise loss: the same within each document and layer, 1 at
+    perfect balance (DeepSeek-V3: 1e-4)."""
+    router_z_loss_coef: float = Field(0.0, ge=0)
+    """Factor of the mean square of the logits' logsumexp, which keeps them small (OLMoE: 1e-3)."""
+    router_bias_update_rate: float = Field(0.0, ge=0, le=1)
+    """Balance without a loss: how far each step moves the correction bias of every expert towards
+    an even load (DeepSeek-V3: 1e-3). For families that have such a bias, trained in full."""
 
 
 class OptimConfig(Section):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
-from jaxtrain.losses.balance import count_real
+from jaxtrain.losses.balance import LOADS, count_real
 from jaxtrain.models.parameters import Params
 
 
@@ -121,6 +121,7 @@ def make_step(
     coef: Mapping[str, float],
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
+    follow: Callable[[Params, jax.Array], Params] | None = None,
 ) -> Callable[..., tuple[State, StepOutput]]:
     """Compile-ready `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
@@ -128,7 +129,8 @@ def make_step(
     is donated. `frozen` are the parameters that are not trained, by path: arguments, so that they
     are never constants of the program, and never differentiated. `fine`: `finite` of the step
     before. Who reads a step late has dispatched the next one already; it then changes nothing, and
-    the state is still that from before the bad step.
+    the state is still that from before the bad step. `follow` changes the updated parameters by the
+    load of experts [layers, E] over the whole step, which the loss then has among its metrics.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
@@ -170,6 +172,9 @@ def make_step(
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        if follow is not None:
+            metrics = dict(metrics)
+            params = follow(params, metrics.pop(LOADS)[0])
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)

@@ -22,7 +22,7 @@ from jaxtrain.core.step import (
     mix_copies,
 )
 from jaxtrain.core.task import Round, Rounds, Task
-from jaxtrain.losses.balance import COMPONENT, with_balance
+from jaxtrain.losses.balance import Balance, move_biases, with_balance
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.processes import asked_to_stop
 from jaxtrain.run.checkpoint import Checkpoints
@@ -100,7 +100,8 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
     What was opened is closed again when anything raises; afterwards `Session.rounds.close` does it.
     """
     roles = Roles(task.roles)
-    loss, coef = add_balance(task, roles.trained, config.model.router_aux_loss_coef)
+    loss, coef = add_balance(task, roles.trained, config.model)
+    follow = follow_loads(roles, config.model.router_bias_update_rate)
     rounds = task.data.open(roles.parts, say)
     try:
         schedule = build_schedule(config.optim, rounds.total_steps)
@@ -112,7 +113,9 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
             rounds=rounds,
             optimizer=optimizer,
             schedule=schedule,
-            run_step=make_step(roles.build, loss, coef, optimizer, config.optim.max_grad_norm),
+            run_step=make_step(
+                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow
+            ),
             run_eval=make_eval(roles.build, task.loss),
             state=abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes),
             frozen=roles.frozen_shapes,
@@ -123,20 +126,45 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
         raise
 
 
-def add_balance(task: Task, role: str, coef: float) -> tuple[Callable, dict[str, float]]:
-    """The task's loss with the metrics of the trained model's router and, with `coef` above 0,
-    that much of its balance loss; and the components' coefficients.
+def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, dict[str, float]]:
+    """The task's loss with the metrics of the trained model's router and with those losses on its
+    load that section model asks for; and the components' coefficients.
 
     Changes nothing for a dense model.
     """
+    balance = Balance(
+        model.router_aux_loss_coef,
+        model.router_aux_loss_scope,
+        model.router_sequence_loss_coef,
+        model.router_z_loss_coef,
+    )
+    loads = model.router_bias_update_rate > 0
 
     def loss(models, batch):
         def of_trained(model, batch):
             return task.loss({**models, role: model}, batch)
 
-        return with_balance(of_trained, train=coef > 0)(models[role], batch)
+        return with_balance(of_trained, balance, loads)(models[role], batch)
 
-    return loss, {**task.coef, COMPONENT: coef} if coef > 0 else dict(task.coef)
+    return loss, {**task.coef, **balance.coef}
+
+
+def follow_loads(roles: Roles, rate: float) -> Callable | None:
+    """What moves the trained routers' correction biases after each step; None at rate 0.
+
+    Raises UserError where there is none, or where it is not trained.
+    """
+    if rate == 0:
+        return None
+    places = find_biases(roles.parts.model)
+    missing = sorted(set(places) - set(roles.trained_shapes))
+    if not places or missing:
+        told = f"{missing[0]} is not trained here" if missing else "this model's have none"
+        raise UserError(
+            f"model.router_bias_update_rate {rate} moves the correction biases of routers, but {told}"
+            "; remove it, or train a family that has them in full (without an adapter)"
+        )
+    return functools.partial(move_biases, places=places, rate=rate)
 
 
 def start_state(session: Session, checkpoints: Checkpoints) -> None:

@@ -1,0 +1,51 @@
+"""What a mixture of experts notes of its router's choices, for the losses and numbers of balance."""
+
+import jax
+import jax.numpy as jnp
+from jaxtrain_kernels import Context
+
+from jaxtrain.layers.router import Choice
+
+
+def note_choice(choice: Choice, context: Context) -> dict[str, jax.Array]:
+    """Sums over the tokens of each row that are not padding, in at least float32.
+
+    "expert_load" [B, E]: tokens that went to each expert. "expert_probs" [B, E]: the router's
+    probabilities. "router_entropy" [B]: entropies of these, in nats. "router_z" [B]: squares of the
+    logits' logsumexp. "sequence_balance" [B]: DeepSeek's sequence-wise loss of each document or
+    tree, E sum_e f_e P_e / k, times its tokens (arXiv:2412.19437, eq. 17-20).
+    """
+    probs_BTE, real_BT = choice.probs, context.real()
+    every_E = jnp.arange(probs_BTE.shape[-1], dtype=jnp.int32)
+    went_BTE = (choice.experts[..., None] == every_E).any(-2)
+    entropy_BT = -jnp.sum(jax.scipy.special.xlogy(probs_BTE, probs_BTE), -1)
+    real = real_BT.astype(probs_BTE.dtype)
+    k, E = choice.experts.shape[-1], probs_BTE.shape[-1]
+    share_BTE = share_of_documents(went_BTE & real_BT[..., None], context)
+    weighed_BT = jnp.sum(jax.lax.stop_gradient(share_BTE) * probs_BTE, -1)
+    return {
+        "expert_load": jnp.sum(went_BTE * real[..., None], 1),
+        "expert_probs": jnp.sum(probs_BTE * real[..., None], 1),
+        "router_entropy": jnp.sum(jax.lax.stop_gradient(entropy_BT) * real, 1),
+        "router_z": jnp.sum(jnp.square(choice.lse) * real, 1),
+        "sequence_balance": E / k * jnp.sum(weighed_BT * real, 1),
+    }
+
+
+def share_of_documents(went_BTE: jax.Array, context: Context) -> jax.Array:
+    """float32 [B, T, E]: of the document that each token belongs to, the share of its tokens that
+    went to each expert. A tree is one document; without `prev` a row is."""
+    B, T, _ = went_BTE.shape
+    before_BTE = jnp.cumsum(went_BTE.astype(jnp.int32), 1) - went_BTE
+    index_T = jnp.arange(T, dtype=jnp.int32)
+    if context.prev is None:
+        start_BT = jnp.zeros((B, T), jnp.int32)
+        end_BT = jnp.full((B, T), T, jnp.int32)
+    else:
+        start_BT = jax.lax.cummax(jnp.where(context.prev < 0, index_T, 0), axis=1)
+        end_BT = jnp.take_along_axis(context.until, start_BT, 1)
+    ends_BTE = jnp.pad(before_BTE, ((0, 0), (0, 1), (0, 0)))
+    ends_BTE = ends_BTE.at[:, T].set(before_BTE[:, -1] + went_BTE[:, -1])
+    count_BTE = jnp.take_along_axis(ends_BTE, end_BT[..., None], 1)
+    count_BTE -= jnp.take_along_axis(ends_BTE, start_BT[..., None], 1)
+    return count_BTE / (end_BT - start_BT)[..., None].astype(jnp.float32)
