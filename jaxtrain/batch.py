@@ -21,6 +21,36 @@ else 0."""
 NEXT = "next"
 """Stream int32 of draft models: index in the row of the token that follows on the branch that was
 drawn; -1: none."""
+ROUTED = "routed"
+"""Stream uint8 or uint16 [..., T, R]: the experts that a token is sent to, in place of the router's
+own choice: those of each layer that has any, one behind the other; the dtype's largest number where
+the router chooses."""
+
+
+class RouteShape(NamedTuple):
+    """Of the stream ROUTED, for one model."""
+
+    layers: tuple[int, ...]
+    """Those that have experts, counted from 0."""
+    top: int
+    """Experts that a token goes to."""
+    experts: int
+    """Of a layer."""
+
+    @property
+    def width(self) -> int:
+        """R."""
+        return len(self.layers) * self.top
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest that has a number more than there are experts."""
+        return np.dtype(np.uint8 if self.experts < 256 else np.uint16)
+
+    @property
+    def missing(self) -> int:
+        """What stands where the router chooses."""
+        return int(np.iinfo(self.dtype).max)
 
 
 class Batch(NamedTuple):

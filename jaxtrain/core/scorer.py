@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.core.roles import Held
 from jaxtrain.losses.distillation import likeliest_tokens
 from jaxtrain.losses.divergence import TopK
@@ -33,7 +33,10 @@ class Scorer:
         divided by `temperature`, as the sampler did."""
         held = self.held()
         score = make_logp(held.roles.rebuild(role), self.impl, temperature)
-        found = score(held.params(role), self._place(batch, held))
+        # Whose routers are the policy's sends each token where the update will.
+        same = held.roles.roles[role].weights != "own"
+        names = (ROUTED,) if same and ROUTED in batch.streams else ()
+        found = score(held.params(role), self._place(batch, held, names))
         return np.asarray(to_host(found))
 
     def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:

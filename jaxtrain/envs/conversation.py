@@ -212,6 +212,7 @@ class Conversation:
             turns=last.turns,
             turn_rewards=rewarded,
             earlier=earlier,
+            routed=last.routed,
         )
 
     def _add(self, message: dict[str, Any]) -> None:

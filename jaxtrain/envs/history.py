@@ -31,6 +31,7 @@ from jaxtrain.data.template import (
 )
 from jaxtrain.envs.turns import CLOSED, OPENED
 from jaxtrain.errors import UserError
+from jaxtrain.data.routes import join_routes
 from jaxtrain.rollout.types import Completion, TokenSequence
 
 OPENING = re.compile(r"<think>\s*$")
@@ -168,6 +169,8 @@ class History:
         """A turn that was drawn behind the tokens of `prepare`."""
         tokens = [int(token) for token in found.tokens]
         self._extend(tokens, found.logprobs, found.versions, len(self.turns))
+        one = self.sequences[-1]
+        one.routed = join_routes(one.routed, found.routed)
         opened = self._opened
         text = self.template.tokenizer.decode(tokens)
         thought = CLOSED in text and (opened or OPENED in text.partition(CLOSED)[0])

@@ -75,6 +75,7 @@ class SingleTurn:
                 text if isinstance(given, str) else [{"role": "assistant", "content": text}]
             ),
             prompt=given,
+            routed=answer.routed,
         )
 
     def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:

@@ -24,6 +24,8 @@ def pack(value: Any) -> Any:
         names = [field.name for field in dataclasses.fields(value)]
         kept = {name: pack(getattr(value, name)) for name in names if name not in LEFT_OUT}
         return {"kind": type(value).__name__, **kept}
+    if isinstance(value, np.ndarray):
+        return {**pack_numbers(value.reshape(-1)), "shape": list(value.shape)}
     if isinstance(value, list | tuple):
         kinds = {type(item) for item in value}
         if len(kinds) == 1 and (dtype := NUMBERS.get(*kinds)):
@@ -52,7 +54,8 @@ def unpack(value: Any) -> Any:
         return value
     if "dtype" in value:
         data = zlib.decompress(base64.b64decode(value["data"]))
-        return np.frombuffer(data, value["dtype"]).tolist()
+        array = np.frombuffer(data, value["dtype"])
+        return array.reshape(value["shape"]).copy() if "shape" in value else array.tolist()
     match value["kind"]:
         case "list":
             return [unpack(item) for item in value["items"]]

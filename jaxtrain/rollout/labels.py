@@ -22,15 +22,17 @@ N episodes with n_i trained tokens each:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.data.pack import Fields, fit_rows, lay_out
 from jaxtrain.data.prefixes import Branch, Saving, measure_saving, merge_prefixes
 from jaxtrain.data.steps import Shape
 from jaxtrain.data.tree import Tree
+from jaxtrain.errors import RunStopped
+from jaxtrain.data.routes import pad_routes
 from jaxtrain.rollout.types import Episode, Group, TokenSequence
 
 EPISODE = "episode"
@@ -45,6 +47,14 @@ STREAMS = {
     EPISODE: np.int32,
     TURN: np.int32,
 }
+
+
+def stream_dtypes(routes: RouteShape | None) -> dict[str, Any]:
+    """Dtype of each stream of a labelled batch, that of records among them where there are any."""
+    if routes is None:
+        return dict(STREAMS)
+    return {**STREAMS, ROUTED: np.dtype((routes.dtype, (routes.width,)))}
+
 
 Average = Literal["token", "sequence", "sum", "microstep", "constant"]
 
@@ -69,6 +79,13 @@ class Labels:
     """A component whose weights are 1 on the tokens of a group's ground truth, which then stands
     beside its answers; its loss is a mean over them all, whatever `average` says."""
     dtype: type = np.float32
+    routes: RouteShape | None = None
+    """Of the records of experts that tokens are sent to again; None: routers choose."""
+
+    @property
+    def streams(self) -> dict[str, Any]:
+        """What `pack` gives for each token, and its dtype."""
+        return stream_dtypes(self.routes)
 
     @property
     def all_components(self) -> tuple[str, ...]:
@@ -170,6 +187,14 @@ def make_branch(
     length = len(one.tokens)
     turns = np.asarray(one.turns, np.int64) if one.turns else np.zeros(length, np.int64)
     advantages_n = advantages_T[np.clip(turns, 0, len(advantages_T) - 1)]
+    streams: dict[str, np.ndarray] = {}
+    if labels.routes is not None:
+        if one.routed is None and drawn:
+            raise RunStopped(
+                "rollout.router_replay: the engine drew an answer without saying to which experts"
+                " its tokens went; set it to false, or use an engine that records them"
+            )
+        streams[ROUTED] = pad_routes(one.routed, length, labels.routes)
     return Branch(
         np.asarray(one.tokens, np.int32),
         {name: np.where(name == labels.truth, 0.0, weights_n) for name in labels.all_components},
@@ -181,6 +206,7 @@ def make_branch(
             "old_logp": np.zeros(length),
             "ref_logp": np.zeros(length),
             DRAWN: trained * float(drawn),
+            **streams,
         },
     )
 
@@ -210,7 +236,7 @@ def pack(trees: Sequence[Tree], labels: Labels) -> Batch:
     alone = [[index] for index in range(len(trees))]
     places = fit_rows(sizes, shape.row_tokens) if labels.packing else alone
     packed = [[lay_out(trees[i], "branch") for i in row] for row in places]
-    fields = Fields(labels.all_components, STREAMS, dtype=labels.dtype)
+    fields = Fields(labels.all_components, labels.streams, dtype=labels.dtype)
     return replace(shape, fields=fields).build(packed)
 
 

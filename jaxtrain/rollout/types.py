@@ -32,6 +32,9 @@ class Completion(NamedTuple):
     """stop: an end token or a stop text; length: max_new_tokens or the model's longest row."""
     versions: Sequence[int] = ()
     """Version of the policy that drew each token; empty where nobody counts versions."""
+    routed: Any = None
+    """Where the engine records it: the experts that each token of the prompt and the answer but the
+    last went to, as data.routes has them."""
 
 
 class Engine(Protocol):
@@ -175,6 +178,8 @@ class TokenSequence:
     turns: list[int] = field(default_factory=list)
     """Number of the turn that each drawn token belongs to, from 0; -1 elsewhere. Empty: nobody
     counts turns, all are the first."""
+    routed: Any = None
+    """A record of data.routes; None: there is none."""
 
 
 @dataclass(eq=False)
@@ -217,11 +222,15 @@ class Episode:
     given: bool = False
     """Whether nobody drew it: the answer is the data's own. Its `sampled` tokens train all the
     same; `logprobs` and `versions` say nothing."""
+    routed: Any = None
+    """As TokenSequence.routed."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
         """All of them, in the order in which they were begun."""
-        own = TokenSequence(self.tokens, self.sampled, self.logprobs, self.versions, self.turns)
+        own = TokenSequence(
+            self.tokens, self.sampled, self.logprobs, self.versions, self.turns, self.routed
+        )
         return [*self.earlier, own]
 
     @property

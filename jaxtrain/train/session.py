@@ -1,5 +1,6 @@
 """What a training run works with: task, models, optimizer, compiled functions, in one place."""
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Config
+from jaxtrain.config.model import ModelConfig
 from jaxtrain.core.beside import Beside
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Held, Roles
@@ -23,7 +25,10 @@ from jaxtrain.core.step import (
 )
 from jaxtrain.core.task import Round, Rounds, Task
 from jaxtrain.losses.balance import Balance, move_biases, with_balance
+from jaxtrain.errors import UserError
+from jaxtrain.models.build import abstract
 from jaxtrain.models.parameters import Params
+from jaxtrain.models.routing import find_biases
 from jaxtrain.parallel.processes import asked_to_stop
 from jaxtrain.run.checkpoint import Checkpoints
 
@@ -156,7 +161,8 @@ def follow_loads(roles: Roles, rate: float) -> Callable | None:
     """
     if rate == 0:
         return None
-    places = find_biases(roles.parts.model)
+    parts = roles.parts
+    places = find_biases(abstract(parts.architecture, **parts.options))
     missing = sorted(set(places) - set(roles.trained_shapes))
     if not places or missing:
         told = f"{missing[0]} is not trained here" if missing else "this model's have none"
