@@ -80,6 +80,11 @@ def find_distillation_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination around task.kind distillation."""
     task, data, adapter = config.task, config.data, config.adapter
     yield from find_teacher_conflicts(task.teacher, adapter)
+    if config.rollout.router_replay:
+        yield (
+            "rollout.router_replay corrects ratios of policies, which task.kind distillation has"
+            " none of; remove it"
+        )
     kind = task.teacher.kind
     if kind in KNOWN and task.top_k is None:
         yield (

@@ -42,8 +42,8 @@ class ModelConfig(Section):
     logp: str = "auto"
     """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
-    """Factor of the load-balancing loss of a mixture of experts; 0 trains without it. (config.json's
-    own value is not used.)"""
+    """Factor of the load-balancing loss of a mixture of experts; 0 trains without it.
+    (config.json's own value is not used.)"""
     router_aux_loss_scope: Literal["row", "batch"] = "row"
     """What its means are taken over: each packed row, or all rows of a microstep."""
     router_sequence_loss_coef: float = Field(0.0, ge=0)

@@ -73,6 +73,10 @@ class RolloutConfig(Section):
     """Share of the run after which prompts without any reward are asked again; 1: never."""
     reroll_max_groups: int = Field(1, ge=1)
     """Prompts of a round that may be such ones."""
+    router_replay: bool = False
+    """Of a mixture of experts: record to which experts tokens go while answers are drawn, and send
+    them there again in training (R3, arXiv:2510.11370): what the sampler rounds otherwise moves no
+    token. vLLM: servers started with --enable-return-routed-experts."""
     samples: Annotated[int, Field(ge=0, le=ITEMS)] | Literal["all"] = 2
     """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
     reward_workers: int = Field(1, ge=1, le=WORKERS)
@@ -99,6 +103,11 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
     if rollout.draft_rows and rollout.draft is None:
         yield "rollout.draft_rows has no effect without rollout.draft; set that or remove it"
+    if rollout.router_replay and rollout.draft is not None:
+        yield (
+            "rollout.router_replay does not record what a draft's guesses read; remove that or"
+            " rollout.draft"
+        )
     if rollout.engine != "local" and rollout.draft is not None:
         own = "; vLLM takes a draft when it starts (vllm serve --speculative-config)"
         yield (

@@ -255,6 +255,13 @@ def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     return folder, read_object(path)
 
 
+def read_architecture(model: ModelConfig) -> Any:
+    """The model family's own Config of what section `model` names, with the head that it has there;
+    UserError as in `assemble`."""
+    folder, raw = find_architecture(model)
+    return build.config_from_hf(raw, model.family, folder)
+
+
 def choose_head(found: Any, score: ScoreHead | None, key: str = "model.path") -> Any:
     """The architecture with the head that a method wants, None for the language model's; UserError
     where it has another one, or for a draft."""

@@ -1,9 +1,9 @@
 """Routes: to which experts each token of a sequence went while answers to it were drawn.
 
 Training sends the same tokens to the same experts again (`rollout.router_replay`), where a rounding
-of the sampler's would have moved some of them: R3 (arXiv:2510.11370). A record is an array [n, R] of
-the first n tokens, R the expert layers times the experts of a token, in the order of the layers;
-`missing` where nothing is known, as of the last token, which no model has read.
+of the sampler's would have moved some of them: R3 (arXiv:2510.11370). A record is an array [n, R]
+of the first n tokens, R the expert layers times the experts of a token, in the order of the layers;
+the dtype's largest number where nothing is known, as of the last token, which no model has read.
 """
 
 import numpy as np

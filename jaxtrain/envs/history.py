@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.data.control import encoder_of, make_mark
+from jaxtrain.data.routes import join_routes
 from jaxtrain.data.template import (
     encode,
     end_of_turn,
@@ -31,7 +32,6 @@ from jaxtrain.data.template import (
 )
 from jaxtrain.envs.turns import CLOSED, OPENED
 from jaxtrain.errors import UserError
-from jaxtrain.data.routes import join_routes
 from jaxtrain.rollout.types import Completion, TokenSequence
 
 OPENING = re.compile(r"<think>\s*$")

@@ -112,7 +112,7 @@ def feed_forward(
     """(what the layer makes of each token, what it notes)."""
     if isinstance(layer, MLP):
         return layer(x_BTD), {}
-    return layer(x_BTD, inputs.context.real())
+    return layer(x_BTD, inputs.context, inputs.experts)
 
 
 def _norm(norm: RMSNorm | None, x: jax.Array) -> jax.Array:

@@ -62,6 +62,8 @@ class LayerInputs(NamedTuple):
     decoding: Decoding | None = None
     extra: Any = None
     """This layer's slice of the stack's per-layer inputs."""
+    experts: Any = None
+    """int32 [B, T, k]: those that this layer's tokens go to; None: its router chooses."""
     beside: Any = None
     """What all layers read alike beside the hidden states, with gradients: a draft's context."""
     shared: Any = None

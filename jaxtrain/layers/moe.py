@@ -9,12 +9,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtrain_kernels import Clamped
+from jaxtrain_kernels import Clamped, Context
 
 from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Choice, Router
+from jaxtrain.layers.router_notes import note_choice
 from jaxtrain.parallel.rules import constrain
 
 
@@ -108,13 +109,18 @@ class MoE(nnx.Module):
         self.impl = impl
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array, routed_BTD: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        context: Context,
+        given_BTK: jax.Array | None = None,
+        routed_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(result, what the balance of the router is measured on: see `note_balance`).
+        """(result, what is noted of the choice: see `note_choice`).
 
+        given_BTK: experts to go to in the place of the router's choice, as `choose` takes them.
         routed_BTD: what the router reads, where that is not x.
         """
-        choice = self.router(x_BTD if routed_BTD is None else routed_BTD)
+        choice = self.router(x_BTD if routed_BTD is None else routed_BTD, given_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         y_BTD = through_experts(
             y_BTD, choice, self.experts, activation=self.activation, impl=self.impl
@@ -127,22 +133,4 @@ class MoE(nnx.Module):
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD
             y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
-        return y_BTD, note_balance(choice, real_BT)
-
-
-def note_balance(choice: Choice, real_BT: jax.Array) -> dict[str, jax.Array]:
-    """Sums over the tokens of each row that are not padding, in at least float32.
-
-    "expert_load" [B, E]: tokens that went to each expert. "expert_probs" [B, E]: the router's
-    probabilities. "router_entropy" [B]: entropies of these, in nats.
-    """
-    probs_BTE = choice.probs
-    every_E = jnp.arange(probs_BTE.shape[-1], dtype=jnp.int32)
-    went_BTE = (choice.experts[..., None] == every_E).any(-2)
-    entropy_BT = -jnp.sum(jax.scipy.special.xlogy(probs_BTE, probs_BTE), -1)
-    real = real_BT.astype(probs_BTE.dtype)
-    return {
-        "expert_load": jnp.sum(went_BTE * real[..., None], 1),
-        "expert_probs": jnp.sum(probs_BTE * real[..., None], 1),
-        "router_entropy": jnp.sum(jax.lax.stop_gradient(entropy_BT) * real, 1),
-    }
+        return y_BTD, note_choice(choice, context, given_BTK)

@@ -5,6 +5,7 @@ out_norm(dense(norm x)) + experts_out_norm(experts(experts_norm x; chosen by x))
 
 import jax
 from flax import nnx
+from jaxtrain_kernels import Context
 
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
@@ -29,9 +30,9 @@ class ParallelMLP(nnx.Module):
         self.experts_norm, self.experts_out_norm = experts_norm, experts_out_norm
 
     def __call__(
-        self, x_BTD: jax.Array, real_BT: jax.Array
+        self, x_BTD: jax.Array, context: Context, given_BTK: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(result, what the experts note); see `MoE`."""
         dense_BTD = self.out_norm(self.dense(self.norm(x_BTD)))
-        y_BTD, noted = self.experts(self.experts_norm(x_BTD), real_BT, routed_BTD=x_BTD)
+        y_BTD, noted = self.experts(self.experts_norm(x_BTD), context, given_BTK, routed_BTD=x_BTD)
         return dense_BTD + self.experts_out_norm(y_BTD), noted

@@ -37,6 +37,8 @@ class Choice(NamedTuple):
     """[..., E] summing to 1: what the balance is measured on."""
     lse: jax.Array
     """[...] logsumexp of the logits, at least float32."""
+    own: jax.Array
+    """int32 [..., k]: what the router would have chosen; `experts` but where these were given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def choose(
         wanted = wanted + jax.lax.stop_gradient(choice_bias).astype(scores.dtype)
     if routing.top_groups < routing.groups:
         wanted = _close_groups(wanted, routing)
-    experts = jax.lax.top_k(wanted, routing.top)[1]
+    experts = own = jax.lax.top_k(wanted, routing.top)[1]
     if given is not None:
         experts = jnp.where(_are_experts(given), given.astype(experts.dtype), experts)
     gates = jnp.take_along_axis(scores, experts, axis=-1)
@@ -109,7 +111,7 @@ def choose(
     if expert_scale is not None:
         gates = gates * expert_scale.astype(gates.dtype)[experts]
     probs = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdims=True)
-    return Choice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1))
+    return Choice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), own)
 
 
 def _are_experts(given: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a mixture of experts notes of its router's choices, for the losses and numbers of balance."""
+"""What a mixture of experts notes of its router's choices, for losses and numbers of balance."""
 
 import jax
 import jax.numpy as jnp
@@ -7,21 +7,27 @@ from jaxtrain_kernels import Context
 from jaxtrain.layers.router import Choice
 
 
-def note_choice(choice: Choice, context: Context) -> dict[str, jax.Array]:
-    """Sums over the tokens of each row that are not padding, in at least float32.
+def note_choice(
+    choice: Choice, context: Context, given: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """Of the router's own choice, whatever experts were given: sums over the tokens of each row
+    that are not padding, in at least float32.
 
     "expert_load" [B, E]: tokens that went to each expert. "expert_probs" [B, E]: the router's
     probabilities. "router_entropy" [B]: entropies of these, in nats. "router_z" [B]: squares of the
     logits' logsumexp. "sequence_balance" [B]: DeepSeek's sequence-wise loss of each document or
     tree, E sum_e f_e P_e / k, times its tokens (arXiv:2412.19437, eq. 17-20).
+    "routed" int32 [B, T, k]: where each token went. With experts given: "given" [B], how many
+    tokens had any; "given_same" [B], the share of them that the router would have chosen, summed.
     """
     probs_BTE, real_BT = choice.probs, context.real()
     every_E = jnp.arange(probs_BTE.shape[-1], dtype=jnp.int32)
-    went_BTE = (choice.experts[..., None] == every_E).any(-2)
+    went_BTE = (choice.own[..., None] == every_E).any(-2)
     entropy_BT = -jnp.sum(jax.scipy.special.xlogy(probs_BTE, probs_BTE), -1)
     real = real_BT.astype(probs_BTE.dtype)
     k, E = choice.experts.shape[-1], probs_BTE.shape[-1]
     share_BTE = share_of_documents(went_BTE & real_BT[..., None], context)
+    replayed = {} if given is None else note_given(choice.own, given, real)
     weighed_BT = jnp.sum(jax.lax.stop_gradient(share_BTE) * probs_BTE, -1)
     return {
         "expert_load": jnp.sum(went_BTE * real[..., None], 1),
@@ -29,7 +35,16 @@ def note_choice(choice: Choice, context: Context) -> dict[str, jax.Array]:
         "router_entropy": jnp.sum(jax.lax.stop_gradient(entropy_BT) * real, 1),
         "router_z": jnp.sum(jnp.square(choice.lse) * real, 1),
         "sequence_balance": E / k * jnp.sum(weighed_BT * real, 1),
+        "routed": choice.experts,
+        **replayed,
     }
+
+
+def note_given(own_BTK: jax.Array, given_BTK: jax.Array, real_BT: jax.Array) -> dict:
+    """How far the experts that were given are those of the router."""
+    there_BT = (given_BTK >= 0).all(-1) * real_BT
+    same_BT = (own_BTK[..., None] == given_BTK[..., None, :]).any(-1).mean(-1, dtype=real_BT.dtype)
+    return {"given": jnp.sum(there_BT, 1), "given_same": jnp.sum(same_BT * there_BT, 1)}
 
 
 def share_of_documents(went_BTE: jax.Array, context: Context) -> jax.Array:

@@ -110,6 +110,7 @@ class Stack(nnx.Module):
         angles: Mapping[str, Angles],
         *,
         extra: Any = None,
+        experts: jax.Array | None = None,
         capture: Sequence[int] = (),
         states: Sequence[State] | None = None,
         decoding: Decoding | None = None,
@@ -120,9 +121,10 @@ class Stack(nnx.Module):
         """(outputs, the states after the tokens; none without `states`, as in training).
 
         angles: by the names of the position encodings. extra: a pytree of arrays [L, ...], of which
-        each block gets its layer's slice. beside: what all blocks get alike. trial: the states are
-        for `commit`. depth: no layer from this one on need be run; what would come out behind them
-        is not told then.
+        each block gets its layer's slice. experts: [L, B, T, k] those that tokens go to; slices of
+        layers without experts mean nothing. beside: what all blocks get alike. trial: the states
+        are for `commit`. depth: no layer from this one on need be run; what would come out behind
+        them is not told then.
         """
         num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
@@ -131,7 +133,7 @@ class Stack(nnx.Module):
         else:
             segments = tuple(Segment(layer, 1, 1) for layer in range(num_layers))
         blocks = self._split_blocks(segments)
-        extras = _split(extra, [len(segment.layers) for segment in segments])
+        extras = _split((extra, experts), [len(segment.layers) for segment in segments])
 
         shared = {}
         if states is None:
@@ -139,14 +141,15 @@ class Stack(nnx.Module):
                 if kind not in shared:
                     shared[kind] = nnx.merge(*part).mixer.find_shared(context)
 
-        def run(x_BTD, params, extra, state, given, graphdef, spec):
+        def run(x_BTD, params, part, state, given, graphdef, spec):
+            extra, experts = part
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             own = trial and block.mixer.trials == "own"
             turns = angles.get(spec.rope)
             found = shared.get(spec.kind)
             inputs = LayerInputs(
-                context, spec, turns, decoding, extra, beside, found, given, trial=own
+                context, spec, turns, decoding, extra, experts, beside, found, given, trial=own
             )
             before = Replay(state, x_BTD)
             x_BTD, state, noted = block(x_BTD, inputs, state)
@@ -272,8 +275,11 @@ class Stack(nnx.Module):
 
     def mixers(self) -> list[tuple[LayerSpec, Mixer]]:
         """Each layer's spec, and the part of its block that mixes tokens."""
-        blocks = self.layers or [getattr(self, spec.kind) for spec in self.specs]
-        return [(spec, block.mixer) for spec, block in zip(self.specs, blocks, strict=True)]
+        return [(spec, one.mixer) for spec, one in zip(self.specs, self.blocks(), strict=True)]
+
+    def blocks(self) -> list[Any]:
+        """Each layer's block; of those that are stored stacked, that of all their kind."""
+        return list(self.layers or [getattr(self, spec.kind) for spec in self.specs])
 
     def _split_blocks(
         self, segments: Sequence[Segment], rounded: bool = True

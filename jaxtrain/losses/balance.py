@@ -94,7 +94,8 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
     perfect balance; "router_z" the mean square of the logits' logsumexp. Metrics alone:
     "expert_load_max", the busiest expert's tokens over the mean expert's, averaged over layers;
     "expert_unused" the share of experts that no token of the microstep went to; "router_entropy"
-    in nats.
+    in nats; "router_replay/same_experts", where experts were given, the share of them that the
+    routers would have chosen.
     """
     load_LBE, probs_LBE = noted["expert_load"], noted["expert_probs"]
     if scope == "batch":
@@ -110,6 +111,9 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
         "router_z": noted["router_z"].sum() / L,
     }
     tokens = jnp.sum(tokens_B)
+    replay = {}
+    if "given" in noted:
+        replay["router_replay/same_experts"] = (noted["given_same"].sum(), noted["given"].sum())
     total_LE = load_LBE.sum(1)
     busiest = (total_LE.max(-1) * E / jnp.maximum(total_LE.sum(-1), 1.0)).mean()
     unused = (total_LE == 0).mean(dtype=total_LE.dtype)
@@ -118,6 +122,7 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
         "expert_load_max": (busiest * tokens, tokens),
         "expert_unused": (unused * tokens, tokens),
         "router_entropy": (noted["router_entropy"].sum() / L, tokens),
+        **replay,
     }
 
 

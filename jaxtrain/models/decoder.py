@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import Context
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.mixer import Decoding, State
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
+from jaxtrain.layers.routes import by_layer, side_by_side
 from jaxtrain.layers.score import Score
 from jaxtrain.layers.stack import Hidden, Stack
 from jaxtrain.models.decoder_config import DecoderConfig
@@ -77,6 +78,9 @@ class Decoded(NamedTuple):
     """Cache, or Trial."""
     captured: jax.Array | None = None
     """[B, T, C D]: the outputs of the layers that were asked for, side by side in that order."""
+    routed: jax.Array | None = None
+    """int32 [B, T, R] of a mixture of experts: the experts that each token went to, as in the
+    stream ROUTED."""
 
 
 def make_score(head: ScoreHead, num_features: int, common: Mapping[str, Any]) -> Score:
@@ -232,7 +236,8 @@ class Decoder(Ends, Layered):
         with what the blocks noted (see `layers.moe`) and the outputs of the layers in `capture`,
         which count from 0, before the final norm. Padding gives finite values that mean nothing."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
-        return self._run(batch.tokens, context, capture=capture)[0]
+        experts = by_layer(self.stack, batch.streams.get(ROUTED))
+        return self._run(batch.tokens, context, capture=capture, experts=experts)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
         """Outputs [B, T, C * D] of C layers, one behind the other, as `hidden` captures them. No
@@ -304,6 +309,7 @@ class Decoder(Ends, Layered):
             found.hidden,
             Trial(states, tokens_BT, cache.length) if trial else Cache(states, end_B),
             jnp.concatenate(captured, axis=-1) if captured else None,
+            side_by_side(found.notes.get("routed")),
         )
 
     def commit(self, trial: Trial, counts_B: jax.Array) -> Cache:

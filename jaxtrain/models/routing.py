@@ -3,10 +3,8 @@
 import functools
 from typing import Any
 
-from flax import nnx
-
 from jaxtrain.batch import RouteShape
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.routes import find_routers
 from jaxtrain.models.build import abstract
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -16,24 +14,14 @@ def route_shape(config: DecoderConfig) -> RouteShape:
     """Of the models of this config, which must have experts."""
     assert config.experts_per_token is not None, "a dense model routes nothing"
     model = abstract(config)
-    kinds = find_routers(model)
+    kinds = find_routers(model.stack)
     layers = [n for n, spec in enumerate(model.stack.specs) if spec.kind in kinds]
     return RouteShape(tuple(layers), *config.experts_per_token)
 
 
-def find_routers(model: Any) -> dict[str, tuple[str, Router]]:
-    """{kind of layers: (path within its block, router)} of a model, of shapes or arrays."""
-    found = {}
-    for kind in dict.fromkeys(spec.kind for spec in model.stack.specs):
-        for path, node in nnx.iter_graph(getattr(model.stack, kind)):
-            if isinstance(node, Router):
-                found[kind] = ".".join(map(str, path)), node
-    return found
-
-
 def find_biases(model: Any) -> dict[str, list[int]]:
     """{path of routers' correction biases [n, E]: which of the layers with routers they are}."""
-    routers = find_routers(model)
+    routers = find_routers(model.stack)
     routing = [spec.kind for spec in model.stack.specs if spec.kind in routers]
     return {
         f"stack.{kind}.{path}.choice_bias": [n for n, other in enumerate(routing) if other == kind]

@@ -29,10 +29,10 @@ import numpy as np
 from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.data.pack import Fields, fit_rows, lay_out
 from jaxtrain.data.prefixes import Branch, Saving, measure_saving, merge_prefixes
+from jaxtrain.data.routes import pad_routes
 from jaxtrain.data.steps import Shape
 from jaxtrain.data.tree import Tree
 from jaxtrain.errors import RunStopped
-from jaxtrain.data.routes import pad_routes
 from jaxtrain.rollout.types import Episode, Group, TokenSequence
 
 EPISODE = "episode"

@@ -36,7 +36,7 @@ from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.ground_truth import GroundTruthRows, GroundTruths, count_prompt
-from jaxtrain.rollout.labels import STREAMS, Labels
+from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.rounds import RoundSource, Table
 from jaxtrain.rollout.types import Episode, Group
@@ -72,7 +72,7 @@ class MatchedData(PromptData):
         plan = dataclasses.replace(
             plan,
             labels=partial(read_labels, task, config),
-            fields=Fields(tuple(read_coef(task)), STREAMS),
+            fields=Fields(tuple(read_coef(task)), plan.fields.streams),
             judged=False,
             truths=truths,
         )

@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import Batch, RouteShape
 from jaxtrain.config import Config, PolicyTask, RLTask
-from jaxtrain.core.assemble import assemble
+from jaxtrain.core.assemble import assemble, read_architecture
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy
 from jaxtrain.data.pack import Fields
 from jaxtrain.data.steps import Shape
+from jaxtrain.errors import UserError
 from jaxtrain.losses.policy import LOGP_FLOOR, Objective, policy_loss
+from jaxtrain.models.routing import route_shape
 from jaxtrain.models.trees import require_trees
 from jaxtrain.parallel.relay import broadcast
-from jaxtrain.rollout.labels import EPISODE, STREAMS, TURN, Labels
+from jaxtrain.rollout.labels import EPISODE, TURN, Labels, stream_dtypes
 from jaxtrain.rollout.mismatch import RoundComparison
 from jaxtrain.rollout.open import find_engine
 from jaxtrain.rollout.rounds import Estimator, Table
@@ -53,7 +55,7 @@ def make_plan(config: Config) -> Plan:
         ),
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,
-        fields=Fields(tuple(rl_coef(task)), STREAMS),
+        fields=Fields(tuple(rl_coef(task)), stream_dtypes(find_routes(config))),
         # What a model will say of the answers is not known when they are drawn.
         judged=not any(reward.model and reward.weight for reward in config.rewards),
     )
@@ -161,7 +163,22 @@ def read_labels(task: PolicyTask, config: Config, rows: int) -> Labels:
         # A streamed round comes out by minibatches already.
         num_minibatches=1 if config.rollout.streaming else task.num_minibatches,
         dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
+        routes=find_routes(config),
     )
+
+
+def find_routes(config: Config) -> RouteShape | None:
+    """What is recorded of the experts that tokens go to; None: nothing. UserError where the model
+    has none."""
+    if not config.rollout.router_replay:
+        return None
+    architecture = read_architecture(config.model)
+    if architecture.experts_per_token is None:
+        raise UserError(
+            f"rollout.router_replay is for mixtures of experts, and {architecture.architecture} has"
+            " none; remove it"
+        )
+    return route_shape(architecture)
 
 
 LOOK_EVERY = 20

@@ -24,8 +24,8 @@ from jaxtrain.core.step import (
     mix_copies,
 )
 from jaxtrain.core.task import Round, Rounds, Task
-from jaxtrain.losses.balance import Balance, move_biases, with_balance
 from jaxtrain.errors import UserError
+from jaxtrain.losses.balance import Balance, move_biases, with_balance
 from jaxtrain.models.build import abstract
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.routing import find_biases
@@ -167,7 +167,7 @@ def follow_loads(roles: Roles, rate: float) -> Callable | None:
     if not places or missing:
         told = f"{missing[0]} is not trained here" if missing else "this model's have none"
         raise UserError(
-            f"model.router_bias_update_rate {rate} moves the correction biases of routers, but {told}"
+            f"model.router_bias_update_rate {rate} moves correction biases of routers, but {told}"
             "; remove it, or train a family that has them in full (without an adapter)"
         )
     return functools.partial(move_biases, places=places, rate=rate)

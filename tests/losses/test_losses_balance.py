@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxtrain_kernels import Context
+
 from jaxtrain.layers.router import Routing, choose
 from jaxtrain.layers.router_notes import note_choice
 from jaxtrain.losses.balance import Balance, measure_balance, move_biases, with_balance

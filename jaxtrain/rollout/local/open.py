@@ -6,6 +6,7 @@ from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
+from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process, split_devices
 from jaxtrain.rollout.local.drafts import check_draft, make_draft_copier, open_draft
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
@@ -57,6 +58,7 @@ class Local(EngineKind):
             to_text=parts.tokenizer.decode,
             mesh=mesh,
             draft_rows=config.rollout.draft_rows,
+            routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
         )
         engine = LocalEngine(sampler)
         named, draft = config.rollout.draft, None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.acceptance import Acceptance
@@ -37,6 +38,8 @@ class Request:
     versions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Of each speculative cycle: 1 + the guesses accepted."""
+    routed: list[np.ndarray] = field(default_factory=list)
+    """Where the prompt's tokens went, then, chunk by chunk, those that were drawn."""
     next_version: int = -1
     """Of the weights that drew the token which has not been handed out yet."""
     finish_reason: FinishReason = "length"
@@ -44,7 +47,11 @@ class Request:
 
     @property
     def completion(self) -> Completion:
-        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions)
+        routed = None
+        if self.routed:  # nobody has read the last token
+            read = len(self.prompt) + len(self.tokens) - 1
+            routed = np.concatenate(self.routed)[:read]
+        return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions, routed)
 
 
 class Requests(ABC):

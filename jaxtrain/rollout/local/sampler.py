@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.batch import RouteShape
 from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local.draws import find_kind, read_draws
 from jaxtrain.rollout.local.requests import Request, Requests
@@ -58,13 +59,15 @@ class LocalSampler(Requests):
         to_text: Callable[[list[int]], str] | None = None,
         mesh: jax.sharding.Mesh | None = None,
         draft_rows: int = 0,
+        routes: RouteShape | None = None,
     ):
         """mesh: where the weights lie, by default the one that is set where `step` is called.
-        draft_rows: a draft guesses only while no more rows are busy; 0: always."""
+        draft_rows: a draft guesses only while no more rows are busy; 0: always. routes: record to
+        which experts tokens go, of a model without a draft."""
         super().__init__(
             model, eos_ids, pad_id, max_len=max_len, max_batch=max_batch, to_text=to_text, mesh=mesh
         )
-        self.draft_rows = draft_rows
+        self.draft_rows, self.routes = draft_rows, routes
         self._running: list[Request | None] = []
         self._rows: Rows | None = None
         self._size = (0, 0, 0)
@@ -158,7 +161,12 @@ class LocalSampler(Requests):
             draw=read_draws([*samplings, *samplings[-1:] * padding]),
             ends=ends_RE,
         )
-        filled = fill(model, tokens_UP, lengths_U)
+        filled = fill(model, tokens_UP, lengths_U, self.routes)
+        if filled.routed is not None:
+            routed_UPR = np.asarray(filled.routed)
+            for one in new:
+                one.routed.append(routed_UPR[places[tuple(one.prompt)], : len(one.prompt)])
+            filled = filled._replace(routed=None)
         self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
         for one, row in zip(new, rows, strict=True):
             one.next_version = version
@@ -181,7 +189,13 @@ class LocalSampler(Requests):
             seconds = time.perf_counter() - start
             self._count_cycles(there, lengths_BN, model.draft.num_drafted, handed, seconds)
         else:
-            self._rows, *found = decode_chunk(model, self._rows, stop_B, patience, kind)
+            self._rows, *found, routed = decode_chunk(
+                model, self._rows, stop_B, patience, kind, self.routes
+            )
+            if routed is not None:
+                routed_BCR, count_B = np.asarray(routed), np.asarray(found[2])
+                for row, one in there:
+                    one.routed.append(routed_BCR[row, : count_B[row]].copy())
         tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*found, self._rows.done))
         ended = []
         for row, one in there:

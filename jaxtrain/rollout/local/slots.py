@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.batch import RouteShape
 from jaxtrain.rollout.local.draws import Draw, Kind, sample
 
 CHUNK = 32
@@ -49,6 +50,8 @@ class Filled(NamedTuple):
     """Of U rows and P slots."""
     logits: jax.Array
     """float32 [U, V] behind each prompt's last token."""
+    routed: jax.Array | None = None
+    """[U, P, R] where each token of the prompts went, where that is recorded."""
 
 
 class Entry(NamedTuple):
@@ -121,13 +124,16 @@ def keep(rows: Rows, index_R: jax.Array) -> Rows:
     return jax.tree.map(lambda x: x[index_R], rows)
 
 
-@jax.jit
-def fill(model: Any, tokens_UP: jax.Array, lengths_U: jax.Array) -> Filled:
-    """Read prompts, left-aligned in [U, P]."""
+@functools.partial(jax.jit, static_argnames=("routes",))
+def fill(
+    model: Any, tokens_UP: jax.Array, lengths_U: jax.Array, routes: RouteShape | None = None
+) -> Filled:
+    """Read prompts, left-aligned in [U, P]. routes: record where tokens go."""
     U, P = tokens_UP.shape
-    hidden_UPD, cache, _ = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
-    last_UD = jnp.take_along_axis(hidden_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
-    return Filled(cache, model.logits(last_UD).astype(jnp.float32))
+    read = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
+    last_UD = jnp.take_along_axis(read.hidden, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
+    routed = None if routes is None else read.routed.astype(routes.dtype)
+    return Filled(read.cache, model.logits(last_UD).astype(jnp.float32), routed)
 
 
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
@@ -154,11 +160,17 @@ def insert(model: Any, rows: Rows, filled: Filled, entry: Entry, kind: Kind) -> 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+@functools.partial(jax.jit, static_argnames=("kind", "routes"), donate_argnames=("rows",))
 def decode_chunk(
-    model: Any, rows: Rows, stop_B: jax.Array, patience: jax.Array, kind: Kind
-) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
-    """(rows, tokens [B, C], log-probs [B, C], tokens handed out of each row [B]).
+    model: Any,
+    rows: Rows,
+    stop_B: jax.Array,
+    patience: jax.Array,
+    kind: Kind,
+    routes: RouteShape | None = None,
+) -> tuple[Rows, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(rows, tokens [B, C], log-probs [B, C], tokens handed out of each row [B], and with `routes`
+    where each of these tokens went [B, C, R]: of the one that ends a row it means nothing).
 
     Hands out the token that waits and draws the next, until C times are over, all rows are done,
     or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand.
@@ -168,25 +180,26 @@ def decode_chunk(
     running = (~rows.done).sum()
 
     def step(carry):
-        i, rows, tokens_BC, logprobs_BC, handed_B = carry
+        i, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR = carry
         handed_B += ~rows.done
         tokens_BC = tokens_BC.at[:, i].set(jnp.where(rows.done, -1, rows.token))
         logprobs_BC = logprobs_BC.at[:, i].set(jnp.where(rows.done, 0.0, rows.logprob))
         ended = (rows.token[:, None] == rows.ends).any(1) | (rows.count >= rows.limit)
         # No way around the last, useless draw: a branch here would copy the cache every step.
-        rows = advance(rows._replace(done=rows.done | ended))
-        return i + 1, rows, tokens_BC, logprobs_BC, handed_B
+        rows, routed_B1R = advance(rows._replace(done=rows.done | ended))
+        if routes is not None:
+            routed_BCR = routed_BCR.at[:, i].set(routed_B1R[:, 0].astype(routes.dtype))
+        return i + 1, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR
 
-    def advance(rows: Rows) -> Rows:
-        hidden_B1D, cache, _ = model.decode(
-            rows.token[:, None], rows.cache, (~rows.done).astype(jnp.int32)
-        )
+    def advance(rows: Rows) -> tuple[Rows, jax.Array | None]:
+        read = model.decode(rows.token[:, None], rows.cache, (~rows.done).astype(jnp.int32))
         token, logprob = sample(
-            model.logits(hidden_B1D[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
+            model.logits(read.hidden[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
         )
-        return rows._replace(
-            cache=cache, token=token, logprob=logprob, count=rows.count + ~rows.done
+        rows = rows._replace(
+            cache=read.cache, token=token, logprob=logprob, count=rows.count + ~rows.done
         )
+        return rows, read.routed
 
     def going(carry):
         left = (~carry[1].done).sum()
@@ -194,9 +207,11 @@ def decode_chunk(
 
     tokens_BC = jnp.full((B, CHUNK), -1, jnp.int32)
     logprobs_BC = jnp.zeros((B, CHUNK), jnp.float32)
-    start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, jnp.zeros(B, jnp.int32))
-    _, rows, tokens_BC, logprobs_BC, handed_B = jax.lax.while_loop(going, step, start)
-    return rows, tokens_BC, logprobs_BC, handed_B
+    zeros_B, routed_BCR = jnp.zeros(B, jnp.int32), None
+    if routes is not None:
+        routed_BCR = jnp.zeros((B, CHUNK, routes.width), routes.dtype)
+    start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, zeros_B, routed_BCR)
+    return jax.lax.while_loop(going, step, start)[1:]
 
 
 def _fold(keys: jax.Array, count_B: jax.Array) -> jax.Array:

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import aiohttp
+import numpy as np
 
+from jaxtrain.batch import RouteShape
+from jaxtrain.data.routes import join_routes
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
 from jaxtrain.rollout.vllm.control import explain, headers
@@ -58,8 +61,17 @@ class VllmEngine:
     May be used from several event loops, one after the other or at once.
     """
 
-    def __init__(self, servers: Servers, *, adapters: bool, first_pause: float = 0.5):
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        adapters: bool,
+        first_pause: float = 0.5,
+        routes: RouteShape | None = None,
+    ):
+        """routes: ask the servers where tokens went, and refuse one that does not say."""
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
+        self.routes = routes
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
         self._told: set[str] = set()
 
@@ -90,6 +102,7 @@ class VllmEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        routed: np.ndarray | None = None
         failures, pause = 0, self.first_pause
         async with line.room:
             for _ in range(MAX_ASKS):
@@ -117,11 +130,12 @@ class VllmEngine:
                 tokens += answer.tokens
                 logprobs += answer.logprobs
                 versions += drawn
+                routed = join_routes(routed, answer.routed)
                 if answer.finish_reason == "abort" and len(tokens) < sampling.max_new_tokens:
                     self.servers.count("interrupted")
                     continue
                 reason = "stop" if answer.finish_reason == "stop" else "length"
-                return Completion(tokens, logprobs, reason, versions)
+                return Completion(tokens, logprobs, reason, versions, routed)
         raise EpisodeFailed("vllm: asked too often")
 
     def _tell(self, lost: Lost) -> None:
@@ -179,12 +193,17 @@ class VllmEngine:
                 f" {max_tokens}: HTTP {status}, {explain(raw)}"
             )
         try:
-            answer = parse_answer(route, raw, max_tokens)
+            answer = parse_answer(route, raw, max_tokens, len(prompt), self.routes)
         except GarbageAnswer as error:
             raise RunStopped(
                 f"{server.url}{route} answers garbage: {error}; is it a vLLM server, and is"
                 " anything between it and here that changes answers?"
             ) from None
+        if self.routes is not None and answer.routed is None and answer.tokens:
+            raise RunStopped(
+                f"{server.url} does not say to which experts tokens went, which"
+                " rollout.router_replay needs; start it with --enable-return-routed-experts"
+            )
         return answer, self._date(server, answer, began)
 
     def _date(self, server: Server, answer: Answer, began: int) -> list[int]:

@@ -4,12 +4,17 @@
 token. `/v1/completions` with token ids does not; there the caller knows what it asked.
 """
 
+import base64
 import hashlib
+import io
 import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxtrain.batch import RouteShape
 from jaxtrain.rollout.types import Sampling
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -28,6 +33,8 @@ class Answer(NamedTuple):
     """stop, length, or abort: the server was told to give back what it had."""
     labels: list[str] | None
     """The server's name for the weights that drew each token; None where it does not say."""
+    routed: np.ndarray | None = None
+    """A record (data.routes) of the prompt's tokens and these; None where the server keeps none."""
 
 
 def build_request(
@@ -70,8 +77,11 @@ def derive_seed(seed: int, index: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
 
 
-def parse_answer(route: str, raw: bytes, max_tokens: int) -> Answer:
-    """The tokens of an answer; GarbageAnswer says what is wrong with it."""
+def parse_answer(
+    route: str, raw: bytes, max_tokens: int, num_prompt: int = 0, routes: RouteShape | None = None
+) -> Answer:
+    """The tokens of an answer; GarbageAnswer says what is wrong with it. routes: what to read of
+    the experts that the `num_prompt` tokens of the prompt and those of the answer went to."""
     try:
         found = json.loads(raw)
     except ValueError:
@@ -92,7 +102,10 @@ def parse_answer(route: str, raw: bytes, max_tokens: int) -> Answer:
     if len(logprobs) != len(tokens) or bad:
         told = f"{bad[0]!r} among them" if bad else "as many are needed"
         raise GarbageAnswer(f"{len(logprobs)} log-probs for {len(tokens)} tokens, {told}")
-    return Answer(tokens, [float(x) for x in logprobs], reason, _read_labels(choice, len(tokens)))
+    labels, routed = _read_labels(choice, len(tokens)), None
+    if routes is not None:
+        routed = _read_routed(choice, num_prompt + len(tokens) - 1, routes)
+    return Answer(tokens, [float(x) for x in logprobs], reason, labels, routed)
 
 
 def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> list[Any]:
@@ -126,6 +139,28 @@ def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
     if len(labels) != count:
         raise GarbageAnswer(f"weight_versions {spans!r} do not cover {count} tokens")
     return labels
+
+
+def _read_routed(choice: dict[str, Any], length: int, routes: RouteShape) -> np.ndarray | None:
+    """A record of `length` tokens. vLLM has a row of all layers, dense ones among them, for every
+    token but the last (its own documentation, "return_routed_experts"), in base64 of a .npy file.
+    """
+    found = choice.get("routed_experts")
+    if found is None:
+        return None
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(found, validate=True)), allow_pickle=False)
+    except (ValueError, TypeError, OSError, EOFError):
+        raise GarbageAnswer("routed_experts is no .npy file in base64") from None
+    layers, top = routes.layers, routes.top
+    fits = array.ndim == 3 and array.shape[0] == length and array.shape[2] == top
+    if not fits or array.shape[1] <= layers[-1] or array.dtype.kind not in "ui":
+        raise GarbageAnswer(
+            f"routed_experts is {array.dtype} of shape {array.shape}; {length} tokens in more than"
+            f" {layers[-1]} layers with {top} experts each were wanted"
+        )
+    chosen = array[:, list(layers)].reshape(length, routes.width)
+    return np.where(chosen < routes.experts, chosen, routes.missing).astype(routes.dtype)
 
 
 def _short(raw: bytes) -> str:

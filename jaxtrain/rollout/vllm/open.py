@@ -22,6 +22,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.models.build import family, to_host
 from jaxtrain.models.parameters import Params
+from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
@@ -68,7 +69,9 @@ def open_vllm(
         with ExitStack() as stack:
             stack.callback(servers.close)
             servers.open()
-            engine = VllmEngine(servers, adapters=adapters)
+            replay = config.rollout.router_replay
+            routes = route_shape(parts.architecture) if replay else None
+            engine = VllmEngine(servers, adapters=adapters, routes=routes)
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
                 own = open_lora(servers, folder, config.run.output_dir, parts, config.model.path)

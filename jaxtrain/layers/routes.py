@@ -1,0 +1,46 @@
+"""The experts that tokens go to, of all layers together: as a stream of a batch, and by layer.
+
+Shapes: L layers, M of them with experts, R = M k.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.layers.router import Router
+from jaxtrain.layers.stack import Stack
+
+
+def find_routers(stack: Stack) -> dict[str, tuple[str, Router]]:
+    """{kind of layers: (path within its block, router)}, of shapes or arrays."""
+    found = {}
+    for spec, block in zip(stack.specs, stack.blocks(), strict=True):
+        if spec.kind not in found:
+            for path, node in nnx.iter_graph(block):
+                if isinstance(node, Router):
+                    found[spec.kind] = ".".join(map(str, path)), node
+    return found
+
+
+def by_layer(stack: Stack, stream_BTR: jax.Array | None) -> jax.Array | None:
+    """int32 [L, B, T, k] of the stream `batch.ROUTED`, -1 where routers choose; what layers without
+    experts get means nothing."""
+    if stream_BTR is None:
+        return None
+    kinds = find_routers(stack)
+    places = list(itertools.accumulate(int(spec.kind in kinds) for spec in stack.specs))
+    missing = jnp.iinfo(stream_BTR.dtype).max
+    given_BTR = jnp.where(stream_BTR == missing, -1, stream_BTR.astype(jnp.int32))
+    given_BTMk = given_BTR.reshape(*stream_BTR.shape[:-1], places[-1], -1)
+    which_L = jnp.array([max(place - 1, 0) for place in places], jnp.int32)
+    return jnp.moveaxis(given_BTMk, 2, 0)[which_L]
+
+
+def side_by_side(routed_MBTk: jax.Array | None) -> jax.Array | None:
+    """[B, T, R] of what M layers noted."""
+    if routed_MBTk is None:
+        return None
+    M, B, T, k = routed_MBTk.shape
+    return jnp.moveaxis(routed_MBTk, 0, 2).reshape(B, T, M * k)
