@@ -14,7 +14,7 @@ from jaxtrain_kernels import Clamped, Context
 from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
-from jaxtrain.layers.router import Choice, Router
+from jaxtrain.layers.router import Router
 from jaxtrain.layers.router_notes import note_choice
 from jaxtrain.parallel.rules import constrain
 
