@@ -191,8 +191,9 @@ def make_branch(
     if labels.routes is not None:
         if one.routed is None and drawn:
             raise RunStopped(
-                "rollout.router_replay: the engine drew an answer without saying to which experts"
-                " its tokens went; set it to false, or use an engine that records them"
+                "rollout.router_replay: an answer came without a record of the experts that its"
+                " tokens went to; an engine of your own must give Completion.routed, an environment"
+                " that makes Episodes itself must hand it on (Episode.routed), or set it to false"
             )
         streams[ROUTED] = pad_routes(one.routed, length, labels.routes)
     return Branch(

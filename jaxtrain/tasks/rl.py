@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.batch import Batch, RouteShape
+from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.config import Config, PolicyTask, RLTask
 from jaxtrain.core.assemble import assemble, read_architecture
 from jaxtrain.core.roles import Role
@@ -268,6 +268,8 @@ class Preparation:
             wanted.append("old_logp")
         if "kl" in rl_coef(task):
             wanted.append("ref_logp")
+        if filled and ROUTED in filled[0].streams:
+            wanted.append(ROUTED)
         parts = [(b.weights, {name: b.streams[name] for name in wanted}) for b in filled]
         return parts, metrics
 

@@ -187,7 +187,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     chunk, text = T // 12, tokens[:1]
     cache, decode = model.init_cache(1, T), jax.jit(type(model).decode)
     for start in range(0, T, chunk):
-        hidden, cache, _ = decode(model, jnp.asarray(text[:, start : start + chunk]), cache)
+        hidden, cache, *_ = decode(model, jnp.asarray(text[:, start : start + chunk]), cache)
         np.testing.assert_allclose(
             model.logits(hidden)[0],
             logits[0, start : start + chunk],

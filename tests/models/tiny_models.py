@@ -217,7 +217,7 @@ def check_decoding(raw: dict, scan: bool = True, apart: bool = True):
         tokens = np.ones((3, width), np.int32)
         for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
             tokens[row, :count] = text[seen[row] : seen[row] + count]
-        hidden, cache, _ = decode(model, tokens, cache, jnp.asarray(counts, jnp.int32))
+        hidden, cache, *_ = decode(model, tokens, cache, jnp.asarray(counts, jnp.int32))
         for row, count in enumerate(counts):
             wanted = full[row][seen[row] : seen[row] + count]
             # float32 through another kernel: a few units in the last place of numbers around 1.

@@ -122,11 +122,11 @@ def test_new_weights_take_over_between_chunks(models):
     tokens = [9, 10, 11, *request.tokens]
     cache = models[0].init_cache(1, 64)
     decode = jax.jit(type(models[0]).decode)
-    hidden, cache, _ = decode(models[0], jnp.array([tokens[: 3 + slots.CHUNK]]), cache)
+    hidden, cache, *_ = decode(models[0], jnp.array([tokens[: 3 + slots.CHUNK]]), cache)
     old = models[0].logits(hidden)[0, 2:]
     new = []
     for token in tokens[3 + slots.CHUNK : -1]:
-        hidden, cache, _ = decode(models[1], jnp.array([[token]]), cache)
+        hidden, cache, *_ = decode(models[1], jnp.array([[token]]), cache)
         new.append(hidden[0, 0])
     logp = jax.nn.log_softmax(jnp.stack([*old, *models[1].logits(jnp.stack(new))]))
     wanted = logp[jnp.arange(50), jnp.array(request.tokens)]

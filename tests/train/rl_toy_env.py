@@ -21,4 +21,5 @@ class EvenTokens:
             finish_reason=answer.finish_reason,
             completion=self.tokenizer.decode(answer.tokens),
             rewards={"even": share},
+            routed=answer.routed,
         )

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.main import main
 from jaxtrain.models import build
+from jaxtrain.train.trained import open_trained
 
 CONFIG = Path(__file__).parents[2] / "configs" / "sft_qwen3_moe.toml"
 SMALL = [
@@ -48,3 +50,74 @@ def test_balance_of_a_dense_model_is_refused(tmp_path, capsys):
     assert main(["--config", str(CONFIG), *words]) != 0
     error = capsys.readouterr().err
     assert "model.router_aux_loss_coef 0.01 balances experts, but Qwen3ForCausalLM" in error
+
+
+MODELS = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+BIAS = "stack.block.mlp.router.choice_bias"
+
+
+def write_config(folder, name, *sections):
+    """A run of few steps with a tiny model of this family."""
+    raw = {"model_type": name, "num_hidden_layers": 2, **MODELS[name]}
+    kept = [line for line in MODEL.splitlines() if line.partition(" =")[0] not in raw]
+    model = "\n".join(kept).replace(
+        "[model.architecture]",
+        "[model.architecture]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in raw.items()),
+    )
+    data = '[data]\nsequence_len = 64\nmicro_batch_size = 1\ntoo_long = "truncate"\n[[data.datasets]]\n'
+    data += 'path = "builtin:calculator"\noptions = { num_rows = 100 }\ntrain_on = "all"\n'
+    ends = "[run]\nmax_steps = 2\nexport = false\n[log]\nplot = false\nevery = 1\n"
+    path = folder / f"{name}.toml"
+    path.write_text("\n".join([ends, model, data, *sections]))
+    return path
+
+
+def read_lines(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_a_policy_is_trained_where_its_tokens_went(tmp_path):
+    """With the weights that drew them the routers choose the same: nothing goes astray between
+    sampler, trees, minibatches and the pass that is differentiated."""
+    task = '[task]\nkind = "rl"\nnum_minibatches = 1\n'
+    rollout = "[rollout]\nprompts_per_step = 2\ngroup_size = 4\nrouter_replay = true\n"
+    path = write_config(tmp_path, "qwen3_moe", task, rollout, EVEN_TOKENS)
+    assert main(["--config", str(path), f"run.output_dir={tmp_path / 'run'}"]) == 0
+    found = [line["router_replay/same_experts"] for line in read_lines(tmp_path / "run")]
+    assert found == pytest.approx([1.0, 1.0])
+
+
+def test_a_bias_moves_by_its_rate_and_is_refused_beside_an_adapter(tmp_path, capsys):
+    task = '[task]\nkind = "sft"\n[optim]\nlearning_rate = 1e-3\nweight_decay = 0.1\n'
+    path = write_config(tmp_path, "glm4_moe", task, "[checkpoint]\nevery = 2\n")
+    words = [
+        "run.max_steps=1",
+        "model.router_bias_update_rate=0.125",
+        "model.router_z_loss_coef=0.001",
+    ]
+    folder = tmp_path / "run"
+    assert main(["--config", str(path), f"run.output_dir={folder}", *words]) == 0
+    bias = np.asarray(open_trained(str(folder), []).held.params("policy")[BIAS])
+    assert set(np.abs(bias).ravel().tolist()) <= {0.0, 0.125} and bias.any()
+    assert all(line["router_z"] > 0 for line in read_lines(folder))
+    words += ["adapter=lora", f"run.output_dir={tmp_path / 'other'}"]
+    assert main(["--config", str(path), *words]) != 0
+    assert "choice_bias is not trained here" in capsys.readouterr().err
