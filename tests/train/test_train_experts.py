@@ -82,7 +82,8 @@ def write_config(folder, name, *sections):
         "[model.architecture]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in raw.items()),
     )
     data = '[data]\nsequence_len = 64\nmicro_batch_size = 1\ntoo_long = "truncate"\n'
-    data += '[[data.datasets]]\npath = "builtin:calculator"\noptions = { num_rows = 100 }\ntrain_on = "all"\n'
+    data += '[[data.datasets]]\npath = "builtin:calculator"\n'
+    data += 'options = { num_rows = 100 }\ntrain_on = "all"\n'
     ends = "[run]\nmax_steps = 2\nexport = false\n[log]\nplot = false\nevery = 1\n"
     path = folder / f"{name}.toml"
     path.write_text("\n".join([ends, model, data, *sections]))
