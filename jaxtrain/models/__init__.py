@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MiniMaxM2ForCausalLM": "jaxtrain.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxtrain.models.ministral3",
+    "Mistral3ForConditionalGeneration": "jaxtrain.models.mistral4",
+    "Mistral4ForCausalLM": "jaxtrain.models.mistral4",
     "MistralForCausalLM": "jaxtrain.models.mistral",
     "MixtralForCausalLM": "jaxtrain.models.mixtral",
     "NemotronHForCausalLM": "jaxtrain.models.nemotron_h",

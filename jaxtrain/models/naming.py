@@ -48,7 +48,9 @@ def outer_names(config: DecoderConfig) -> list[Entry]:
 
 
 def with_prefix(entries: list[Entry], prefix: str) -> list[Entry]:
-    """The entries with `prefix` in the place of "model." before their tensors."""
+    """The entries with `prefix` in the place of "model." before their tensors; where that ends
+    the prefix, too, the head lies beside it."""
+    beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
 
     def rename(op: Op) -> Op:
         if isinstance(op, Stack):
@@ -56,6 +58,8 @@ def with_prefix(entries: list[Entry], prefix: str) -> list[Entry]:
         found: Any = op
         if isinstance(op, Transpose):
             return Transpose(rename(op.op))
+        if found.name == TIED_COPY:
+            return dataclasses.replace(found, name=beside + TIED_COPY)
         if not found.name.startswith("model."):
             return op
         return dataclasses.replace(found, name=prefix + found.name.removeprefix("model."))

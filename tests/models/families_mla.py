@@ -69,6 +69,20 @@ FAMILIES = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "tie_word_embeddings": True,
     },
+    "mistral4": {
+        **LATENT,
+        **GROUPS,
+        "model_type": "mistral4",
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            **YARN,
+            "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 12,
+            "max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "deepseek_v32": {
         **LATENT,
         **GROUPS,

@@ -83,7 +83,10 @@ def make_batch(name) -> tuple[Batch, list[tuple[int, np.ndarray, int]]]:
 def make_torch(raw, seed=0):
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**raw)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # as drawn, heads forget within a token or two

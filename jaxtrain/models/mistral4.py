@@ -1,0 +1,96 @@
+"""Mistral Small 4 (Mistral AI 2026): latent attention with queries that grow with their position,
+and experts chosen by a softmax.
+
+Folders of the Hub are multimodal; the vision tower and its projector are carried along."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry
+from jaxtrain.layers.rope import PositionScale, frequencies
+from jaxtrain.layers.router import Routing
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.latent import (
+    PairedLatentConfig,
+    latent_attention_names,
+    make_latent_block,
+)
+from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.naming import (
+    EXPERT_PARTS,
+    fused_expert_names,
+    linear_entries,
+    mlp_names,
+    norm_names,
+    outer_names,
+    with_prefix,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(TextConfig, PairedLatentConfig):
+    architecture: ClassVar[str] = "Mistral4ForCausalLM"
+    also: ClassVar[tuple[str, ...]] = ("Mistral3ForConditionalGeneration",)
+    model_type: ClassVar[str] = "mistral3"
+    text_type: ClassVar[str] = "mistral4"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    rope_keys: ClassVar[tuple[str, ...]] = (
+        *("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor"),
+    )
+    """The second says again what max_position_embeddings does, the third what qk_rope_head_dim."""
+    wide_router: ClassVar[bool] = False
+    carries: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.", "multi_modal_projector."),
+        *("model.vision_tower.", "model.multi_modal_projector."),
+    )
+    goes_stale: ClassVar[tuple[str, ...]] = ()
+    prefixes: ClassVar[tuple[str, ...]] = (
+        *("language_model.model.", "model.language_model.", "model."),
+    )
+    media: ClassVar[tuple[str, ...]] = ("image_token_index", "image_token_id")
+
+    def check(self) -> None:
+        share = dict(self.rope).get("partial_rotary_factor", 1.0)
+        if round(share * self.head_size) not in (self.qk_rope_head_dim, self.head_size):
+            raise UserError(
+                f"config.json: partial_rotary_factor={share} of {self.head_size} dims of a head"
+                f" says something else than qk_rope_head_dim={self.qk_rope_head_dim}"
+            )
+        super().check()
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        rope = {key: value for key, value in self.rope if key not in self.rope_keys}
+        return {"default": frequencies(self.qk_rope_head_dim, rope)}
+
+    @property
+    def position_scale(self) -> PositionScale | None:
+        return PositionScale.from_rope(dict(self.rope))
+
+    @property
+    def routing(self) -> Routing:
+        return dataclasses.replace(super().routing, score="softmax")
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: Options, rngs: nnx.Rngs):
+        return make_latent_block(kind, config, options, rngs)
+
+
+def names(config: Config) -> list[Entry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries = outer_names(config)
+    for kind, layers in config.layers_by_kind().items():
+        entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
+        if kind == "dense":
+            entries += mlp_names(kind, layers)
+            continue
+        entries += fused_expert_names(kind, layers, config.moe_intermediate_size)
+        for ours, theirs in EXPERT_PARTS.items() if config.shared_width else ():
+            names = f"mlp.shared.{ours}", f"mlp.shared_experts.{theirs}"
+            entries += linear_entries(kind, layers, *names)
+    return with_prefix(entries, config.prefix)
