@@ -107,7 +107,7 @@ def split_levels(
     text = dict(text)
     text.pop("architectures", None)
     # transformers goes by the one on top, and leaves its default below when it writes.
-    default = hf_defaults(cls.text_type).get("tie_word_embeddings", False)
+    default = hf_defaults(cls.model_type).get("tie_word_embeddings", False)
     tied = around.get("tie_word_embeddings", text.get("tie_word_embeddings", default))
     if text.get("tie_word_embeddings") is True and tied is not True:
         raise UserError(
