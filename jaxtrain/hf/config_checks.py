@@ -50,6 +50,7 @@ SIZES = {
     "mamba_d_state": 2**14,
     "conv_kernel": 2**8,
     "mamba_d_conv": 2**8,
+    "conv_L_cache": 2**8,
     "q_lora_rank": 2**20,
     "kv_lora_rank": 2**20,
     "qk_nope_head_dim": 2**14,

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "jaxtrain.models.granitemoeshared",
     "HunYuanDenseV1ForCausalLM": "jaxtrain.models.hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "jaxtrain.models.hunyuan_v1_moe",
+    "Lfm2MoeForCausalLM": "jaxtrain.models.lfm2_moe",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MiniMaxM2ForCausalLM": "jaxtrain.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxtrain.models.ministral3",

@@ -35,11 +35,12 @@ def decoder_names(config: DecoderConfig, *, mlp_bias: bool = False, **choices: A
     ]
 
 
-def outer_names(config: DecoderConfig) -> list[Entry]:
-    """Embedding, final norm and what head there is: tied, of its own, or one that scores."""
+def outer_names(config: DecoderConfig, norm: str = "norm") -> list[Entry]:
+    """Embedding, final norm (norm: its name there) and what head there is: tied, of its own, or one
+    that scores."""
     entries = [
         Entry("embed.embedding", Tensor("model.embed_tokens.weight")),
-        Entry("norm.scale", Tensor("model.norm.weight")),
+        Entry("norm.scale", Tensor(f"model.{norm}.weight")),
     ]
     entries += [Entry(path, Tensor(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
@@ -84,17 +85,18 @@ def attention_names(
     qk_norm: bool = False,
     qk_norms: Sequence[str] = ("q_norm", "k_norm"),
     gate: str | None = None,
+    out: str = "o_proj",
     norms: Mapping[str, str] = PRE_NORMS,
 ) -> list[Entry]:
     """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
-    stands before "layers.<n>" in their names; norms, qk_norms, gate (of the heads' output): what
-    theirs are called."""
+    stands before "layers.<n>" in their names; norms, qk_norms, out, gate (of the heads' output):
+    what theirs are called."""
     entries = [
         *norm_names(kind, layers, norms, root),
         *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.k", "self_attn.k_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
-        *_linear(kind, layers, root, "attention.out", "self_attn.o_proj", out_bias),
+        *_linear(kind, layers, root, "attention.out", f"self_attn.{out}", out_bias),
     ]
     if gate is not None:
         entries += _linear(kind, layers, root, "attention.gate", f"self_attn.{gate}", False)
@@ -116,13 +118,19 @@ def norm_names(
 
 
 def mlp_names(
-    kind: str, layers: Sequence[int], root: str = "model.", *, bias: bool = False
+    kind: str,
+    layers: Sequence[int],
+    root: str = "model.",
+    *,
+    bias: bool = False,
+    module: str = "mlp",
+    parts: Mapping[str, str] = EXPERT_PARTS,
 ) -> list[Entry]:
-    """A dense gated MLP; root as for `attention_names`."""
+    """A dense gated MLP; root as for `attention_names`; module, parts: what theirs are called."""
     return [
-        *_linear(kind, layers, root, "mlp.gate", "mlp.gate_proj", bias),
-        *_linear(kind, layers, root, "mlp.up", "mlp.up_proj", bias),
-        *_linear(kind, layers, root, "mlp.down", "mlp.down_proj", bias),
+        entry
+        for ours, theirs in parts.items()
+        for entry in _linear(kind, layers, root, f"mlp.{ours}", f"{module}.{theirs}", bias)
     ]
 
 

@@ -51,6 +51,7 @@ LEFT_OUT = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """What the defaults of transformers' classes lack for a model."""
 

@@ -120,6 +120,24 @@ FAMILIES = {
         "head_dim": 12,
         "rope_parameters": YARN,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "norm_eps": 1e-3,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "head_dim": 12,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
+DECODED = {"lfm2_moe"}
 DEFAULT = {"glm4_moe", "afmoe"}
-SHARDED = {"glm4_moe": [{"expert": 2, "tensor": 2}], "afmoe": [{"expert": 2, "fsdp": 2}]}
+SHARDED = {
+    "glm4_moe": [{"expert": 2, "tensor": 2}],
+    "lfm2_moe": [{"context": 2, "tensor": 2}],
+}

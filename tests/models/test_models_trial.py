@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_recurrent
+from families_experts import FAMILIES as EXPERTS
 from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.errors import UserError
@@ -28,8 +29,9 @@ def toy(monkeypatch):
         ({**SIZES, **TOY}, True),  # recurrent layers between rings
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
         pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.slow),
+        pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.slow),
     ],
-    ids=["attention", "rings", "recurrent", "hybrid", "mamba"],
+    ids=["attention", "rings", "recurrent", "hybrid", "mamba", "convolutions"],
 )
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;

@@ -1,0 +1,105 @@
+"""ShortConv: a gated convolution over few tokens (LFM2: Liquid AI 2025, arXiv:2511.23404); its
+state is what the next tokens still reach.
+
+    u = g_in * x;  y = W_out (g_out * (convolution of `taps` along the branch (u)))
+
+g_in, g_out and x are matrices' products with the layer's input.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtrain_kernels import causal_conv
+
+from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
+from jaxtrain.layers.recurrent import move_tail
+from jaxtrain.parallel.rules import constrain
+
+
+class TriedConv(NamedTuple):
+    """A state, and new inputs of which it is not known yet how many will stay."""
+
+    tail: jax.Array
+    u_BTF: jax.Array
+
+
+class ShortConv(Mixer):
+    """[B, T, D] -> [B, T, D]; the state [B, taps - 1, D] is what went into the convolution last."""
+
+    follows_trees = True
+    trials = "own"
+    preset = "attention"
+    state_axes = ("rows", None, "act_heads")
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        taps: int,
+        init_std: float = 0.02,
+        param_dtype: Dtype = jnp.float32,
+        dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        linear = functools.partial(
+            Linear,
+            num_features,
+            num_features,
+            init_std=init_std,
+            param_dtype=param_dtype,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.gate_in = linear(axes=("embed", "heads"))
+        self.gate_out = linear(axes=("embed", "heads"))
+        self.x = linear(axes=("embed", "heads"))
+        conv_F1W = init_std * jax.random.normal(rngs.params(), (num_features, 1, taps), param_dtype)
+        self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
+        self.out = linear(axes=("heads", "embed"))
+        self.num_features, self.taps = num_features, taps
+
+    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> jax.Array:
+        """See Mixer; however many slots there are."""
+        return jnp.zeros((rows, self.taps - 1, self.num_features), dtype)
+
+    def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
+        """See Mixer."""
+        return 2.0 * self.taps * self.num_features * len(spans)
+
+    def commit_state(self, spec: LayerSpec, tried: TriedConv, decoding: Decoding) -> jax.Array:
+        """See Mixer."""
+        return _move(tried.tail, tried.u_BTF, decoding)
+
+    def __call__(
+        self, x_BTD: jax.Array, inputs: LayerInputs, state: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | TriedConv | None]:
+        context = inputs.context
+        if state is None and context.since is not None:
+            raise UserError(
+                "Convolutions read each token after the one before it; tokens that see later ones"
+                " (prefix attention) are not supported for this model"
+            )
+        x_BTD = constrain(x_BTD, "rows", "length", "features")
+        gate_in, gate_out, x = multiply_together(x_BTD, self.gate_in, self.gate_out, self.x)
+        u_BTF = constrain(gate_in * x, "rows", None, "row_heads")  # whole rows of some features
+        conv_FW = self.conv[...][:, 0]
+        found_BTF = causal_conv(u_BTF, conv_FW, context.prev if state is None else None, state)
+        y_BTD = self.out(gate_out * constrain(found_BTF, "rows", "length", "act_heads"))
+        y_BTD = constrain(y_BTD, "rows", "sequence", "features")
+        if state is None:
+            return y_BTD, None
+        if inputs.trial:
+            return y_BTD, TriedConv(state, u_BTF)
+        return y_BTD, _move(state, u_BTF, inputs.decoding)
+
+
+def _move(tail_BWF: jax.Array, u_BTF: jax.Array, decoding: Decoding) -> jax.Array:
+    """The tail behind the new tokens that count."""
+    count_B = decoding.end - decoding.start
+    return move_tail(tail_BWF[:, :, None], u_BTF[:, :, None], count_B)[:, :, 0]
