@@ -1,24 +1,31 @@
 """Adapters folded into the weights of a Hugging Face folder, a tensor at a time.
 
-Works on the folders alone, by tensor names, so the host never holds more than one matrix, whatever
-the size or the family of the model.
+Works on the folders alone, so the host never holds more than one matrix, whatever the size of the
+model: by tensor names, and by the family's where several matrices are one tensor.
 """
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.adapters.peft import PREFIX, SUFFIX, PeftFolder, open_peft
+from jaxtrain.adapters.peft import find_pairs
+from jaxtrain.adapters.peft_experts import innermost
+from jaxtrain.adapters.peft_folder import PREFIX, SUFFIX, PeftFolder, open_peft
 from jaxtrain.adapters.spec import LoRASpec, find_linears
-from jaxtrain.adapters.storage import round_trip
+from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.hf.copy import copy_folder, is_float
-from jaxtrain.hf.ops import whole
+from jaxtrain.hf.files import spell
+from jaxtrain.hf.ops import Op, Stack, Transpose, whole
 from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
-from jaxtrain.models.build import read_config
+from jaxtrain.models import build
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.parameters import split_model
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -32,24 +39,94 @@ class Correction:
     slot: LoRASpec | None
     """None: the adapter holds the whole tensor."""
 
-    def apply(self, base: np.ndarray) -> np.ndarray:
+    def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
         """The merged tensor [out, in] in float32 of the base's."""
         if self.slot is None:
-            return self._fetch(self.tensor)
+            return fetch(self.peft, self.tensor)
         module = self.tensor.removesuffix(".weight")
-        down = self._fetch(f"{module}.{SUFFIX['a']}").astype(np.float32)
-        up = self._fetch(f"{module}.{SUFFIX['b']}").astype(np.float32)
+        down = fetch(self.peft, f"{module}.{SUFFIX['a']}").astype(np.float32)
+        up = fetch(self.peft, f"{module}.{SUFFIX['b']}").astype(np.float32)
         merged = base.astype(np.float32)
         merged += np.float32(self.slot.scale) * (up @ down)
         if self.slot.dora:
-            magnitude = self._fetch(f"{module}.{SUFFIX['magnitude']}").astype(np.float32)
+            magnitude = fetch(self.peft, f"{module}.{SUFFIX['magnitude']}").astype(np.float32)
             # numpy sums float32 rows pairwise: exact enough for rows of any length.
             merged *= (magnitude / np.sqrt(np.square(merged).sum(1)))[:, None]
         return merged
 
-    def _fetch(self, name: str) -> np.ndarray:
-        name = PREFIX + name
-        return self.peft.files.fetch(name, whole(self.peft.files.tensors[name].shape))
+
+@dataclasses.dataclass(frozen=True)
+class ExpertCorrection:
+    """What a pair for all experts of a layer does to a matrix of one of them."""
+
+    peft: PeftFolder
+    module: str
+    slot: LoRASpec
+    num_experts: int
+    expert: int | None = None
+    """Whose tensor it is; None: the tensor holds all experts."""
+    outputs: slice = slice(None)
+    """Of the pair, those of this tensor."""
+    transposed: bool = False
+    """Whether the tensor is [in, out]."""
+
+    def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
+        """The merged matrix in float32 of the base's, that of expert `index` where all are one
+        tensor."""
+        expert = index if self.expert is None else self.expert
+        rank = self.slot.rank
+        rows = (slice(expert * rank, (expert + 1) * rank), slice(None))
+        columns = (self.outputs, slice(expert, None, self.num_experts))
+        down = fetch(self.peft, f"{self.module}.{SUFFIX['a']}", rows).astype(np.float32)
+        up = fetch(self.peft, f"{self.module}.{SUFFIX['b']}", columns).astype(np.float32)
+        delta = np.float32(self.slot.scale) * (up @ down)
+        return base.astype(np.float32) + (delta.T if self.transposed else delta)
+
+
+def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
+    """A tensor of the adapter, or a part of it."""
+    name = PREFIX + name
+    return peft.files.fetch(name, index or whole(peft.files.tensors[name].shape))
+
+
+class RoundTrip:
+    """Tensors of a folder as a quantised run had them: each of its kernels by itself, also where
+    several are one tensor."""
+
+    def __init__(self, config: DecoderConfig, kind: str):
+        self.kind = kind
+        shapes, _ = split_model(build.abstract(config))
+        stored, _ = split_model(store_kernels(build.abstract(config), kind))
+        self.kernels: dict[str, list[tuple[Op, tuple[int, ...]]]] = {}
+        ops = {entry.param: entry.op for entry in build.family(config).names(config)}
+        for path in find_stored(stored, kind):
+            for op, shape in _matrices(ops[path], shapes[path].shape):
+                for name in op.shapes(shape):
+                    self.kernels.setdefault(name, []).append((op, shape))
+
+    def __call__(self, name: str, array: np.ndarray, index: int | None) -> np.ndarray:
+        """A tensor, or expert `index` of one of all experts, in its own dtype."""
+        if name not in self.kernels:
+            return array
+        out = np.array(array if index is None else array[None])
+        source = out.copy()
+        for op, shape in self.kernels[name]:
+            shape = shape if index is None else (1, *shape[1:])
+            kernel = op.read(lambda _, place: source[place], whole(shape))
+            wide = np.asarray(kernel, np.float32).reshape(shape[-2:])
+            kernel = np.asarray(round_trip(wide, self.kind)).reshape(shape).astype(array.dtype)
+            for piece in op.write(kernel, np.asarray):
+                out[piece.index] = piece.array
+        return out if index is None else out[0]
+
+
+def _matrices(op: Op, shape: tuple[int, ...]) -> Iterator[tuple[Op, tuple[int, ...]]]:
+    """(op, shape) of what a parameter stacks."""
+    if not isinstance(op, Stack):
+        yield op, shape
+        return
+    for one in op.ops:
+        yield from _matrices(one, shape[1:])
 
 
 def merge_adapter(
@@ -70,18 +147,17 @@ def merge_adapter(
     """
     base, output = Path(base), Path(output)
     files, peft = open_folder(base), open_peft(adapter)
-    corrections = find_corrections(files, peft)
-    linears = find_linears(read_config(base, family)).values() if quantize != "none" else ()
-    quantised = {f"{module}.weight" for linear in linears for module in linear.modules}
+    known = quantize != "none" or peft.targets
+    config = build.read_config(base, family) if known else None
+    corrections = find_corrections(files, peft, config)
+    restore = None if quantize == "none" else RoundTrip(config, quantize)
 
-    def change(name: str, array: np.ndarray) -> np.ndarray:
-        stored = array.dtype
-        if name in quantised:
-            array = np.asarray(round_trip(np.asarray(array, np.float32).T, quantize)).T
-            array = array.astype(stored)
+    def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
+        if restore is not None:
+            array = restore(name, array, index)
         if name not in corrections:
             return array
-        merged = corrections[name].apply(array)
+        merged = corrections[name].apply(array, index)
         if not np.isfinite(merged).all():
             raise UserError(
                 f"{name} with {str(adapter)!r} merged in holds NaN or infinite values: it or the"
@@ -93,21 +169,21 @@ def merge_adapter(
     return len(corrections)
 
 
-def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
-    """{tensor of the base: what the adapter does to it}; UserError where they do not fit."""
+def find_corrections(
+    files: Folder, peft: PeftFolder, config: DecoderConfig | None = None
+) -> dict[str, Correction | ExpertCorrection]:
+    """{tensor of the base: what the adapter does to it}; UserError where they do not fit. config:
+    the base's, needed where the adapter has pairs for all experts of a layer."""
     found, problems = {}, []
     for module, slot in peft.modules().items():
         name = f"{module}.weight"
-        stored = files.tensors.get(name)
         down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
-        if stored is None:
-            problems.append(f"the base has no {name}")
-        elif stored.shape != (up[0], down[1]) or up[1] != down[0]:
-            problems.append(f"{name} is {stored.shape}, the adapter is {up} x {down}")
-        elif not is_float(stored.dtype):
-            problems.append(f"{name} is stored as {CODES[stored.dtype]}, not as floats")
-        else:
+        if up[1] != down[0]:
+            problems.append(f"{name}: the adapter is {up} x {down}")
+        elif fits(files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"):
             found[name] = Correction(peft, name, slot)
+    if config is not None and peft.targets:
+        found |= find_expert_corrections(files, peft, config, problems)
     for name in sorted(peft.full()):
         stored, own = files.tensors.get(name), peft.files.tensors[PREFIX + name]
         if stored is None and name == TABLES[1] and _same_tables(peft):
@@ -132,6 +208,59 @@ def find_corrections(files: Folder, peft: PeftFolder) -> dict[str, Correction]:
             f"{peft.path} cannot be merged into {files.path}: {'; '.join(problems[:4])}{more}"
         )
     return found
+
+
+def find_expert_corrections(
+    files: Folder, peft: PeftFolder, config: DecoderConfig, problems: list[str]
+) -> dict[str, ExpertCorrection]:
+    """What pairs for all experts of a layer do to the tensors that hold these; what does not fit
+    goes to `problems`."""
+    linears = find_linears(config)
+    wrapped, targets, left = find_pairs(peft, config, linears)
+    problems += [f"the base has no experts for {spell(module)}" for module in sorted(left)]
+    ops = {entry.param: entry.op for entry in build.family(config).names(config)}
+    found = {}
+    for path, one in wrapped.items():
+        *_, inputs, outputs = linears[path].shape
+        layers = ops[f"{path}.kernel"].ops
+        for layer, slot in enumerate(peft.pair_slots(one, targets)):
+            if slot is None:
+                continue
+            module, count = one.module(layer, targets), one.num_experts
+            shapes = [peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab"]
+            if shapes != [(count * slot.rank, inputs), (one.total, slot.rank * count)]:
+                problems.append(f"{module} has a pair {shapes[0]}, {shapes[1]} of another model")
+                continue
+            common = ExpertCorrection(peft, module, slot, count)
+            told = "the adapter is of another model"
+            if not one.alone:
+                leaf = innermost(layers[layer])
+                flat = not isinstance(layers[layer], Transpose)
+                shape = (count, inputs, one.total) if flat else (count, one.total, inputs)
+                if fits(files, leaf.name, shape, problems, told):
+                    found[leaf.name] = dataclasses.replace(common, transposed=flat)
+                continue
+            last = one.start + (outputs - 1) * one.step + 1
+            rows = slice(one.start, last, one.step)
+            for expert, op in enumerate(layers[layer].ops):
+                name = innermost(op).name
+                if fits(files, name, (outputs, inputs), problems, told):
+                    found[name] = dataclasses.replace(common, expert=expert, outputs=rows)
+    return found
+
+
+def fits(files: Folder, name: str, shape: tuple[int, ...], problems: list[str], told: str) -> bool:
+    """Whether the base has such a tensor of floats; else a sentence goes to `problems`."""
+    stored = files.tensors.get(name)
+    if stored is None:
+        problems.append(f"the base has no {name}")
+    elif stored.shape != shape:
+        problems.append(f"{name} is {stored.shape}, {told}")
+    elif not is_float(stored.dtype):
+        problems.append(f"{name} is stored as {CODES[stored.dtype]}, not as floats")
+    else:
+        return True
+    return False
 
 
 def _same_tables(peft: PeftFolder) -> bool:

@@ -16,37 +16,31 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
-from jaxtrain.adapters.spec import Adapter, Linears, LoRASpec, find_linears
+from jaxtrain.adapters.peft_experts import (
+    ExpertsA,
+    ExpertsB,
+    Wrapped,
+    find_targets,
+    find_wrapped,
+    innermost,
+)
+from jaxtrain.adapters.peft_folder import CONFIG, PREFIX, SUFFIX, WEIGHTS, PeftFolder, open_peft
+from jaxtrain.adapters.spec import Adapter, Linears, find_linears
 from jaxtrain.errors import UserError
-from jaxtrain.hf.files import shorten, spell
+from jaxtrain.hf.files import spell
 from jaxtrain.hf.ops import Block, Entry, Op, Rows, Split, Stack, Tensor, Transpose
-from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.hf.safetensors import write_folder
 from jaxtrain.models.build import family, read_entry, to_host
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
 from jaxtrain.parallel.mesh import is_main_process, sync_processes
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-
-SAYS_NOTHING = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"),
-    *("revision", "task_type", "lora_dropout", "megatron_core", "loftq_config", "runtime_config"),
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-    *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying"),
-    *("layers_pattern", "layers_to_transform"),
-}
-"""Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
-NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
-"""Initialisations that leave the base's weights as they are."""
 
 
 class Place(NamedTuple):
@@ -58,16 +52,25 @@ class Place(NamedTuple):
 
 
 def adapter_entries(
-    config: DecoderConfig, adapter: Adapter, *, reading: bool = False
+    config: DecoderConfig, adapter: Adapter, *, reading: PeftFolder | None = None
 ) -> list[Entry]:
-    """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: such a
-    folder has the ranks of `adapter`; else it is to be written."""
+    """Every trained parameter and the tensors of a PEFT folder that it is made of. reading: that
+    folder, which has the ranks of `adapter`; None: one that is to be written."""
     base = {entry.param: entry.op for entry in family(config).names(config)}
-    entries, places = [], {} if reading else find_joint(config, adapter)
+    entries, places = [], find_joint(config, adapter) if reading is None else {}
+    wrapped = wrapped_slots(config, adapter)
+    targets = targets_of(wrapped) if reading is None else find_targets(reading.targets, wrapped)
     for path, slot in adapter.slots.items():
-        kernel = base[f"{path}.kernel"]
+        kernel, experts = base[f"{path}.kernel"], wrapped.get(path)
+        if experts is not None and experts.target in targets:
+            place = places.get(path) or Place(0, 1, slot.rank)
+            start, ranks = place.index * place.rank, place.count * place.rank
+            for part in ("a", "b"):
+                op = pair_op(experts, part, targets, start, ranks)
+                entries.append(Entry(f"{path}.adapter.{part}", op))
+            continue
         if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], Stack):
-            raise _without_form(_innermost(kernel))
+            raise _without_form(innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
             op = _adapted(kernel, name, places.get(path))
             entries.append(Entry(f"{path}.adapter.{name}", op))
@@ -86,14 +89,18 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
     UserError where there is no such pair."""
     groups: dict[str, list[str]] = collections.defaultdict(list)
     rows = {}
+    for path, experts in wrapped_slots(config, adapter).items():
+        if not experts.alone:
+            groups[experts.target].append(path)
     for entry in family(config).names(config):
-        path, op = entry.param.removesuffix(".kernel"), _innermost(entry.op)
+        path, op = entry.param.removesuffix(".kernel"), innermost(entry.op)
         if path in adapter.slots and isinstance(op, Rows) and _count(op) < op.total:
             groups[op.name].append(path)
             rows[path] = op
     for name, paths in groups.items():
         slots = [adapter.slots[path] for path in paths]
-        some = sum(_count(rows[path]) for path in paths) < rows[paths[0]].total
+        whole = rows[paths[0]].total if paths[0] in rows else 0
+        some = sum(_count(rows[path]) for path in paths if path in rows) < whole
         if len(set(slots)) > 1 or (slots[0].dora and some):
             module = name.removesuffix(".weight").rpartition(".")[2]
             raise UserError(
@@ -108,14 +115,31 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
     }
 
 
-def _innermost(op: Op) -> Op:
-    """The op on the tensor itself; of several layers, of the first."""
-    match op:
-        case Stack():
-            return _innermost(op.ops[0])
-        case Transpose():
-            return _innermost(op.op)
-    return op
+def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, Wrapped]:
+    """The adapted matrices of experts by path."""
+    if not any(".experts." in path for path in adapter.slots):
+        return {}
+    found = find_wrapped(config, find_linears(config))
+    return {path: one for path, one in found.items() if path in adapter.slots}
+
+
+def targets_of(wrapped: Mapping[str, Wrapped]) -> set[str]:
+    """target_parameters of a folder to be written: where the base has a tensor for each expert,
+    each expert has a pair of its own instead."""
+    return {one.target for one in wrapped.values() if not one.alone}
+
+
+def pair_op(experts: Wrapped, part: str, targets: set[str], start: int, ranks: int) -> Op:
+    """One factor of a matrix of experts in the pairs of its layers; see `Place`."""
+    count, ops = experts.num_experts, []
+    for layer in range(len(experts.parameters)):
+        name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[part]}"
+        if part == "a":
+            ops.append(ExpertsA(name, start, ranks, count))
+        else:
+            rows = (experts.start, experts.step, experts.total)
+            ops.append(ExpertsB(name, start, ranks, count, *rows))
+    return Stack(tuple(ops))
 
 
 def _count(op: Rows) -> int:
@@ -160,7 +184,9 @@ def write_gathered(
             plan[name] = (shape, np.dtype(dtype or value.dtype))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
-    raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name)
+    wrapped = wrapped_slots(config, adapter)
+    targets = {path: one.target for path, one in wrapped.items() if not one.alone}
+    raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name, targets)
     if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
@@ -178,12 +204,19 @@ def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
     return dataclasses.replace(adapter, slots=slots)
 
 
-def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+def describe_adapter(
+    linears: Linears,
+    adapter: Adapter,
+    base_name: str | None,
+    parameters: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The content of adapter_config.json; parameters: those of target_parameters by path."""
     slots = list(adapter.slots.values())
     common = collections.Counter(slots).most_common(1)[0][0]
-    names = {path: shared_name(linears, adapter, path) for path in adapter.slots}
+    plain = [path for path in adapter.slots if path not in parameters]
+    names = {path: shared_name(linears, adapter, path) for path in plain}
     targets: list[str] | str = sorted(set(names.values()))
+    names |= parameters
     if any("\\" in name for name in targets):
         targets = rf".*\.({'|'.join(targets)})"  # PEFT takes a list of names or one expression
     modules = {
@@ -208,6 +241,7 @@ def describe_adapter(linears: Linears, adapter: Adapter, base_name: str | None) 
             names[p]: _plain(s.alpha) for p, s in adapter.slots.items() if s.alpha != common.alpha
         },
         "target_modules": targets,
+        "target_parameters": sorted(set(parameters.values())) or None,
         "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
@@ -243,123 +277,18 @@ def _tail(linears: Linears, path: str, parts: int) -> str:
     return ".".join(linears[path].modules[0].split(".")[-parts:])
 
 
-@dataclasses.dataclass(frozen=True)
-class PeftFolder:
-    """An adapter on disk; raises UserError for one that says more than we compute."""
-
-    path: Path
-    config: Mapping[str, Any]
-    files: Folder
-
-    @property
-    def dora(self) -> bool:
-        return bool(self.config.get("use_dora"))
-
-    def modules(self) -> dict[str, LoRASpec]:
-        """The slot of each adapted Hugging Face module, by its name in the base model."""
-        end = f".{SUFFIX['a']}"
-        names = [n for n in self.files.tensors if n.startswith(PREFIX) and n.endswith(end)]
-        modules = {n[len(PREFIX) : -len(end)]: self.files.tensors[n].shape[0] for n in names}
-        patterns = self.config.get("alpha_pattern") or {}
-        chosen = match_patterns(self.path / CONFIG, "alpha_pattern", [*patterns], [*modules])
-        return {
-            module: LoRASpec(
-                rank,
-                float(patterns[chosen[module]] if module in chosen else self.config["lora_alpha"]),
-                bool(self.config.get("use_rslora")),
-                self.dora,
-            )
-            for module, rank in modules.items()
-        }
-
-    def full(self) -> set[str]:
-        """Tensors of the base model that the adapter replaces."""
-        return {
-            name[len(PREFIX) :]
-            for name in self.files.tensors
-            if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
-        }
-
-
-def open_peft(folder: str | os.PathLike) -> PeftFolder:
-    """The adapter of a PEFT folder, checked."""
-    folder = Path(folder)
-    file = folder / CONFIG
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; expected a PEFT adapter folder")
-    raw = read_peft_config(file)
-    odd = {key: value for key, value in raw.items() if key not in SAYS_NOTHING and value}
-    if odd.get("bias") == "none":
-        del odd["bias"]
-    if isinstance(odd.get("init_lora_weights"), str | bool | None) and (
-        odd.get("init_lora_weights") in NEUTRAL_INITS
-    ):
-        odd.pop("init_lora_weights", None)
-    if not raw.get("use_qalora"):
-        odd.pop("qalora_group_size", None)
-    if odd:
-        shown = {k: repr(spell(v)) if isinstance(v, str) else shorten(v) for k, v in odd.items()}
-        told = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
-        raise UserError(f"{file}: not supported: {told}")
-    peft = PeftFolder(folder, raw, Folder(folder, single=WEIGHTS))
-    tensors = peft.files.tensors
-    strange = [name for name in tensors if not name.startswith(PREFIX)]
-    known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
-    strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(known))]
-    if strange:
-        told = ", ".join(map(spell, strange[:4]))
-        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {told}")
-    check_shapes(peft)
-    first = f".{SUFFIX['a']}"
-    adapted = [name.removesuffix(first) for name in tensors if name.endswith(first)]
-    wanted = {f"{module}.{end}" for module in adapted for end in known}
-    if missing := sorted(wanted - set(tensors)):
-        raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
-    check_ranks(peft)
-    return peft
-
-
-def check_shapes(peft: PeftFolder) -> None:
-    """UserError where a part of an adapter has not the number of dimensions of its kind."""
-    for name, stored in peft.files.tensors.items():
-        kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
-        dims = 1 if kind == "magnitude" else 2
-        if kind is not None and (len(stored.shape) != dims or 0 in stored.shape):
-            raise UserError(
-                f"{stored.file}: {spell(name)} has shape {stored.shape}; it must have {dims}"
-                f" dimension{'s' * (dims > 1)}, none of them 0"
-            )
-
-
-def check_ranks(peft: PeftFolder) -> None:
-    """UserError where the tensors of an adapter do not fit each other."""
-    tensors, ends = peft.files.tensors, {kind: f".{end}" for kind, end in SUFFIX.items()}
-    for name, down in tensors.items():
-        if not name.endswith(ends["a"]):
-            continue
-        module = name.removesuffix(ends["a"])
-        up = tensors[module + ends["b"]]
-        if up.shape[1] != down.shape[0]:
-            raise UserError(
-                f"{down.file}: {spell(module)} has lora_A {down.shape} and lora_B {up.shape}; their"
-                " ranks differ"
-            )
-        magnitude = tensors.get(module + ends["magnitude"])
-        if magnitude is not None and magnitude.shape != up.shape[:1]:
-            raise UserError(
-                f"{down.file}: {spell(module)} has a magnitude {magnitude.shape} for lora_B"
-                f" {up.shape}"
-            )
-
-
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
     """What an existing adapter trains of a model; UserError where it does not fit."""
     peft, linears = open_peft(folder), find_linears(config)
     modules, slots = peft.modules(), {}
-    left = set(modules)
+    wrapped, targets, left = find_pairs(peft, config, linears)
+    left |= set(modules)
     for path, linear in linears.items():
-        found = [modules.get(name) for name in linear.modules]
-        left -= {*linear.modules}
+        if path in wrapped:
+            found = peft.pair_slots(wrapped[path], targets)
+        else:
+            found = [modules.get(name) for name in linear.modules]
+            left -= {*linear.modules}
         if not any(found):
             continue
         if len(set(found)) > 1:
@@ -389,13 +318,38 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     return Adapter(slots, full, dtype, source=Path(folder))
 
 
+def find_pairs(
+    peft: PeftFolder, config: DecoderConfig, linears: Linears
+) -> tuple[dict[str, Wrapped], set[str], set[str]]:
+    """(the matrices of experts that target_parameters names, by path; their targets; modules with
+    pairs that belong to none of them). UserError for a name that is no parameter of experts."""
+    if not peft.targets:
+        return {}, set(), set()
+    every = find_wrapped(config, linears)
+    targets = find_targets(peft.targets, every)
+    if strange := [name for name in peft.targets if not find_targets([name], every)]:
+        known = sorted({one.target for one in every.values()})
+        raise UserError(
+            f"{peft.path / CONFIG}: target_parameters names {spell(strange[0])}, which"
+            f" {config.architecture} does not have; it has {', '.join(known) or 'no experts'}"
+        )
+    wrapped = {path: one for path, one in every.items() if one.target in targets}
+    used = {
+        one.module(layer, targets)
+        for one in wrapped.values()
+        for layer in range(len(one.parameters))
+    }
+    return wrapped, targets, peft.pairs() - used
+
+
 def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Params:
     """The trained parameters of adapter.source, as shapes (with shardings) ask."""
     assert adapter.source is not None, "an adapter that starts from a folder"
     file = adapter.source / WEIGHTS
-    files, params = open_peft(adapter.source).files, {}
+    peft, params = open_peft(adapter.source), {}
+    files = peft.files
     check = FiniteCheck(files)
-    for param, op in adapter_entries(config, adapter, reading=True):
+    for param, op in adapter_entries(config, adapter, reading=peft):
         like = shapes[param]
         for name, shape in op.shapes(like.shape).items():
             stored = files.tensors.get(name)

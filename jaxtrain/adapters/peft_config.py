@@ -21,7 +21,7 @@ SIMPLE = re.compile(r"(?:[\w\-.]|\\\.|\\d\+(?!\\d))*")
 """Names, with any character for a dot and numbers: what matches in no time."""
 
 SWITCHES = ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode", "ensure_weight_tying")
-NAMES = ("target_modules", "exclude_modules", "layers_pattern")
+NAMES = ("target_modules", "target_parameters", "exclude_modules", "layers_pattern")
 TEXTS = ("base_model_name_or_path", "revision", "task_type", "peft_version")
 OBJECTS = ("auto_mapping", "loftq_config", "runtime_config", "eva_config", "megatron_config")
 

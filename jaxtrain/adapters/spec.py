@@ -24,6 +24,8 @@ class Matrix(NamedTuple):
     """What the layer that it belongs to calls its group: attention, mlp, ..."""
     modules: tuple[str, ...]
     """The Hugging Face modules that it is made of."""
+    shape: tuple[int, ...]
+    """Of its kernel."""
 
 
 Linears = Mapping[str, Matrix]
@@ -74,11 +76,12 @@ def find_linears(config: DecoderConfig) -> Linears:
     for path, node in nodes.items():
         if isinstance(node, Linear):
             name = ".".join(map(str, path))
-            tensors = entries[f"{name}.kernel"].op.shapes(node.kernel.get_value().shape)
+            shape = node.kernel.get_value().shape
+            tensors = entries[f"{name}.kernel"].op.shapes(shape)
             around = (nodes[path[:end]] for end in reversed(range(len(path))))
             presets = (layer.preset for layer in around if hasattr(layer, "preset"))
             modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
-            found[name] = Matrix(next(presets, None), modules)
+            found[name] = Matrix(next(presets, None), modules, shape)
     return dict(sorted(found.items()))
 
 

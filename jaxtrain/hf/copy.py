@@ -23,14 +23,15 @@ def copy_folder(
     output: Path,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    change: Callable[[str, np.ndarray], np.ndarray] = lambda name, array: array,
+    change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array,
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
     dtype: of all floating-point tensors, by default their own; those in a few bits that are read
-    (hf/packed.py) are written as what they stand for. A shard holds at most
-    `max_shard_bytes`, or one tensor. change: (name, array) -> what is written instead. Raises
-    UserError for a folder that is none, and for a cast of a model that is stored quantised.
+    (hf/packed.py) are written as what they stand for. A shard holds at most `max_shard_bytes`, or
+    one tensor. change: (name, array, None) -> what is written instead; a tensor of three dims comes
+    a matrix at a time, with its index. Raises UserError for a folder that is none, and for a cast
+    of a model that is stored quantised.
     """
     files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
@@ -49,8 +50,14 @@ def copy_folder(
 
     def pieces() -> Iterator[Piece]:
         for name, stored in files.tensors.items():
-            array = change(name, files.fetch(name, whole(stored.shape)))
-            yield Piece(name, stored.shape, whole(stored.shape), array)
+            if len(stored.shape) != 3:
+                array = change(name, files.fetch(name, whole(stored.shape)), None)
+                yield Piece(name, stored.shape, whole(stored.shape), array)
+                continue
+            for index in range(stored.shape[0]):
+                place = (slice(index, index + 1), *whole(stored.shape[1:]))
+                array = change(name, files.fetch(name, place)[0], index)
+                yield Piece(name, stored.shape, place, array[None])
 
     write_folder(output, plan, pieces(), max_shard_bytes)
     for file in base.iterdir():

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.adapters.peft import CONFIG as PEFT_CONFIG
-from jaxtrain.adapters.peft import open_peft
 from jaxtrain.adapters.peft_config import TASK_SUFFIXES
+from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
+from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.config.root import OUTSIDE, find_tag

@@ -4,7 +4,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from jaxtrain.adapters.peft import CONFIG
+from jaxtrain.adapters.peft_folder import CONFIG
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.export import replace_folder
 from jaxtrain.errors import UserError

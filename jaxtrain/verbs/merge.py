@@ -4,7 +4,8 @@ import tempfile
 from pathlib import Path
 
 from jaxtrain.adapters.merge import merge_adapter
-from jaxtrain.adapters.peft import CONFIG, open_peft, write_peft
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.adapters.peft_folder import CONFIG, open_peft
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.export import replace_folder
 from jaxtrain.errors import UserError

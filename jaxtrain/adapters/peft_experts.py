@@ -1,0 +1,200 @@
+"""PEFT's adapters of experts that one parameter holds (`target_parameters`, its ParamWrapper).
+
+transformers 5 has the matrices of all experts of a layer in two parameters, gate_up_proj and
+down_proj, and PEFT 0.21 gives each one pair:
+
+    lora_A.weight [E R, in]     expert after expert, R rows each
+    lora_B.weight [out, R E]    rank after rank, E columns each: that of expert e is B[:, e::E]
+
+so that expert e is corrected by s B[:, e::E] A[e R : (e + 1) R]. Wrappers of one module are nested
+in the order of its parameters: of two, the pair of the first lies under `base_layer`.
+
+Our gate and up have pairs of their own. Written, they are one of rank 2 R: the factors A below each
+other, B zero where the other's is. Read, each has the whole A and its own rows of B.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.adapters.spec import Linears
+from jaxtrain.hf.ops import Op, Piece, Split, Stack, Tensor, Transpose, whole
+from jaxtrain.models.build import family
+from jaxtrain.models.decoder import DecoderConfig
+
+RUNTIME = (
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    (".block_sparse_moe.experts.", ".mlp.experts."),
+)
+"""Names of folders that transformers 5 reads as others, of which the first that fits counts."""
+ONE_OF_MANY = re.compile(r"(.*\.experts)\.\d+\.[^.]+\.weight")
+
+
+class Wrapped(NamedTuple):
+    """One of our matrices of experts, [E, in, out], as a part of a parameter there."""
+
+    parameters: tuple[str, ...]
+    """The parameter of each layer."""
+    start: int
+    """Our first output among those of the parameter; the others follow each `step`."""
+    step: int
+    total: int
+    """Outputs of the parameter."""
+    num_experts: int
+    alone: bool
+    """Whether the base's folder has a tensor for each expert."""
+
+    @property
+    def target(self) -> str:
+        """What target_parameters calls it, in all layers."""
+        return generic(self.parameters[0])
+
+    def module(self, layer: int, targets: Collection[str]) -> str:
+        """The module with the pair, where all of `targets` are wrapped."""
+        module, _, _ = self.parameters[layer].rpartition(".")
+        own, _, name = self.target.rpartition(".")
+        same = [target for target in targets if target.rpartition(".")[0] == own]
+        # Parameters for what goes in come before those for what comes out.
+        inner = any(target.endswith(".down_proj") for target in same) and name != "down_proj"
+        return module + ".base_layer" * inner
+
+
+def generic(parameter: str) -> str:
+    """A parameter's name without its layer."""
+    return re.sub(r"^.*?\blayers\.\d+\.", "", parameter)
+
+
+def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, Wrapped]:
+    """By path, all matrices of experts of an architecture."""
+    entries = {entry.param: entry.op for entry in family(config).names(config)}
+    found = {}
+    for path, linear in linears.items():
+        owner, _, part = path.rpartition(".")
+        op = entries[f"{path}.kernel"]
+        if not owner.endswith(".experts") or not isinstance(op, Stack):
+            continue
+        _, num_experts, _, outputs = linear.shape
+        gated = f"{owner}.gate" in linears
+        if isinstance(op.ops[0], Stack):
+            leaves = [innermost(layer) for layer in op.ops]
+            modules = [ONE_OF_MANY.fullmatch(leaf.name) for leaf in leaves]
+            if not all(modules):
+                continue
+            joined = gated and part in ("gate", "up")
+            name = "gate_up_proj" if joined else f"{part}_proj"
+            parameters = tuple(_runtime(f"{match[1]}.{name}") for match in modules if match)
+            start, total = outputs * (joined and part == "up"), outputs * (1 + joined)
+            found[path] = Wrapped(parameters, start, 1, total, num_experts, True)
+            continue
+        leaves = [innermost(layer) for layer in op.ops]
+        if all(isinstance(leaf, Tensor | Split) or hasattr(leaf, "step") for leaf in leaves):
+            start, step = getattr(leaves[0], "start", 0), getattr(leaves[0], "step", 1)
+            total = outputs if isinstance(leaves[0], Tensor) else 2 * outputs
+            parameters = tuple(_runtime(leaf.name) for leaf in leaves)
+            found[path] = Wrapped(parameters, start, step, total, num_experts, False)
+    return found
+
+
+def innermost(op: Op) -> Any:
+    """The op on the tensor itself; of several layers or experts, of the first."""
+    match op:
+        case Stack():
+            return innermost(op.ops[0])
+        case Transpose():
+            return innermost(op.op)
+    return op
+
+
+def _runtime(name: str) -> str:
+    for ours, theirs in RUNTIME:
+        if ours in name:
+            return name.replace(ours, theirs)
+    return name
+
+
+def find_targets(wanted: Iterable[str], wrapped: Mapping[str, Wrapped]) -> set[str]:
+    """The `Wrapped.target`s that PEFT's target_parameters name: by their ends, as it does."""
+    return {
+        one.target
+        for one in wrapped.values()
+        for name in wanted
+        if any(f".{parameter}".endswith(f".{name}") for parameter in one.parameters)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsA:
+    """Our a [E, in, R], R rows from `start` of each expert's `ranks` rows of a tensor there."""
+
+    name: str
+    start: int
+    ranks: int
+    num_experts: int
+
+    def shapes(self, shape):
+        return {self.name: (self.num_experts * self.ranks, shape[1])}
+
+    def _rows(self, expert: int, ranks: slice) -> slice:
+        first = expert * self.ranks + self.start
+        return slice(first + ranks.start, first + ranks.stop)
+
+    def read(self, fetch, index):
+        experts, inputs, ranks = index
+        parts = [
+            fetch(self.name, (self._rows(expert, ranks), inputs)).T
+            for expert in range(experts.start, experts.stop)
+        ]
+        return np.stack(parts)
+
+    def write(self, array, host):
+        array = host(array)
+        shape = self.shapes(array.shape)[self.name]
+        for expert, a in enumerate(array):
+            rows = self._rows(expert, slice(0, a.shape[1]))
+            yield Piece(self.name, shape, (rows, slice(0, a.shape[0])), a.T)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsB:
+    """Our b [E, R, out], the outputs from `first` on, each `step`, of R of the `ranks` of a tensor
+    there, from `start` on; what is written is zero at its other outputs."""
+
+    name: str
+    start: int
+    ranks: int
+    num_experts: int
+    first: int
+    step: int
+    total: int
+
+    def shapes(self, shape):
+        return {self.name: (self.total, self.ranks * self.num_experts)}
+
+    def read(self, fetch, index):
+        experts, ranks, outputs = index
+        chosen = slice(
+            self.first + outputs.start * self.step,
+            self.first + (outputs.stop - 1) * self.step + 1,
+            self.step,
+        )
+        columns = slice(
+            (self.start + ranks.start) * self.num_experts,
+            (self.start + ranks.stop) * self.num_experts,
+        )
+        part = fetch(self.name, (chosen, columns))
+        part = part.reshape(part.shape[0], ranks.stop - ranks.start, self.num_experts)
+        return part.transpose(2, 1, 0)[experts]
+
+    def write(self, array, host):
+        array = host(array)
+        experts, ranks, outputs = array.shape
+        shape = self.shapes(array.shape)[self.name]
+        columns = slice(self.start * experts, (self.start + ranks) * experts)
+        part = np.zeros((self.total, ranks * experts), array.dtype)
+        chosen = slice(self.first, self.first + (outputs - 1) * self.step + 1, self.step)
+        part[chosen] = array.transpose(2, 1, 0).reshape(outputs, -1)
+        yield Piece(self.name, shape, (whole(shape)[0], columns), part)

@@ -1,0 +1,177 @@
+"""A PEFT adapter folder as it lies on disk: what it holds, and refusals of what it should not."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
+from jaxtrain.adapters.peft_experts import Wrapped
+from jaxtrain.adapters.spec import LoRASpec
+from jaxtrain.errors import UserError
+from jaxtrain.hf.files import shorten, spell
+from jaxtrain.hf.safetensors import Folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+SAYS_NOTHING = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"),
+    *("revision", "task_type", "lora_dropout", "megatron_core", "loftq_config", "runtime_config"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("target_modules", "target_parameters", "exclude_modules"),
+    *("modules_to_save", "ensure_weight_tying"),
+    *("layers_pattern", "layers_to_transform"),
+}
+"""Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
+NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
+"""Initialisations that leave the base's weights as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftFolder:
+    """An adapter on disk; raises UserError for one that says more than we compute."""
+
+    path: Path
+    config: Mapping[str, Any]
+    files: Folder
+
+    @property
+    def dora(self) -> bool:
+        return bool(self.config.get("use_dora"))
+
+    @property
+    def targets(self) -> list[str]:
+        """Of its target_parameters."""
+        found = self.config.get("target_parameters") or []
+        return [found] if isinstance(found, str) else list(found)
+
+    def modules(self) -> dict[str, LoRASpec]:
+        """The slot of each adapted Hugging Face module, by its name in the base model."""
+        pairs = self.pairs()
+        return self._slots({m: rank for m, rank in self._ranks().items() if m not in pairs})
+
+    def pairs(self) -> set[str]:
+        """The modules whose pair belongs to one of target_parameters."""
+        owners = {target.rpartition(".")[0] or "experts" for target in self.targets}
+        return {
+            module
+            for module in self._ranks()
+            if any(f".{module.replace('.base_layer', '')}".endswith(f".{o}") for o in owners)
+        }
+
+    def pair_slots(self, experts: Wrapped, targets: set[str]) -> list[LoRASpec | None]:
+        """The slot of a matrix of experts in each layer."""
+        ranks, found = self._ranks(), {}
+        for layer, parameter in enumerate(experts.parameters):
+            module = experts.module(layer, targets)
+            if module in ranks:
+                rank, rest = divmod(ranks[module], experts.num_experts)
+                if rest or not rank:
+                    raise UserError(
+                        f"{self.path / WEIGHTS}: lora_A of {spell(module)} has {ranks[module]}"
+                        f" rows, no multiple of the {experts.num_experts} experts"
+                    )
+                found[parameter] = rank
+        slots = self._slots(found)
+        return [slots.get(parameter) for parameter in experts.parameters]
+
+    def _ranks(self) -> dict[str, int]:
+        """Rows of each factor A, by module."""
+        end = f".{SUFFIX['a']}"
+        names = [n for n in self.files.tensors if n.startswith(PREFIX) and n.endswith(end)]
+        return {n[len(PREFIX) : -len(end)]: self.files.tensors[n].shape[0] for n in names}
+
+    def _slots(self, ranks: Mapping[str, int]) -> dict[str, LoRASpec]:
+        patterns = self.config.get("alpha_pattern") or {}
+        chosen = match_patterns(self.path / CONFIG, "alpha_pattern", [*patterns], [*ranks])
+        return {
+            name: LoRASpec(
+                rank,
+                float(patterns[chosen[name]] if name in chosen else self.config["lora_alpha"]),
+                bool(self.config.get("use_rslora")),
+                self.dora,
+            )
+            for name, rank in ranks.items()
+        }
+
+    def full(self) -> set[str]:
+        """Tensors of the base model that the adapter replaces."""
+        return {
+            name[len(PREFIX) :]
+            for name in self.files.tensors
+            if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
+        }
+
+
+def open_peft(folder: str | os.PathLike) -> PeftFolder:
+    """The adapter of a PEFT folder, checked."""
+    folder = Path(folder)
+    file = folder / CONFIG
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; expected a PEFT adapter folder")
+    raw = read_peft_config(file)
+    odd = {key: value for key, value in raw.items() if key not in SAYS_NOTHING and value}
+    if odd.get("bias") == "none":
+        del odd["bias"]
+    if isinstance(odd.get("init_lora_weights"), str | bool | None) and (
+        odd.get("init_lora_weights") in NEUTRAL_INITS
+    ):
+        odd.pop("init_lora_weights", None)
+    if not raw.get("use_qalora"):
+        odd.pop("qalora_group_size", None)
+    if odd:
+        shown = {k: repr(spell(v)) if isinstance(v, str) else shorten(v) for k, v in odd.items()}
+        told = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
+        raise UserError(f"{file}: not supported: {told}")
+    peft = PeftFolder(folder, raw, Folder(folder, single=WEIGHTS))
+    tensors = peft.files.tensors
+    strange = [name for name in tensors if not name.startswith(PREFIX)]
+    known = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
+    strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(known))]
+    if strange:
+        told = ", ".join(map(spell, strange[:4]))
+        raise UserError(f"{folder / WEIGHTS}: unexpected tensors {told}")
+    check_shapes(peft)
+    first = f".{SUFFIX['a']}"
+    adapted = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+    wanted = {f"{module}.{end}" for module in adapted for end in known}
+    if missing := sorted(wanted - set(tensors)):
+        raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
+    check_ranks(peft)
+    return peft
+
+
+def check_shapes(peft: PeftFolder) -> None:
+    """UserError where a part of an adapter has not the number of dimensions of its kind."""
+    for name, stored in peft.files.tensors.items():
+        kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
+        dims = 1 if kind == "magnitude" else 2
+        if kind is not None and (len(stored.shape) != dims or 0 in stored.shape):
+            raise UserError(
+                f"{stored.file}: {spell(name)} has shape {stored.shape}; it must have {dims}"
+                f" dimension{'s' * (dims > 1)}, none of them 0"
+            )
+
+
+def check_ranks(peft: PeftFolder) -> None:
+    """UserError where the tensors of an adapter do not fit each other."""
+    tensors, ends = peft.files.tensors, {kind: f".{end}" for kind, end in SUFFIX.items()}
+    for name, down in tensors.items():
+        if not name.endswith(ends["a"]):
+            continue
+        module = name.removesuffix(ends["a"])
+        up = tensors[module + ends["b"]]
+        if up.shape[1] != down.shape[0]:
+            raise UserError(
+                f"{down.file}: {spell(module)} has lora_A {down.shape} and lora_B {up.shape}; their"
+                " ranks differ"
+            )
+        magnitude = tensors.get(module + ends["magnitude"])
+        if magnitude is not None and magnitude.shape != up.shape[:1]:
+            raise UserError(
+                f"{down.file}: {spell(module)} has a magnitude {magnitude.shape} for lora_B"
+                f" {up.shape}"
+            )
