@@ -65,8 +65,8 @@ class ExpertCorrection:
     num_experts: int
     expert: int | None = None
     """Whose tensor it is; None: the tensor holds all experts."""
-    outputs: slice = slice(None)
-    """Of the pair, those of this tensor."""
+    outputs: slice | None = None
+    """Of the pair, those of this tensor; None: all."""
     transposed: bool = False
     """Whether the tensor is [in, out]."""
 
@@ -76,7 +76,7 @@ class ExpertCorrection:
         expert = index if self.expert is None else self.expert
         rank = self.slot.rank
         rows = (slice(expert * rank, (expert + 1) * rank), slice(None))
-        columns = (self.outputs, slice(expert, None, self.num_experts))
+        columns = (self.outputs or slice(None), slice(expert, None, self.num_experts))
         down = fetch(self.peft, f"{self.module}.{SUFFIX['a']}", rows).astype(np.float32)
         up = fetch(self.peft, f"{self.module}.{SUFFIX['b']}", columns).astype(np.float32)
         delta = np.float32(self.slot.scale) * (up @ down)

@@ -91,7 +91,7 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, Place]:
     rows = {}
     for path, experts in wrapped_slots(config, adapter).items():
         if not experts.alone:
-            groups[experts.target].append(path)
+            groups[experts.parameters[0]].append(path)
     for entry in family(config).names(config):
         path, op = entry.param.removesuffix(".kernel"), innermost(entry.op)
         if path in adapter.slots and isinstance(op, Rows) and _count(op) < op.total:

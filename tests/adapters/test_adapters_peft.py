@@ -15,13 +15,11 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import (
     adapter_entries,
     load_trained,
-    open_peft,
     read_adapter,
     write_peft,
 )
+from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
-from jaxtrain.config import AdapterConfig
-from jaxtrain.core.assemble import make_adapter as choose_adapter
 from jaxtrain.errors import UserError
 from jaxtrain.hf.safetensors import Folder
 from jaxtrain.models import build
@@ -208,16 +206,6 @@ def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
             for given, v in ((slot, values), (again.slots[path], loaded))
         )
         np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
-
-
-def test_experts_in_one_tensor_are_refused_before_training():
-    qwen = build.config_from_hf(RAW["qwen3_5_moe"])
-    qwen = qwen.fit(["model.layers.0.mlp.experts.gate_up_proj", "model.embed_tokens.weight"])
-    for config in (qwen, build.config_from_hf(RAW["granitemoehybrid"])):
-        for target in ("all-linear", "experts.down"):
-            with pytest.raises(UserError, match=r"layers.\d.*, one tensor of several matrices"):
-                choose_adapter(AdapterConfig(kind="lora", target=target), config)
-        assert choose_adapter(AdapterConfig(kind="lora", target="attention"), config).slots
 
 
 def test_parts_of_one_matrix_need_one_rank(tmp_path):

@@ -1,0 +1,163 @@
+"""Pairs for all experts of a layer, as PEFT's ParamWrapper has them: out, in, and merged."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_adapters_peft import TOKENS, make_params, our_logits
+
+from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from families_gptoss import FAMILIES
+from tiny_models import RAW, SIZES, pack
+
+CONFIGS = {
+    "gpt_oss": {**SIZES, **FAMILIES["gpt_oss"]},  # [in, out] matrices, gate and up in turns
+    "qwen3_moe": RAW["qwen3_moe"],  # a tensor for each expert
+    "qwen3_5_moe": RAW["qwen3_5_moe"],  # [out, in], gate rows first
+}
+FUSED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def make_base(folder, name, **sizes):
+    config = build.config_from_hf({**CONFIGS[name], **sizes})
+    if name == "qwen3_5_moe":
+        config = config.fit([FUSED])
+    build.save(build.init(config, seed=3), config, folder)
+    return build.read_config(folder)
+
+
+def logits_of(folder):
+    model = build.load(folder)
+    return np.asarray(model.logits(model.hidden(pack([[row] for row in TOKENS], 30)).hidden))
+
+
+def theirs(base):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+
+
+def run(model):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS).long()).logits.numpy()
+
+
+def assert_close(found, expected, plain):
+    # fp32 sums in another order; and the adapter does something.
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    assert np.abs(plain - expected).max() > 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("gpt_oss", ["all-linear"]),
+        pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.slow),
+        pytest.param("gpt_oss", ["experts.up", "attention"], marks=pytest.mark.slow),
+        pytest.param("gpt_oss", ["experts.down"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_peft_loads_and_we_merge_what_we_write(name, target, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    config = make_base(tmp_path / "base", name)
+    slots = choose_slots(find_linears(config), target, LoRASpec(4, 6.0), {}, {})
+    adapter = Adapter(slots)
+    _, values, rebuild = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
+    model = peft.PeftModel.from_pretrained(theirs(tmp_path / "base"), str(tmp_path / "adapter"))
+    expected, plain = run(model), logits_of(tmp_path / "base")
+    assert_close(our_logits(tmp_path / "base", values, rebuild, TOKENS), expected, plain)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
+    assert_close(logits_of(tmp_path / "out"), expected, plain)
+    again = read_adapter(tmp_path / "adapter", config, "float32")
+    shapes, _, rebuild = make_params(config, again)
+    loaded = load_trained(shapes, config, again)
+    assert_close(our_logits(tmp_path / "base", loaded, rebuild, TOKENS), expected, plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_we_load_and_merge_what_peft_writes(name, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    config = make_base(tmp_path / "base", name)
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"mlp.experts.down_proj": 2},
+        alpha_pattern={"mlp.experts.down_proj": 5},
+        use_rslora=True,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(theirs(tmp_path / "base"), settings)
+    model.save_pretrained(tmp_path / "adapter")
+    expected, plain = run(model), logits_of(tmp_path / "base")
+    adapter = read_adapter(tmp_path / "adapter", config, "float32")
+    ranks = {path.rpartition(".")[2]: slot.rank for path, slot in adapter.slots.items()}
+    assert ranks == {"q": 3, "gate": 3, "up": 3, "down": 2}
+    shapes, _, rebuild = make_params(config, adapter)
+    loaded = load_trained(shapes, config, adapter)
+    assert_close(our_logits(tmp_path / "base", loaded, rebuild, TOKENS), expected, plain)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_close(logits_of(tmp_path / "out"), expected, plain)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """(config, adapter, values) of pairs written to tmp_path / adapter."""
+    config = make_base(tmp_path / "base", "gpt_oss")
+    slots = choose_slots(find_linears(config), ["mlp"], LoRASpec(4, 6.0), {"down": 2}, {})
+    adapter = Adapter(slots)
+    _, values, _ = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path / "adapter", None)
+    return config, adapter, values
+
+
+def test_the_layout_is_expert_major_and_rank_major(written, tmp_path):
+    config, _, values = written
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert raw["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert raw["r"] == 8 and raw["lora_alpha"] == 12  # gate and up are one pair
+    assert raw["rank_pattern"] == {"mlp.experts.down_proj": 2}
+    start = "base_model.model.model.layers.1.mlp.experts."
+    a, b = (found[f"{start}base_layer.lora_{part}.weight"] for part in "AB")
+    experts, width, hidden = 5, config.hidden_size, config.intermediate_size
+    assert a.shape == (experts * 8, width) and b.shape == (2 * hidden, 8 * experts)
+    path = "stack.block.mlp.experts.{}.adapter.{}"
+    for e in range(experts):
+        product = b[:, e::experts] @ a[8 * e : 8 * e + 8]
+        for place, part in enumerate(("gate", "up")):
+            ours = [np.asarray(values[path.format(part, factor)][1, e]) for factor in "ab"]
+            np.testing.assert_allclose(product[place::2], (ours[0] @ ours[1]).T, atol=1e-6)
+    assert found[f"{start}lora_A.weight"].shape == (experts * 2, hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target_parameters": ["mlp.experts.w1"]}, "does not have; it has mlp.experts.down_proj"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "unknown modules|no experts for"),
+        ({"target_parameters": [3]}, "target_parameters"),
+    ],
+    ids=str,
+)
+def test_pairs_that_fit_nothing_are_refused(change, words, written, tmp_path):
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=words):
+        read_adapter(tmp_path / "adapter", written[0], "float32")
+    with pytest.raises(UserError, match=words):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
