@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MiniMaxM2ForCausalLM": "jaxtrain.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxtrain.models.ministral3",
-    "Mistral3ForConditionalGeneration": "jaxtrain.models.mistral4",
+    "Mistral3ForConditionalGeneration": "jaxtrain.models.mistral",
     "Mistral4ForCausalLM": "jaxtrain.models.mistral4",
     "MistralForCausalLM": "jaxtrain.models.mistral",
     "MixtralForCausalLM": "jaxtrain.models.mixtral",
@@ -55,6 +55,12 @@ ARCHITECTURES = {
     "SolarOpenForCausalLM": "jaxtrain.models.solar_open",
 }
 """The built-in ones, imported when a config.json names them."""
+
+TEXTS: dict[tuple[str, str], str] = {
+    ("Mistral3ForConditionalGeneration", "ministral3"): "jaxtrain.models.ministral3",
+    ("Mistral3ForConditionalGeneration", "mistral4"): "jaxtrain.models.mistral4",
+}
+"""Of architectures around several texts, those whose text_config.model_type is another one."""
 
 DRAFTS: dict[str, str] = {
     "DFlashDraftModel": "jaxtrain.models.dflash",

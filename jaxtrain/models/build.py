@@ -29,7 +29,7 @@ from jaxtrain.hf.files import read_object, spell
 from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
 from jaxtrain.hf.packed import open_folder, without_packing
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
-from jaxtrain.models import ARCHITECTURES, DRAFTS
+from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
@@ -42,10 +42,14 @@ def family(config: DecoderConfig) -> ModuleType:
     return sys.modules[type(config).__module__]
 
 
-def find_family(architecture: str) -> ModuleType:
-    """The module of an architecture, built in or an entry point's; UserError names all of them."""
+def find_family(architecture: str, text: Any = None) -> ModuleType:
+    """The module of an architecture, built in or an entry point's; UserError names all of them.
+    text: what stands in text_config, where there are several kinds of it."""
     key, advice = "config.json: architectures", "set model.family to the module that holds it"
     known = {**ARCHITECTURES, **DRAFTS}
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if isinstance(kind, str) and (architecture, kind) in TEXTS:
+        known[architecture] = TEXTS[architecture, kind]
     return plugins.find("models", architecture, known, key=key, modules=True, instead=advice)
 
 
@@ -63,7 +67,7 @@ def config_from_hf(
     if place is not None:
         module = plugins.load_module(place, key=f"model.family {place!r}")
     elif base is not None:
-        module = find_family(base)
+        module = find_family(base, raw.get("text_config"))
     else:
         known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
         types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731

@@ -16,7 +16,7 @@ names = mistral.names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(mistral.Config):
     architecture: ClassVar[str] = "Ministral3ForCausalLM"
-    model_type: ClassVar[str] = "ministral3"
+    text_type: ClassVar[str] = "ministral3"
     rope_keys: ClassVar[tuple[str, ...]] = ("llama_4_scaling_beta", "max_position_embeddings")
     """The second says again what max_position_embeddings does."""
 

@@ -1,5 +1,7 @@
 """Mistral dense (Jiang et al. 2023, arXiv:2310.06825): Llama's network, no biases, and where
-`sliding_window` is set, each layer sees only that many tokens back."""
+`sliding_window` is set, each layer sees only that many tokens back.
+
+Folders of Mistral Small 3.1 and later are multimodal; their vision tower is carried along."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,14 +11,31 @@ from flax import nnx
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
-from jaxtrain.models.naming import decoder_names
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.naming import decoder_names, with_prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class PixtralConfig(TextConfig):
+    """A text that may stand beside the vision tower of Mistral AI's folders."""
+
+    also: ClassVar[tuple[str, ...]] = ("Mistral3ForConditionalGeneration",)
+    model_type: ClassVar[str] = "mistral3"
+    carries: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.", "multi_modal_projector."),
+        *("model.vision_tower.", "model.multi_modal_projector."),
+    )
+    prefixes: ClassVar[tuple[str, ...]] = (
+        *("language_model.model.", "model.language_model.", "model."),
+    )
+    media: ClassVar[tuple[str, ...]] = ("image_token_index", "image_token_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PixtralConfig):
     architecture: ClassVar[str] = "MistralForCausalLM"
-    model_type: ClassVar[str] = "mistral"
+    text_type: ClassVar[str] = "mistral"
 
     sliding_window: int | None = None
 
@@ -31,4 +50,4 @@ class Model(Decoder):
 
 def names(config: Config) -> list[Entry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config)
+    return with_prefix(decoder_names(config), config.prefix)

@@ -20,7 +20,7 @@ from jaxtrain.models.latent import (
     latent_attention_names,
     make_latent_block,
 )
-from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.mistral import PixtralConfig
 from jaxtrain.models.naming import (
     EXPERT_PARTS,
     fused_expert_names,
@@ -33,10 +33,8 @@ from jaxtrain.models.naming import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(TextConfig, PairedLatentConfig):
+class Config(PixtralConfig, PairedLatentConfig):
     architecture: ClassVar[str] = "Mistral4ForCausalLM"
-    also: ClassVar[tuple[str, ...]] = ("Mistral3ForConditionalGeneration",)
-    model_type: ClassVar[str] = "mistral3"
     text_type: ClassVar[str] = "mistral4"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     rope_keys: ClassVar[tuple[str, ...]] = (
@@ -44,15 +42,7 @@ class Config(TextConfig, PairedLatentConfig):
     )
     """The second says again what max_position_embeddings does, the third what qk_rope_head_dim."""
     wide_router: ClassVar[bool] = False
-    carries: ClassVar[tuple[str, ...]] = (
-        *("vision_tower.", "multi_modal_projector."),
-        *("model.vision_tower.", "model.multi_modal_projector."),
-    )
     goes_stale: ClassVar[tuple[str, ...]] = ()
-    prefixes: ClassVar[tuple[str, ...]] = (
-        *("language_model.model.", "model.language_model.", "model."),
-    )
-    media: ClassVar[tuple[str, ...]] = ("image_token_index", "image_token_id")
 
     def check(self) -> None:
         share = dict(self.rope).get("partial_rotary_factor", 1.0)

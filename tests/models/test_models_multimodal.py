@@ -1,0 +1,73 @@
+"""Folders that transformers writes of models with a vision tower: their text is what it computes,
+everything else comes back byte by byte."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
+
+import torch
+import transformers
+from test_models_families import FAMILIES, read_flat, relative_error
+from tiny_models import documents, pack
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+
+PIXTRAL = {
+    **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+}
+
+
+def write_mistral(folder, text: str, tied: bool):
+    """The folder of a multimodal model around a text of `FAMILIES`."""
+    torch.manual_seed(0)
+    config = transformers.Mistral3Config(
+        text_config={**FAMILIES[text], "tie_word_embeddings": tied},
+        vision_config=PIXTRAL,
+        image_token_index=5,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("text", "tied"),
+    [("ministral3", False), pytest.param("mistral", True, marks=pytest.mark.slow)],
+)
+def test_the_text_of_a_mistral_with_a_tower(text, tied, tmp_path):
+    theirs = write_mistral(tmp_path / "in", text, tied)
+    config = build.read_config(tmp_path / "in")
+    assert config.text_type == text and config.prefix == "language_model.model."
+    model = build.load(tmp_path / "in")
+    (document,) = documents(3, 24)
+    document = np.where(document == 5, 6, document)
+    ours = model.logits(model.hidden(pack([[document]], 24)).hidden)[0]
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(document[None]).long()).logits[0].numpy()
+    assert relative_error(np.asarray(ours), wanted) < 1e-5
+
+    build.save(model, config, tmp_path / "out")
+    stored, found = read_flat(tmp_path / "in"), read_flat(tmp_path / "out")
+    assert set(found) == set(stored)
+    assert tied == ("language_model.lm_head.weight" not in found)
+    for name, array in stored.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    assert build.read_config(tmp_path / "out") == config
+    again = transformers.Mistral3ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        said = again(torch.from_numpy(document[None]).long()).logits[0].numpy()
+    np.testing.assert_array_equal(said, wanted)
+
+
+def test_a_text_that_no_family_has_is_refused_by_name():
+    raw = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {"model_type": "qwen2"},
+    }
+    with pytest.raises(UserError, match="text_config.model_type='qwen2'"):
+        build.config_from_hf(raw)
