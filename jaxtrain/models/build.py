@@ -316,18 +316,20 @@ def save(
     """Write safetensors and config.json that transformers loads.
 
     dtype None: each tensor in the dtype of the folder that was loaded, or of the parameter where
-    nothing was. Every process takes part; the first one writes.
+    nothing was; so are those of `wide_tensors` whatever dtype is. Every process takes part; the
+    first one writes.
     """
     stored = dict(model.stored)
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
     if config.score is None and config.tie_word_embeddings and TIED_COPY in stored:
         entries = [*entries, Entry("embed.embedding", Tensor(TIED_COPY))]
-    plan = {}
+    plan, wide = {}, wide_tensors(config) if dtype else ()
     for entry in entries:
         own, fixed = params[entry.param].dtype, fixed_dtypes(entry)
         for name, shape in entry.op.shapes(params[entry.param].shape).items():
-            chosen = fixed.get(name) or dtype or stored.get(name) or stored.get("") or own
+            asked = fixed.get(name) or (None if name in wide else dtype)
+            chosen = asked or stored.get(name) or stored.get("") or own
             plan[name] = (shape, np.dtype(chosen))
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     if is_main_process():
@@ -350,6 +352,19 @@ def save(
     else:
         collections.deque(pieces, maxlen=0)  # takes part in the gathers
     sync_processes("save")
+
+
+def wide_tensors(config: DecoderConfig) -> frozenset[str]:
+    """Tensors that are float32 whatever the param dtype is, such as a bias that moves the choice of
+    experts, or the decay of a layer of linear attention."""
+    state = nnx.to_flat_state(nnx.state(abstract(config, param_dtype="bfloat16")))
+    params = {".".join(map(str, path)): leaf.get_value() for path, leaf in state}
+    return frozenset(
+        name
+        for entry in family(config).names(config)
+        if params[entry.param].dtype == "float32"
+        for name in entry.op.shapes(params[entry.param].shape)
+    )
 
 
 def fixed_dtypes(entry: Entry) -> Mapping[str, Any]:

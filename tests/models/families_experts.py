@@ -123,8 +123,8 @@ FAMILIES = {
     "lfm2_moe": {
         "model_type": "lfm2_moe",
         "norm_eps": 1e-3,
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
         "head_dim": 12,
         "num_dense_layers": 1,
         "moe_intermediate_size": 24,

@@ -6,9 +6,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from families_experts import FAMILIES as EXPERTS
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from tiny_models import RAW, documents, pack
+from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, finite
@@ -74,6 +75,21 @@ def test_save_in_a_chosen_dtype(tmp_path):
     build.save(build.init(config, 0), config, tmp_path, dtype="bfloat16")
     found = load_file(tmp_path / "model.safetensors")
     assert {array.dtype for array in found.values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_what_is_wide_stays_wide(tmp_path):
+    """A bias that moves the choice of experts: steps of a bfloat16 near 5 are 0.03."""
+    config = build.config_from_hf({**SIZES, **EXPERTS["glm4_moe"]})
+    model = build.init(config, 0)
+    bias = model.stack.block.mlp.router.choice_bias
+    bias[...] = bias[...] + 5.001
+    build.save(model, config, tmp_path, dtype="bfloat16")
+    found = load_file(tmp_path / "model.safetensors")
+    wide = {name: array for name, array in found.items() if array.dtype == np.float32}
+    assert {name.split(".", 3)[3] for name in wide} == {"mlp.gate.e_score_correction_bias"}
+    assert len(wide) == 2 and all((array == np.float32(5.001)).all() for array in wide.values())
+    low = build.load(tmp_path, param_dtype="bfloat16")
+    assert (low.stack.block.mlp.router.choice_bias[...] == np.float32(5.001)).all()
 
 
 @pytest.mark.parametrize("sizes", MESHES[:2], ids=str)

@@ -5,7 +5,6 @@ would hold.
 """
 
 import collections
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
-from jaxtrain.models.build import family, to_host
+from jaxtrain.models.build import family, to_host, wide_tensors
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
@@ -95,7 +94,7 @@ def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params
     if is_main_process():
         return lambda params: params
     entries = family(parts.architecture).names(parts.architecture)
-    wide = find_wide(parts)
+    wide = wide_tensors(parts.architecture)
 
     def take_part(params: Params) -> Params:
         collections.deque(list_pieces(params, entries, dtype, wide=wide), maxlen=0)
@@ -132,7 +131,7 @@ def open_weights(
         entry = next(entry for entry in entries if entry.param == path)
         shapes |= entry.op.shapes(like.shape)
     dtype, device = servers.config.weight_dtype, None
-    wide = find_wide(parts)
+    wide = wide_tensors(parts.architecture)
     if servers.config.transport == "device":
         device = open_device_image(shapes, dtype, entries, servers.say, wide)
     kept = Kept() if delta and servers.config.delta_base == "device" else None
@@ -147,19 +146,6 @@ def open_weights(
         device=device,
         wide=wide,
         carried=parts.architecture.carries,
-    )
-
-
-def find_wide(parts: Parts) -> frozenset[str]:
-    """The tensors that are float32 whatever model.param_dtype is, such as the decay of a layer of
-    linear attention: they are sent so, too."""
-    low = dataclasses.replace(parts, options={**parts.options, "param_dtype": "bfloat16"})
-    shapes, _ = abstract_params(low)
-    return frozenset(
-        name
-        for entry in family(parts.architecture).names(parts.architecture)
-        if shapes[entry.param].dtype == "float32"
-        for name in entry.op.shapes(shapes[entry.param].shape)
     )
 
 
