@@ -1,20 +1,24 @@
 """The shard_map around the experts' kernels: who computes what of a mixture of experts.
 
-A device computes what its experts (mesh axis of "experts") and its columns of them ("mlp") add for
-all tokens of its rows, and the shares are summed.
+A device computes what its experts (mesh axis of "experts") and its columns of them ("mlp") add to
+tokens, and the shares are summed. Where experts are cut, tokens travel to them and back
+(`expert_transport`); where they are not, tokens stay.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtrain_kernels import Adapters, Biases, Clamped, moe_ffn
 
-from jaxtrain.layers.linear import kernel_specs
+from jaxtrain.layers.expert_transport import Group, Transport, exchanges, send_through
+from jaxtrain.layers.linear import Place, kernel_specs
 from jaxtrain.layers.router import Choice
-from jaxtrain.parallel.rules import partition_spec
+from jaxtrain.parallel.rules import count_ways, partition_spec
 
 AXES = {
     "gate": (("experts", None, "mlp"), ("experts", None, None), ("experts", None, "mlp")),
@@ -29,71 +33,110 @@ def through_experts(
     x_BTD: jax.Array,
     choice: Choice,
     experts: nnx.Module,
+    real_BT: jax.Array,
     *,
     activation: str | Clamped,
     impl: str,
-) -> jax.Array:
-    """sum over k of gate_k * expert_k(x), each device on its tokens, its experts, its columns.
+    transport: Transport,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(sum over k of gate_k * expert_k(x), what there is to note of the transport).
 
-    x [B, T, D]; experts: a module whose matrices are called as in AXES, each an ExpertLinear.
+    x [B, T, D]; experts: a module whose matrices are called as in AXES, each an ExpertLinear. Where
+    experts are cut, padding goes to none of them and gets 0, and "expert_rounds" [B] is noted: the
+    rounds that the slowest device needed of those that shared the row's tokens.
     """
+    weights, frozen = _read(experts)
+    op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
+
+    def compute(x, ids, gates, trained, fixed, rows=None):
+        own = {**trained, **fixed}
+        return op(
+            x,
+            ids,
+            gates,
+            *(own["kernels"].get(name) for name in AXES),
+            adapters=Adapters(**own["factors"]),
+            biases=Biases(**own["biases"]),
+            capacity=rows,
+        )
+
+    tokens = (x_BTD, choice.experts, choice.gates)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return compute(*map(_flat, tokens), weights, {}).reshape(x_BTD.shape), {}
+    place = functools.partial(partition_spec, mesh=mesh)
+    num_experts, top = weights["kernels"]["up"].shape[0], choice.experts.shape[-1]
+    owners, _, columns = map(_axes, place(AXES["up"][0], weights["kernels"]["up"].shape))
+    rows, length, _ = map(_axes, place(("rows", "sequence", None), x_BTD.shape))
+    exchanged = exchanges(transport, num_experts, top, count_ways(owners, mesh))
+    exchanged = exchanged and set(owners) <= set(rows)
+    if exchanged or not owners:  # devices that share the columns hold the same tokens
+        length = tuple(axis for axis in length if axis not in columns)
+    shares = (*owners, *columns)
+    shared = tuple(axis for axis in shares if axis in (*rows, *length))
+    summed = tuple(axis for axis in shares if axis not in shared)
+    group = Group(owners, shared, num_experts, exchanged)
+    elsewhere = tuple(axis for axis in mesh.axis_names if axis not in rows)
+
+    def local(tokens, real_BT, weights):
+        if columns and (down := weights["biases"].get("down")) is not None:
+            down = jnp.where(jax.lax.axis_index(columns) == 0, down, 0)  # one of them adds it
+            weights = {**weights, "biases": {**weights["biases"], "down": down}}
+        x, ids, gates = map(_flat, tokens)
+        notes = {}
+        if owners:
+            ids = jnp.where(real_BT.reshape(-1, 1), ids, -1)
+            fixed = {"kernels": weights["kernels"]} if frozen else {}
+            trained = {name: part for name, part in weights.items() if name not in fixed}
+            y, rounds = send_through(transport, group, compute, x, ids, gates, trained, fixed)
+            rounds = jax.lax.pmax(rounds, elsewhere) if elsewhere else rounds
+            notes["expert_rounds"] = jnp.broadcast_to(rounds, real_BT.shape[:1])
+        else:
+            y = compute(x, ids, gates, weights, {})
+        y = jax.lax.psum(y, summed) if summed else y
+        return y.reshape(tokens[0].shape), notes
+
+    by_token = PartitionSpec(rows, length)
+    y_BTD, notes = jax.shard_map(
+        local,
+        in_specs=(by_token, by_token, _specs(weights, place)),
+        out_specs=(by_token, {"expert_rounds": PartitionSpec(rows)} if owners else {}),
+        check_vma=False,
+    )(tokens, real_BT, weights)
+    return checkpoint_name(y_BTD, "moe_out") if owners else y_BTD, notes
+
+
+def _read(experts: nnx.Module) -> tuple[dict[str, dict[str, Any]], bool]:
+    """({"kernels", "factors", "biases": {matrix: its own}}, whether the kernels are frozen)."""
     kernels, factors, biases = {}, {}, {}
     matrices = {name: getattr(experts, name) for name in AXES if hasattr(experts, name)}
     for name, matrix in matrices.items():
         kernels[name], factors[name] = matrix.weights()
         biases[name] = None if matrix.bias is None else matrix.bias[...]
     frozen = any(pair is not None for pair in factors.values())
-    op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
+    frozen = frozen or any(hasattr(kernel, "unpack") for kernel in kernels.values())
+    return {"kernels": kernels, "factors": factors, "biases": biases}, frozen
 
-    def compute(x_BTD, experts_BTK, gates_BTK, kernels, factors, biases):
-        D, k = x_BTD.shape[-1], experts_BTK.shape[-1]
-        y = op(
-            x_BTD.reshape(-1, D),
-            experts_BTK.reshape(-1, k),
-            gates_BTK.reshape(-1, k),
-            *(kernels.get(name) for name in AXES),
-            adapters=Adapters(**factors),
-            biases=Biases(**biases),
-        )
-        return y.reshape(x_BTD.shape)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return compute(x_BTD, choice.experts, choice.gates, kernels, factors, biases)
-    place = functools.partial(partition_spec, mesh=mesh)
-    specs = {name: kernel_specs(kernel, AXES[name][0], place) for name, kernel in kernels.items()}
-    factor_specs = {
-        name: pair and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
-        for name, pair in factors.items()
+def _specs(weights: dict[str, dict[str, Any]], place: Place) -> dict[str, dict[str, Any]]:
+    """A PartitionSpec for each leaf of what `_read` gives."""
+    kernels, factors, biases = weights["kernels"], weights["factors"], weights["biases"]
+    return {
+        "kernels": {name: kernel_specs(k, AXES[name][0], place) for name, k in kernels.items()},
+        "factors": {
+            name: pair
+            and tuple(place(a, p.shape) for a, p in zip(AXES[name][1:], pair, strict=True))
+            for name, pair in factors.items()
+        },
+        "biases": {
+            name: None if bias is None else place(AXES[name][0][::2], bias.shape)
+            for name, bias in biases.items()
+        },
     }
-    bias_specs = {
-        name: None if bias is None else place(AXES[name][0][::2], bias.shape)
-        for name, bias in biases.items()
-    }
-    owners, _, columns = place(AXES["up"][0], kernels["up"].shape)
-    shares = (*_axes(owners), *_axes(columns))
-    # Devices that share the work of the same tokens all hold these tokens.
-    rows, length, _ = place(("rows", "length", None), x_BTD.shape)
-    x_spec = PartitionSpec(
-        *(tuple(axis for axis in _axes(dim) if axis not in shares) for dim in (rows, length))
-    )
 
-    def local(x_BTD, experts_BTK, gates_BTK, kernels, factors, biases):
-        if owners is not None:  # the others' experts get numbers that no local expert has
-            first = jax.lax.axis_index(owners) * kernels["up"].shape[0]
-            experts_BTK = experts_BTK - first
-        if columns is not None and biases["down"] is not None:  # one of those that share adds it
-            first = jax.lax.axis_index(columns) == 0
-            biases = {**biases, "down": jnp.where(first, biases["down"], 0)}
-        y_BTD = compute(x_BTD, experts_BTK, gates_BTK, kernels, factors, biases)
-        return jax.lax.psum(y_BTD, shares) if shares else y_BTD
 
-    return jax.shard_map(
-        local,
-        in_specs=(x_spec, x_spec, x_spec, specs, factor_specs, bias_specs),
-        out_specs=x_spec,
-        check_vma=False,
-    )(x_BTD, choice.experts, choice.gates, kernels, factors, biases)
+def _flat(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, array.shape[-1])
 
 
 def _axes(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:

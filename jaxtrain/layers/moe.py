@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtrain_kernels import Clamped, Context
 
 from jaxtrain.layers.expert_parallel import through_experts
+from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import Dtype, ExpertLinear, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.router import Router
@@ -36,9 +37,9 @@ class Experts(nnx.Module):
     ):
         linear = functools.partial(ExpertLinear, num_experts, top, use_bias=use_bias, **common)
         if gated:
-            self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
-        self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))
-        self.down = linear(num_hidden, num_features, axes=("mlp", "embed"))
+            self.gate = linear(num_features, num_hidden, axes=("expert_embed", "mlp"))
+        self.up = linear(num_features, num_hidden, axes=("expert_embed", "mlp"))
+        self.down = linear(num_hidden, num_features, axes=("mlp", "expert_embed"))
 
 
 class SharedGate(nnx.Module):
@@ -107,6 +108,7 @@ class MoE(nnx.Module):
         self.num_experts = num_experts
         self.activation = activation
         self.impl = impl
+        self.transport = Transport()  # `Options.transport` may put another in its place
 
     def __call__(
         self,
@@ -115,15 +117,21 @@ class MoE(nnx.Module):
         given_BTK: jax.Array | None = None,
         routed_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(result, what is noted of the choice: see `note_choice`).
+        """(result, what is noted: see `note_choice` and `through_experts`).
 
         given_BTK: experts to go to in the place of the router's choice, as `choose` takes them.
         routed_BTD: what the router reads, where that is not x.
         """
         choice = self.router(x_BTD if routed_BTD is None else routed_BTD, given_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
-        y_BTD = through_experts(
-            y_BTD, choice, self.experts, activation=self.activation, impl=self.impl
+        y_BTD, notes = through_experts(
+            y_BTD,
+            choice,
+            self.experts,
+            context.real(),
+            activation=self.activation,
+            impl=self.impl,
+            transport=self.transport,
         )
         if self.latent_out is not None:
             y_BTD = self.latent_out(y_BTD)
@@ -133,4 +141,4 @@ class MoE(nnx.Module):
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD
             y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
-        return y_BTD, note_choice(choice, context, given_BTK)
+        return y_BTD, {**note_choice(choice, context, given_BTK), **notes}

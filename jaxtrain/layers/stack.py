@@ -26,7 +26,7 @@ from jaxtrain.parallel.rules import constrain
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(
-    "attention_out", "attention_lse", "mla_latent"
+    "attention_out", "attention_lse", "mla_latent", "moe_out"
 )
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,

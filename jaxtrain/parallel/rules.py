@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
     "layers": (),
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "context", "expert"),
+    "expert_embed": ("fsdp", "context"),  # of experts, which are cut over their own axis already
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

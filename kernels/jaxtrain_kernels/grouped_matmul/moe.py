@@ -35,6 +35,7 @@ def moe_ffn(
     activation: Activation = "silu",
     freeze_experts: bool = False,
     block: int | None = None,
+    capacity: int | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """sum over k of gates[t, k] * (act(x W_gate) * (x W_up)) W_down; [T, D] in x's dtype.
@@ -48,8 +49,9 @@ def moe_ffn(
     token's result does not depend on its neighbours. Deterministic.
     Gradients to x, gates, adapters, biases and, unless `freeze_experts`, the three matrices.
     `block` is the rows that one expert's segment is padded to: smaller wastes less, and the Hopper
-    kernels want 128; None chooses. Raises ValueError for shapes that do not fit or an unknown
-    activation, NotImplementedError if `impl` declines.
+    kernels want 128; None chooses. `capacity`: choices inside of [0, E) are at most so many, and
+    buffers hold no more; None: all may be. Raises ValueError for shapes that do not fit or an
+    unknown activation, NotImplementedError if `impl` declines.
     """
     (T, D), (E, _, F) = x.shape, w_up.shape
     gate_shape = w_up.shape if w_gate is None else w_gate.shape
@@ -65,8 +67,9 @@ def moe_ffn(
     freeze_experts = freeze_experts or hasattr(w_up, "unpack")
     if freeze_experts:
         w_gate, w_up, w_down = jax.lax.stop_gradient((w_gate, w_up, w_down))
+    capacity = min(experts.size, capacity or experts.size)
     if block is None:
-        block = choose_block(x, experts.size, w_up, impl)
+        block = choose_block(x, capacity, w_up, impl)
     found = dispatch(
         "moe_ffn",
         impl,
@@ -76,7 +79,7 @@ def moe_ffn(
         w_gate,
         w_up,
         w_down,
-        route(experts, E, block),
+        route(experts, E, block, capacity),
         adapters=adapters,
         biases=biases,
         activation=activation,

@@ -40,8 +40,11 @@ class Routing(NamedTuple):
     """int32 [T, k] row of each token's k-th expert; P or more where it has none here."""
 
 
-def route(experts: jax.Array, num_experts: int, block: int = BLOCK) -> Routing:
-    """Rows for the chosen experts int32 [T, k]; one outside [0, num_experts) gets none."""
+def route(
+    experts: jax.Array, num_experts: int, block: int = BLOCK, capacity: int | None = None
+) -> Routing:
+    """Rows for the chosen experts int32 [T, k]; one outside [0, num_experts) gets none. At most
+    `capacity` choices are inside; None: all may be."""
     T, k = experts.shape
     flat = experts.reshape(T * k)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)  # nobody's: last
@@ -53,7 +56,7 @@ def route(experts: jax.Array, num_experts: int, block: int = BLOCK) -> Routing:
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     chosen = flat[order]
     rank = jnp.arange(T * k, dtype=jnp.int32) - before[chosen]
-    num_blocks = -(-T * k // block) + num_experts
+    num_blocks = -(-(capacity or T * k) // block) + num_experts
     rows = num_blocks * block
     first = jnp.append(starts, jnp.int32(rows))[chosen]
     slot = jnp.zeros_like(flat).at[order].set(first + rank, unique_indices=True)
