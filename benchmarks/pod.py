@@ -23,6 +23,7 @@ import json
 import re
 import statistics
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, open_pa
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.step import abstract_state, init_state, make_step
+from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.losses.nll import nll_loss
 from jaxtrain.models import build
 from jaxtrain.parallel.feed import feed, row_shards
@@ -63,6 +65,10 @@ class Case:
     adapter: dict | None = None
     param_dtype: str = "float32"
     note: str = ""
+    layers: int = 0
+    """0: all of the model's."""
+    transport: Transport = Transport()
+    """Of tokens to experts of other devices."""
 
     @property
     def devices(self) -> int:
@@ -96,13 +102,17 @@ CASES = [
 class Program:
     """A case's step, compiled on shapes; `measure` allocates, runs and frees."""
 
+    loss = staticmethod(nll_loss)
+
     def __init__(self, case: Case):
         self.case = case
         self.mesh = make_mesh(jax.devices()[: case.devices], **case.mesh)
-        raw = MODELS[case.model]
+        raw = dict(MODELS[case.model])
+        raw["num_hidden_layers"] = case.layers or raw["num_hidden_layers"]
         length = max(raw["max_position_embeddings"], case.tokens)
         self.architecture = build.config_from_hf({**raw, "max_position_embeddings": length})
         options = {"param_dtype": case.param_dtype, "dtype": "bfloat16", "remat": case.remat}
+        options["transport"] = case.transport
         adapter = make_adapter(AdapterConfig(**(case.adapter or {})), self.architecture)
         self.parts = Parts(None, self.architecture, self.mesh, None, options, adapter)
         self.batch = one_document(case.rows * row_shards(self.mesh), case.tokens, raw["vocab_size"])
@@ -111,7 +121,7 @@ class Program:
             trained, frozen = split_trained(self.shapes, adapter)
             self.optimizer = build_optimizer(OPTIM, build_schedule(OPTIM, 1000), trained)
             step = make_step(
-                self.rebuild, nll_loss, {"nll": 1.0}, self.optimizer, OPTIM.max_grad_norm
+                self.rebuild, self.loss, {"nll": 1.0}, self.optimizer, OPTIM.max_grad_norm
             )
             placed = feed(self.batch, self.mesh)
             places = {path: shape.sharding for path, shape in self.shapes.items()}
@@ -149,6 +159,7 @@ class Program:
             "step_s": step_s,
             "seconds": seconds,
             "losses": losses,
+            "metrics": {name: float(s / w) for name, (s, w) in output.metrics.items()},
             "peak_gib": after if after > before else None,
             "peak_opening_gib": opened if opened > before else None,
             "plan_gib": plan / 2**30,
@@ -169,16 +180,20 @@ class Program:
 
 
 def fill_params(shapes: dict) -> dict:
-    """Numbers that look random enough for matrix units, from a program that compiles at once."""
+    """Numbers that look random enough for matrix units and routers, of any sharding, from a program
+    that compiles at once: hashes of their indices."""
 
     def fill(path: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if path.endswith("scale"):
             return jnp.ones(shape.shape, shape.dtype)
-        count = sum(
-            jax.lax.broadcasted_iota(jnp.float32, shape.shape, dim) * factor
-            for dim, factor in zip(range(len(shape.shape)), (7.13, 91.7, 12.9898), strict=False)
-        )
-        return (0.02 * jnp.sin(count * (1 + len(path)))).astype(shape.dtype)
+        index, stride = jnp.full(shape.shape, zlib.crc32(path.encode()), jnp.uint32), 1
+        for dim in reversed(range(len(shape.shape))):
+            place = jax.lax.broadcasted_iota(jnp.uint32, shape.shape, dim)
+            index, stride = index + place * np.uint32(stride % 2**32), stride * shape.shape[dim]
+        for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15), (0x9E3779B1, 16)):
+            index = (index ^ (index >> shift)) * np.uint32(factor)
+        unit = (index >> 8).astype(jnp.float32) / 2**23 - 1
+        return (0.02 * 3**0.5 * unit).astype(shape.dtype)
 
     return {path: fill(path, shape) for path, shape in shapes.items()}
 
@@ -205,13 +220,15 @@ def count_collectives(text: str) -> dict[str, int]:
     return dict(Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
 
 
-def run(cases: list[Case], out: Path | None, command: str) -> None:
-    """Compile all, run each, write the report after each."""
+def run(
+    cases: list[Case], out: Path | None, command: str, program: type[Program] = Program
+) -> dict:
+    """Compile all, run each, write the report after each; the report."""
     head = f"{command}\n{jax.device_count()} {jax.devices()[0].device_kind}, jax {jax.__version__}"
     report = {"command": command, "hardware": head.splitlines()[1], "rows": []}
     print(f"{head}\n{HEADER}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        programs = [pool.submit(Program, case) for case in cases]
+        programs = [pool.submit(program, case) for case in cases]
         concurrent.futures.wait(programs)  # nothing compiles while steps are timed
         for case in cases:
             row = dataclasses.asdict(case) | {"devices": case.devices, "how": case.label()}
@@ -224,6 +241,7 @@ def run(cases: list[Case], out: Path | None, command: str) -> None:
             print(describe(row, report["rows"]), flush=True)
             if out is not None:
                 out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 HEADER = (

@@ -47,6 +47,17 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=-1, le=ROWS)
     """Devices that split each layer: heads, the feed-forward width and the vocabulary; between
     layers they split the tokens. For devices with a fast link."""
+    expert_transport: Literal["auto", "gather", "exchange"] = "auto"
+    """How tokens reach experts of other devices: each device of the expert axis gets all tokens of
+    the axis; or each token goes to every device with one of its experts. auto: what sends less."""
+    expert_buffer: float = Field(1.25, ge=1, le=1e6)
+    """Rows that a device has room for, as a multiple of an even load. What does not fit waits for
+    another round (metric expert_rounds); no token is dropped."""
+    expert_chunks: int = Field(1, ge=1, le=64)
+    """Pieces of a device's tokens that travel and are computed by turns, so that the one may hide
+    behind the other."""
+    expert_wide_sums: bool = False
+    """Sum what devices add to a token in a fixed order and in float32, rounded once."""
     launcher: Literal["auto", "none", "slurm", "torchrun", "tpu"] = "auto"
     """How this process learns of the others: SLURM's variables (under srun), torchrun's
     (MASTER_ADDR, WORLD_SIZE, RANK, LOCAL_RANK), or a TPU pod's own. auto takes the first that is

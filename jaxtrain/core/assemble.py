@@ -20,13 +20,14 @@ from jaxtrain.adapters.attach import attach, draw_trained, split_trained
 from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import find_stored, quantise_params
-from jaxtrain.config import AdapterConfig, Config, ModelConfig
+from jaxtrain.config import AdapterConfig, Config, ModelConfig, ParallelConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import TASK
 from jaxtrain.hf.files import read_object
 from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.tokenizer import find_differences
+from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.models import build
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
@@ -86,7 +87,7 @@ def assemble(
         architecture=architecture,
         mesh=make_mesh(split_devices(reserved, key)[0], **config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
-        options=model_options(config.model),
+        options={**model_options(config.model), "transport": transport_of(config.parallel)},
         adapter=make_adapter(config.adapter, architecture),
     )
 
@@ -111,7 +112,7 @@ def assemble_beside(
         parts,
         architecture=architecture.for_rows(parts.row_tokens),
         folder=folder if model.init == "pretrained" else None,
-        options=model_options(model),
+        options={**model_options(model), "transport": parts.options["transport"]},
         adapter=None,
     )
 
@@ -151,6 +152,16 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
         "scan_layers": model.scan_layers,
         "attention_impl": model.attention,
     }
+
+
+def transport_of(parallel: ParallelConfig) -> Transport:
+    """How tokens reach experts of other devices."""
+    return Transport(
+        parallel.expert_transport,
+        parallel.expert_buffer,
+        parallel.expert_chunks,
+        parallel.expert_wide_sums,
+    )
 
 
 def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:

@@ -15,6 +15,7 @@ from jaxtrain_kernels import Context
 
 from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.layers.embed import Embed, capped
+from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.mixer import Decoding, State
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
@@ -36,6 +37,8 @@ class Options:
     """none | full | dots | save_attention: see layers.stack.REMAT."""
     scan_layers: bool = True
     attention_impl: str = "auto"
+    transport: Transport = Transport()
+    """How tokens reach experts of other devices."""
     only_layer: Any = None
     """See `only` of layers.stack.Stack."""
 

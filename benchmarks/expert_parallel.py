@@ -1,0 +1,121 @@
+"""Expert parallelism beside sharded weights on two GPUs: whole steps, and the collectives alone.
+
+python benchmarks/expert_parallel.py --out benchmarks/results/expert_parallel_h200
+XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/expert_parallel.py --tiny
+
+Steps are those of pod.py, on Qwen3-30B-A3B cut to 12 layers with weights drawn at random, rows of
+one document; all cases of a size read the same tokens, so their losses should agree. Rounds: what
+the slowest device of a group needed, mean over layers; load: tokens of the busiest expert over the
+mean expert's. The cost of rounds is seen where the buffer is small, that of the loop itself where
+it is so large that there is none. Collectives: bytes that a device receives a second, of one
+layer's tokens in bfloat16.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pod
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from pod import Case
+
+from jaxtrain.layers.expert_transport import Transport
+from jaxtrain.losses.balance import Watched
+from jaxtrain.losses.nll import nll_loss
+from jaxtrain.parallel.mesh import make_mesh
+
+
+def loss(model, batch):
+    """nll_loss with what its experts note among the metrics."""
+    watched = Watched(model)
+    sums, metrics = nll_loss(watched, batch)
+    (noted,) = watched.noted
+    total_LE = noted["expert_load"].sum(1)
+    found = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
+    if "expert_rounds" in noted:
+        found["rounds"] = noted["expert_rounds"].mean()
+    return sums, {**metrics, **{name: (value, 1.0) for name, value in found.items()}}
+
+
+class Program(pod.Program):
+    loss = staticmethod(loss)
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Steps, those that say most first."""
+    model, tokens, layers, n = ("tiny-moe", 64, 2, 2) if tiny else ("qwen3-30b-a3b", 4096, 12, 2)
+    make = functools.partial(Case, "16k", model, tokens, rows=4, layers=layers)
+    fsdp, expert = {"fsdp": n}, {"expert": n}
+    return [
+        make(fsdp),
+        make(expert),
+        make(expert, transport=Transport(buffer=float(n)), note="one round, no loop"),
+        make(expert, transport=Transport("gather", buffer=0.6), note="buffer .6"),
+        make(expert, transport=Transport(chunks=2), note="2 chunks"),
+        make(expert, transport=Transport(wide_sums=True), note="wide sums"),
+        make(expert, transport=Transport("exchange"), note="exchange"),
+        Case("4k", model, tokens, fsdp, layers=layers),
+        Case("4k", model, tokens, expert, layers=layers),
+    ]
+
+
+def time_collectives(mesh, tokens: int, features: int, repeats: int = 20) -> list[dict]:
+    """Seconds and received GB/s of a device for what a layer sends of its tokens."""
+    n = mesh.size
+    kinds = {
+        "all-gather": (lambda x: lax.all_gather(x, "expert", tiled=True), 1, n - 1),
+        "reduce-scatter": (
+            lambda x: lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True),
+            n,
+            n - 1,
+        ),
+        "all-to-all": (lambda x: lax.all_to_all(x, "expert", 0, 0, tiled=True), n, n - 1),
+    }
+    found = []
+    for kind, (one, factor, parts) in kinds.items():
+        shape = (n * factor * tokens, features)
+        place = jax.NamedSharding(mesh, P("expert"))
+        x = jax.device_put(jnp.ones(shape, jnp.bfloat16), place)
+        run = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+        jax.block_until_ready(run(x))
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                y = run(x)
+            jax.block_until_ready(y)
+            seconds.append((time.perf_counter() - start) / repeats)
+        received = parts * tokens * features * 2
+        second = statistics.median(seconds)
+        found.append({"kind": kind, "ms": second * 1e3, "gb_per_s": received / second / 1e9})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it works")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    options = parser.parse_args()
+    head = f"python benchmarks/expert_parallel.py{' --tiny' if options.tiny else ''}"
+    mesh = make_mesh(jax.devices()[:2], expert=2)
+    collectives = time_collectives(mesh, *((64, 32) if options.tiny else (16384, 2048)))
+    for row in collectives:
+        print(f"{row['kind']:<16}{row['ms']:>9.3f} ms{row['gb_per_s']:>9.1f} GB/s", flush=True)
+    report = pod.run(cases(options.tiny), options.out, head, Program)
+    for row in report["rows"]:
+        if "metrics" in row:
+            rounds, load = (row["metrics"].get(name) for name in ("rounds", "load"))
+            print(f"{row['name']:<6}{row['how']:<44} rounds {rounds} load {load:.2f}")
+    if options.out is not None:
+        report["collectives"] = collectives
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
