@@ -42,7 +42,8 @@ def through_experts(
     """(sum over k of gate_k * expert_k(x), what there is to note of the transport).
 
     x [B, T, D]; experts: a module whose matrices are called as in AXES, each an ExpertLinear. Where
-    experts are cut, padding goes to none of them and gets 0, and "expert_rounds" [B] is noted: the
+    experts are cut, a row's padding but for its first token goes to none of them and gets 0 (that
+    one may be a document of one token: see `Context.real`), and "expert_rounds" [B] is noted: the
     rounds that the slowest device needed of those that shared the row's tokens.
     """
     weights, frozen = _read(experts)
@@ -76,21 +77,22 @@ def through_experts(
     shared = tuple(axis for axis in shares if axis in (*rows, *length))
     summed = tuple(axis for axis in shares if axis not in shared)
     group = Group(owners, shared, num_experts, exchanged)
-    elsewhere = tuple(axis for axis in mesh.axis_names if axis not in rows)
+    elsewhere = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in rows)
+    travels_BT = real_BT | jnp.pad(real_BT, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 
-    def local(tokens, real_BT, weights):
+    def local(tokens, travels_BT, weights):
         if columns and (down := weights["biases"].get("down")) is not None:
             down = jnp.where(jax.lax.axis_index(columns) == 0, down, 0)  # one of them adds it
             weights = {**weights, "biases": {**weights["biases"], "down": down}}
         x, ids, gates = map(_flat, tokens)
         notes = {}
         if owners:
-            ids = jnp.where(real_BT.reshape(-1, 1), ids, -1)
+            ids = jnp.where(travels_BT.reshape(-1, 1), ids, -1)
             fixed = {"kernels": weights["kernels"]} if frozen else {}
             trained = {name: part for name, part in weights.items() if name not in fixed}
             y, rounds = send_through(transport, group, compute, x, ids, gates, trained, fixed)
             rounds = jax.lax.pmax(rounds, elsewhere) if elsewhere else rounds
-            notes["expert_rounds"] = jnp.broadcast_to(rounds, real_BT.shape[:1])
+            notes["expert_rounds"] = jnp.broadcast_to(rounds, travels_BT.shape[:1])
         else:
             y = compute(x, ids, gates, weights, {})
         y = jax.lax.psum(y, summed) if summed else y
@@ -102,7 +104,7 @@ def through_experts(
         in_specs=(by_token, by_token, _specs(weights, place)),
         out_specs=(by_token, {"expert_rounds": PartitionSpec(rows)} if owners else {}),
         check_vma=False,
-    )(tokens, real_BT, weights)
+    )(tokens, travels_BT, weights)
     return checkpoint_name(y_BTD, "moe_out") if owners else y_BTD, notes
 
 

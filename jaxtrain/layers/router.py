@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtrain.layers.linear import Dtype
 from jaxtrain.layers.norm import RMSNorm
+from jaxtrain.parallel.rules import partition_spec
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
@@ -97,7 +98,7 @@ def choose(
         wanted = wanted + jax.lax.stop_gradient(choice_bias).astype(scores.dtype)
     if routing.top_groups < routing.groups:
         wanted = _close_groups(wanted, routing)
-    experts = own = jax.lax.top_k(wanted, routing.top)[1]
+    experts = own = _best(wanted, routing.top)
     if given is not None:
         experts = jnp.where(_are_experts(given), given.astype(experts.dtype), experts)
     gates = jnp.take_along_axis(scores, experts, axis=-1)
@@ -121,11 +122,22 @@ def _are_experts(given: jax.Array) -> jax.Array:
     return differ & (ascending[..., :1] >= 0)
 
 
+def _best(wanted: jax.Array, top: int) -> jax.Array:
+    """int32 [..., top]: the experts of the greatest `wanted` [..., E], every device for its own
+    tokens. Left alone, the partitioner gathers the scores of all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or wanted.ndim != 3:
+        return jax.lax.top_k(wanted, top)[1]
+    spec = partition_spec(("rows", "length", None), wanted.shape, mesh)
+    best = lambda wanted: jax.lax.top_k(wanted, top)[1]  # noqa: E731
+    return jax.shard_map(best, in_specs=spec, out_specs=spec, check_vma=False)(wanted)
+
+
 def _close_groups(wanted: jax.Array, routing: Routing) -> jax.Array:
     """`wanted` [..., E] with -inf in all but the strongest groups."""
     grouped = wanted.reshape(*wanted.shape[:-1], routing.groups, -1)
     strength = jax.lax.top_k(grouped, min(routing.strength, grouped.shape[-1]))[0].sum(-1)
-    chosen = jax.lax.top_k(strength, routing.top_groups)[1]
+    chosen = _best(strength, routing.top_groups)
     is_open = (chosen[..., None] == jnp.arange(routing.groups, dtype=jnp.int32)).any(-2)
     return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
