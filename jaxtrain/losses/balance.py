@@ -95,7 +95,8 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
     "expert_load_max", the busiest expert's tokens over the mean expert's, averaged over layers;
     "expert_unused" the share of experts that no token of the microstep went to; "router_entropy"
     in nats; "router_replay/same_experts", where experts were given, the share of them that the
-    routers would have chosen.
+    routers would have chosen; "expert_rounds", where experts are cut over devices, how often these
+    had to fill their buffers in a layer, the slowest of each group.
     """
     load_LBE, probs_LBE = noted["expert_load"], noted["expert_probs"]
     if scope == "batch":
@@ -111,7 +112,9 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
         "router_z": noted["router_z"].sum() / L,
     }
     tokens = jnp.sum(tokens_B)
-    replay = {}
+    replay, rounds = {}, {}
+    if "expert_rounds" in noted:
+        rounds["expert_rounds"] = (noted["expert_rounds"].mean() * tokens, tokens)
     if "given" in noted:
         replay["router_replay/same_experts"] = (noted["given_same"].sum(), noted["given"].sum())
     total_LE = load_LBE.sum(1)
@@ -123,6 +126,7 @@ def measure_balance(noted: dict[str, Any], top: int, scope: str = "row"):
         "expert_unused": (unused * tokens, tokens),
         "router_entropy": (noted["router_entropy"].sum() / L, tokens),
         **replay,
+        **rounds,
     }
 
 
