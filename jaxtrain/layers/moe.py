@@ -108,7 +108,7 @@ class MoE(nnx.Module):
         self.num_experts = num_experts
         self.activation = activation
         self.impl = impl
-        self.transport = Transport()  # `Options.transport` may put another in its place
+        self.transport = Transport()  # see `use_transport`
 
     def __call__(
         self,
@@ -142,3 +142,10 @@ class MoE(nnx.Module):
             y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         return y_BTD, {**note_choice(choice, context, given_BTK), **notes}
+
+
+def use_transport(model: nnx.Module, transport: Transport) -> None:
+    """Have tokens reach the experts of all mixtures in `model` that way."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, MoE):
+            node.transport = transport

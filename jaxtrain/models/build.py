@@ -29,7 +29,6 @@ from jaxtrain.hf.files import read_object, spell
 from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
 from jaxtrain.hf.packed import open_folder, without_packing
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
-from jaxtrain.layers.moe import MoE
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
 from jaxtrain.models.finite import FiniteCheck
@@ -137,12 +136,7 @@ def abstract(
     their own paths, such as models.draft.TargetEnds.
     """
     make = family(config).Model if part is None else part
-    chosen = Options(**options)
-    model = nnx.eval_shape(lambda: make(config, chosen, nnx.Rngs(0)))
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, MoE):
-            node.transport = chosen.transport
-    return model
+    return nnx.eval_shape(lambda: make(config, Options(**options), nnx.Rngs(0)))
 
 
 def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:

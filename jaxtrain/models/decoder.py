@@ -17,6 +17,7 @@ from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.mixer import Decoding, State
+from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.routes import by_layer, side_by_side
@@ -185,6 +186,7 @@ class Decoder(Ends, Layered):
             only=options.only_layer,
             rngs=rngs,
         )
+        use_transport(self.stack, options.transport)
         self.norm = config.norm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )
