@@ -30,8 +30,9 @@ def toy(monkeypatch):
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
         pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.slow),
         pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.slow),
+        pytest.param({**SIZES, **GEMMA["gemma4_per_layer"]}, False, marks=pytest.mark.slow),
     ],
-    ids=["attention", "rings", "recurrent", "hybrid", "mamba", "convolutions"],
+    ids=["attention", "rings", "recurrent", "hybrid", "mamba", "convolutions", "shared_keys"],
 )
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;

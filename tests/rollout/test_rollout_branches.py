@@ -20,7 +20,8 @@ from jaxtrain.rollout.local import branches
 from jaxtrain.rollout.local.branches import Drawing, draw_blocks
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from tiny_models import RAW
+from families_gemma import FAMILIES
+from tiny_models import RAW, SIZES
 
 T, N, G = 36, 2, 4
 STRIDES = Strides(stride=3, context=4, length=G, samples=N)
@@ -48,7 +49,7 @@ def rows() -> tuple[Batch, Batch, Spots]:
 
 
 def make(name: str):
-    config = build.config_from_hf(RAW[name])
+    config = build.config_from_hf(RAW.get(name) or {**SIZES, **FAMILIES[name]})
     return build.init(config, 0, param_dtype="float64", dtype="float64")
 
 
@@ -145,9 +146,9 @@ def test_keys_kept_draw_what_whole_forests_draw():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "qwen3_5", "mixtral"])
+@pytest.mark.parametrize("name", ["mistral", "qwen3_5", "mixtral", "gemma4_per_layer"])
 def test_other_families(name):
-    """Windows, recurrent layers (which read the forest anew), experts."""
+    """Windows, recurrent layers (which read the forest anew), experts, keys of other layers."""
     assert make(name).keeps_packed == (name != "qwen3_5")
     drawn = draw(name, Drawing(N, G, 0.0))
     check_greedy(name, drawn)
