@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import toy_recurrent
 from families_experts import FAMILIES as EXPERTS
+from families_gemma import FAMILIES as GEMMA
 from tiny_models import RAW, SIZES, documents, pack
 
 from jaxtrain.errors import UserError
