@@ -66,7 +66,7 @@ def test_a_trial_leaves_what_was_kept(raw, apart):
         for row, count in enumerate(counts):
             tokens[row, :count] = texts[row][seen[row] : seen[row] + count]
         read = try_tokens if trial else plain
-        hidden, cache, captured = read(tokens, cache, jnp.asarray(counts, jnp.int32))
+        hidden, cache, captured, _ = read(tokens, cache, jnp.asarray(counts, jnp.int32))
         for row, count in enumerate(counts):
             place = slice(seen[row], seen[row] + count)
             # float32 through another kernel: a few units in the last place of numbers around 1.
