@@ -13,7 +13,7 @@ from fake_vllm import STOP, FakeVllm
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.rollout.types import EpisodeFailed
+from jaxtrain.rollout.types import Completion, EpisodeFailed
 from jaxtrain.rollout.vllm.control import ServerGone, call
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.servers import PROBE_TEXT, Servers
@@ -70,7 +70,7 @@ def test_an_answer_has_tokens_logprobs_and_versions(scale_out):
     with opened([fake]) as (engine, _, said):
         [answer] = ask(engine)
         assert engine.version == 0
-    assert answer == (ANSWER, [-0.5] * 4, "stop", [0] * 4)
+    assert answer == Completion(ANSWER, [-0.5] * 4, "stop", [0] * 4)
     assert any("--enable-scale-out" in line for line in said) != scale_out
 
 
