@@ -289,7 +289,7 @@ def test_lowers_for_a_hopper_gpu():
     [
         ("float32", 128, 128, "takes bfloat16 rows"),
         ("bfloat16", 64, 128, "takes blocks of 128 rows, got 64"),
-        ("bfloat16", 128, 96, "128 and 96 columns must be multiples of 128"),
+        ("bfloat16", 128, 96, "128 and 96 columns must be multiples of 64, at least 128"),
     ],
 )
 def test_declines(monkeypatch, dtype, block, F, reason):

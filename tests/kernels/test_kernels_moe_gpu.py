@@ -8,12 +8,14 @@ from jaxtrain_kernels import Adapters, moe_ffn, testing
 from jaxtrain_kernels.grouped_matmul import gpu, mosaic_gpu
 from mosaic_interpreter import interpreted
 
-T, TOP, E, D, F, R = 150, 2, 4, 256, 128, 5
+T, TOP, E, R = 150, 2, 4, 5
+EVEN, UNEVEN = (256, 128), (192, 320)
+"""D and F: whole tiles; last tiles that begin within the ones before, on all sides."""
 
 
-def problem(adapted: bool, seed: int = 0):
+def problem(adapted: bool, sizes: tuple[int, int] = EVEN, seed: int = 0):
     """bfloat16 arguments by name and the choices; expert 2 gets nobody, expert 1 most."""
-    rng = np.random.default_rng(seed)
+    rng, (D, F) = np.random.default_rng(seed), sizes
     experts = rng.choice([0, 1, 3], (T, TOP), p=[0.2, 0.7, 0.1]).astype(np.int32)
     shapes = {"w_gate": (E, D, F), "w_up": (E, D, F), "w_down": (E, F, D)}
     arrays = {n: rng.standard_normal(s) * s[1] ** -0.5 for n, s in shapes.items()}
@@ -58,15 +60,15 @@ def few_cores(monkeypatch):
 
 
 CASES = [
-    ("silu", True),
-    pytest.param("silu", False, marks=pytest.mark.slow),
-    pytest.param("gelu_pytorch_tanh", False, marks=pytest.mark.slow),
+    ("silu", True, UNEVEN),
+    pytest.param("silu", True, EVEN, marks=pytest.mark.slow),
+    pytest.param("gelu_pytorch_tanh", False, EVEN, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("activation", "adapted"), CASES)
-def test_the_layer_by_the_rule(activation, adapted, few_cores):
-    experts, arrays = problem(adapted)
+@pytest.mark.parametrize(("activation", "adapted", "sizes"), CASES)
+def test_the_layer_by_the_rule(activation, adapted, sizes, few_cores):
+    experts, arrays = problem(adapted, sizes)
     with jax.enable_x64(True):
         exact = run(experts, arrays, jnp.float64, activation, impl="reference")
     plain = run(experts, arrays, jnp.bfloat16, activation, impl="reference")

@@ -42,12 +42,17 @@ class Config:
     memory_registers: int = 40
 
 
+COST = {256: 1.0, 192: 1.04, 128: 1.12}
+"""What a column costs in tiles of so many: narrow ones read their rows more often."""
+
+
 def fitting(columns: int) -> Config | None:
     """The sizes for a result of so many columns, None if there are none."""
-    for size in (256, 128):
-        if columns % size == 0:
-            return Config(columns=size)
-    return None
+    sizes = [size for size in COST if columns >= size and columns % STORE == 0]
+    if not sizes:
+        return None
+    best = min(sizes, key=lambda size: COST[size] * size * pl.cdiv(columns, size))
+    return Config(columns=best)
 
 
 class Ring:
@@ -134,22 +139,45 @@ def _part(start, size: int):
     return pl.ds(pl.multiple_of(start, size), size)
 
 
+def _tile(column, size: int, total: int):
+    """Columns of a tile. The last one ends with the matrix, and so may begin within the one before;
+    what that has stored it does not store again (`_fresh`)."""
+    start = column * size
+    if total % size:
+        start = lax.min(start, jnp.int32(total - size))
+    return pl.ds(pl.multiple_of(start, STORE), size)
+
+
+def _fresh(at, tile, size: int, total: int):
+    """Whether this tile is the first with what begins at `at`; None: all of it."""
+    return at >= tile * size if total % size else None
+
+
+def _both(one, other):
+    return other if one is None else one & other
+
+
 def _mine(slot, size: int = BLOCK):
     """The rows of this warpgroup in a stage of a buffer [stages * size, ...]."""
     return _part(slot * size + lax.axis_index("group") * ROWS, ROWS)
 
 
 def _walk(across: int, snake: int, blocks):
-    """tile -> (block, column): panels of up to `snake` columns, every second one backwards."""
-    width = max(w for w in range(1, min(snake, across) + 1) if across % w == 0)
+    """tile -> (block, column): panels of up to `snake` columns, every second one backwards; the
+    last may be narrower."""
+    panels = pl.cdiv(across, snake)
+    width = pl.cdiv(across, panels)
+    last = across - width * (panels - 1)
 
     def place(tile):
-        panel_tiles = blocks * width
-        panel = lax.div(tile, panel_tiles)
-        rest = lax.rem(tile, panel_tiles)
-        block = lax.div(rest, jnp.int32(width))
+        panel = lax.min(lax.div(tile, blocks * width), jnp.int32(panels - 1))
+        rest = tile - panel * (blocks * width)
+        own = jnp.int32(width)
+        if last != width:
+            own = lax.select(panel == panels - 1, jnp.int32(last), own)
+        block = lax.div(rest, own)
         block = lax.select(lax.rem(panel, jnp.int32(2)) == 1, blocks - 1 - block, block)
-        return block, panel * width + lax.rem(rest, jnp.int32(width))
+        return block, panel * width + lax.rem(rest, own)
 
     return place
 
@@ -160,16 +188,22 @@ class Store:
     def __init__(self, smem):
         self.smem, self.count = smem, 0
 
-    def __call__(self, value, out_ref, row, column):
+    def __call__(self, value, out_ref, row, column, fresh=None):
+        """fresh: whether to send it at all; None: yes."""
         group, buffer = lax.axis_index("group"), self.count % 2
+        # Of the copies under way only the latest may be unread: its buffer is the other one, but
+        # for that of a tile before, which may have ended with either.
+        plgpu.wait_smem_to_gmem(min(self.count, 1), wait_read_only=True)
         self.count += 1
-        # Of the copies under way only the latest may be unread: its buffer is the other one.
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        self.smem[group, buffer] = value.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        rows = pl.ds(pl.multiple_of(row, ROWS), ROWS)
-        target = out_ref.at[rows, _part(column, STORE)]
-        plgpu.copy_smem_to_gmem(self.smem.at[group, buffer], target)
+
+        def send():
+            self.smem[group, buffer] = value.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            rows = pl.ds(pl.multiple_of(row, ROWS), ROWS)
+            target = out_ref.at[rows, pl.ds(pl.multiple_of(column, STORE), STORE)]
+            plgpu.copy_smem_to_gmem(self.smem.at[group, buffer], target)
+
+        send() if fresh is None else pl.when(fresh)(send)
 
 
 def _launch(kernel, out_type, scratch, arrivals: int, config: Config, name: str, arrays):
@@ -194,7 +228,7 @@ def product(pairs, segments, *, transpose: bool, config: Config):
     [E, D, F] (or [E, F, D] transposed, read in place). D may differ between pairs."""
     xs, ws = zip(*pairs, strict=True)
     P, F = xs[0].shape[0], ws[0].shape[1 if transpose else 2]
-    columns, across = config.columns, F // config.columns
+    columns, across = config.columns, pl.cdiv(F, config.columns)
     depths = [x.shape[1] // DEPTH for x in xs]
     w_rows = columns if transpose else DEPTH
 
@@ -212,7 +246,7 @@ def product(pairs, segments, *, transpose: bool, config: Config):
             for x_ref, w_ref, depth in zip(x_refs, w_refs, depths, strict=True):
 
                 def copy(d, slot, barrier, x_ref=x_ref, w_ref=w_ref):
-                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * columns, columns)
+                    inner, outer = _part(d * DEPTH, DEPTH), _tile(column, columns, F)
                     rows = _part(slot * BLOCK, BLOCK)
                     x_part = x_ref.at[_part(block * BLOCK, BLOCK), inner]
                     plgpu.copy_gmem_to_smem(x_part, x_smem.at[rows], barrier)
@@ -235,9 +269,10 @@ def product(pairs, segments, *, transpose: bool, config: Config):
 
                 ring.empty(step, sum(depths), multiply)
                 value, store = acc[...], Store(out_smem)
+                row, at = block * BLOCK + group * ROWS, _tile(column, columns, F).start
                 for j in range(0, columns, STORE):
-                    row = block * BLOCK + group * ROWS
-                    store(value[:, j : j + STORE], out_ref, row, column * columns + j)
+                    piece, fresh = value[:, j : j + STORE], _fresh(at + j, column, columns, F)
+                    store(piece, out_ref, row, at + j, fresh)
 
         ring.run(used * across, lambda tile: sum(depths), load, compute)
 
@@ -274,7 +309,8 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
     """
     xs, w_gates, w_ups = zip(*triples, strict=True)
     P, F = xs[0].shape[0], w_gates[0].shape[2]
-    half, across = config.columns // 2, F // (config.columns // 2)
+    half = config.columns // 2
+    across = pl.cdiv(F, half)
     depths = [x.shape[1] // DEPTH for x in xs]
     per_row = plgpu.Layout.WGMMA.reduce(1)
 
@@ -293,7 +329,7 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
             ):
 
                 def copy(d, slot, barrier, x_ref=x_ref, gate_ref=gate_ref, up_ref=up_ref):
-                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * half, half)
+                    inner, outer = _part(d * DEPTH, DEPTH), _tile(column, half, F)
                     rows = _part(slot * BLOCK, BLOCK)
                     x_part = x_ref.at[_part(block * BLOCK, BLOCK), inner]
                     plgpu.copy_gmem_to_smem(x_part, x_smem.at[rows], barrier)
@@ -307,7 +343,7 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
 
         def compute(tile, step):
             block, column = place(tile)
-            row = block * BLOCK + group * ROWS
+            row, at = block * BLOCK + group * ROWS, _tile(column, half, F).start
 
             @functools.partial(
                 pl.run_scoped,
@@ -328,7 +364,7 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
                     hidden = activate(g, activation)[0] * u
                     hidden *= lax.broadcast_in_dim(factor, (ROWS, STORE), [0])
                     for value, ref in zip((hidden, g, u), out_refs, strict=False):
-                        store(value, ref, row, column * half + j)
+                        store(value, ref, row, at + j, _fresh(at + j, column, half, F))
 
         ring.run(used * across, lambda tile: sum(depths), load, compute)
 
@@ -351,7 +387,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
     """
     dys, ws = zip(*pairs, strict=True)
     P, F = dys[0].shape[0], ws[0].shape[1]
-    columns, across = config.columns, F // config.columns
+    columns, across = config.columns, pl.cdiv(F, config.columns)
     depths = [dy.shape[1] // DEPTH for dy in dys]
     pieces = columns // STORE
     wgmma = plgpu.Layout.WGMMA
@@ -372,7 +408,7 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
             for dy_ref, w_ref, depth in zip(dy_refs, w_refs, depths, strict=True):
 
                 def copy(d, slot, barrier, dy_ref=dy_ref, w_ref=w_ref):
-                    inner, outer = _part(d * DEPTH, DEPTH), _part(column * columns, columns)
+                    inner, outer = _part(d * DEPTH, DEPTH), _tile(column, columns, F)
                     target = dy_smem.at[_part(slot * BLOCK, BLOCK)]
                     plgpu.copy_gmem_to_smem(dy_ref.at[rows, inner], target, barrier)
                     target = w_smem.at[_part(slot * columns, columns)]
@@ -382,16 +418,16 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
                 step += depth
 
             def copy_piece(j, slot, barrier):
-                part = _part(column * columns + j * STORE, STORE)
+                part = _part(_tile(column, columns, F).start + j * STORE, STORE)
                 for ref, smem, size in ((gate_ref, dy_smem, BLOCK), (up_ref, w_smem, columns)):
-                    target = smem.at[pl.ds(pl.multiple_of(slot * size, BLOCK), BLOCK)]
+                    target = smem.at[pl.ds(pl.multiple_of(slot * size, ROWS), BLOCK)]
                     plgpu.copy_gmem_to_smem(ref.at[rows, part], target, barrier)
 
             ring.fill(step, pieces, copy_piece)
 
         def compute(tile, step):
             block, column = place(tile)
-            row = block * BLOCK + group * ROWS
+            row, first = block * BLOCK + group * ROWS, _tile(column, columns, F).start
 
             @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, columns), jnp.float32))
             def _(acc):
@@ -416,11 +452,12 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
                     plgpu.barrier_arrive(ring.free.at[slot])
                     d_hidden = value[:, j * STORE : (j + 1) * STORE]
                     act, slope = activate(g, activation)
-                    total += (d_hidden * act * u).sum(axis=1)
+                    at, share = first + j * STORE, (d_hidden * act * u).sum(axis=1)
+                    fresh = _fresh(at, column, columns, F)
+                    total += share if fresh is None else share * jnp.where(fresh, 1.0, 0.0)
                     d_hidden *= factor
-                    at = column * columns + j * STORE
-                    store(d_hidden * u * slope, d_gate_ref, row, at)
-                    store(d_hidden * act, d_up_ref, row, at)
+                    store(d_hidden * u * slope, d_gate_ref, row, at, fresh)
+                    store(d_hidden * act, d_up_ref, row, at, fresh)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the sums of a tile before
                 sum_smem[group] = total
                 plgpu.commit_smem()
@@ -442,12 +479,12 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
 def weight_gradient(x, dys, segments, *, config: Config):
     """bfloat16 [E, D, F] for each dy: x[start:end]' dy[start:end] of every expert.
 
-    x [P, D], dys a list of [P, F]; D a multiple of 128; 0 for an expert without rows.
+    x [P, D], dys a list of [P, F]; D a multiple of 64, at least 128; 0 for an expert without rows.
     """
     D, E = x.shape[1], segments.starts.shape[0]
     columns = config.columns
-    across = [dy.shape[1] // columns for dy in dys]
-    down = D // BLOCK
+    across = [pl.cdiv(dy.shape[1], columns) for dy in dys]
+    down = pl.cdiv(D, BLOCK)
     tiles = down * sum(across)
 
     def kernel(x_ref, dy_refs, starts_ref, ends_ref, *refs):
@@ -480,12 +517,12 @@ def weight_gradient(x, dys, segments, *, config: Config):
                 rows = _part(first + p * DEPTH, DEPTH)
                 # A half for each warpgroup: a swizzled piece is 64 columns wide.
                 for h in range(WARPGROUPS):
-                    part = x_ref.at[rows, _part(row * BLOCK + h * ROWS, ROWS)]
+                    part = x_ref.at[rows, _part(_tile(row, BLOCK, D).start + h * ROWS, ROWS)]
                     target = x_smem.at[_part(slot * BLOCK + h * DEPTH, DEPTH)]
                     plgpu.copy_gmem_to_smem(part, target, barrier)
 
                 def copy_dy(k, at):
-                    part = dy_refs[k].at[rows, _part(at * columns, columns)]
+                    part = dy_refs[k].at[rows, _tile(at, columns, dys[k].shape[1])]
                     target = dy_smem.at[_part(slot * DEPTH, DEPTH)]
                     plgpu.copy_gmem_to_smem(part, target, barrier)
 
@@ -507,11 +544,14 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
                 # An expert without rows took no step: the accumulator is 0, and so is its gradient.
                 def send(k, at):
-                    store = Store(out_smem)
+                    store, begin = Store(out_smem), _tile(at, columns, dys[k].shape[1]).start
+                    target = _tile(row, BLOCK, D).start + group * ROWS
+                    new_row = _fresh(target, row, BLOCK, D)
                     for j in range(0, columns, STORE):
-                        target = row * BLOCK + group * ROWS
+                        fresh = _fresh(begin + j, at, columns, dys[k].shape[1])
+                        fresh = fresh if new_row is None else _both(fresh, new_row)
                         piece = value[:, j : j + STORE]
-                        store(piece, out_refs[k].at[expert], target, at * columns + j)
+                        store(piece, out_refs[k].at[expert], target, begin + j, fresh)
 
                 each(column, send)
 
@@ -527,17 +567,18 @@ def weight_gradient(x, dys, segments, *, config: Config):
 
 
 GATHERED = 16  # rows of a stage of `gather`: so many copies are under way for each barrier
-LANES = 256  # TMA moves boxes of at most so many elements a side
+LANES = (256, 192, 128, 64)  # TMA moves boxes of at most 256 elements a side
 
 
 def gather(x, index, active):
     """[P, D]: x[index[p]] for the rows of the first `active` blocks; undefined behind them.
 
-    x [T, D] of 2-byte elements, D a multiple of 256; index int32 [P] in [0, T). XLA's own gather
+    x [T, D] of 2-byte elements, D a multiple of 64; index int32 [P] in [0, T). XLA's own gather
     reaches less than half of the memory's rate.
     """
     (T, D), P = x.shape, index.shape[0]
-    x = x.reshape(T, D // LANES, LANES)
+    lanes = next(size for size in LANES if D % size == 0)
+    x = x.reshape(T, D // lanes, lanes)
     # Of the 227 KiB of shared memory at most 192; one stage is sent while the others are filled.
     stages = max(2, min(6, 196_608 // (GATHERED * D * x.dtype.itemsize)))
     cores = num_cores()
@@ -577,9 +618,9 @@ def gather(x, index, active):
 
     run = plgpu.kernel(
         kernel,
-        out_type=_shape(P, D // LANES, LANES, dtype=x.dtype),
+        out_type=_shape(P, D // lanes, lanes, dtype=x.dtype),
         scratch_types=[
-            plgpu.SMEM((stages, GATHERED, D // LANES, LANES), x.dtype),
+            plgpu.SMEM((stages, GATHERED, D // lanes, lanes), x.dtype),
             plgpu.Barrier(num_barriers=stages, num_arrivals=GATHERED),
         ],
         grid=(cores,),

@@ -23,7 +23,7 @@ def check(dtype, block: int, D: int, F: int) -> None:
     if block != gpu.BLOCK:
         raise NotImplementedError(f"takes blocks of {gpu.BLOCK} rows, got {block}")
     if gpu.fitting(D) is None or gpu.fitting(F) is None:
-        raise NotImplementedError(f"{D} and {F} columns must be multiples of 128")
+        raise NotImplementedError(f"{D} and {F} columns must be multiples of 64, at least 128")
 
 
 def grouped_matmul(x, w, segments, *, freeze_w=False):
@@ -72,7 +72,7 @@ def moe_ffn(
 
 def take_rows(x, index, active):
     """x[index] in the first `active` blocks."""
-    return gpu.gather(x, index, active) if x.shape[1] % gpu.LANES == 0 else x[index]
+    return gpu.gather(x, index, active)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
