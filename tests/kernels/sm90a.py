@@ -128,10 +128,10 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
-def moe_step(rank: int | None = None):
+def moe_step(rank: int | None = None, sizes: tuple[int, ...] = (2048, 768, 128)):
     from jaxtrain_kernels import Adapters, moe_ffn
 
-    T, D, F, E = 8192, 2048, 768, 128
+    T, (D, F, E) = 8192, sizes
     sizes = [(D, F), (D, F), (F, D)]
     x, *weights = (
         jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, D), *((E, *size) for size in sizes))
@@ -170,6 +170,7 @@ def main():
     report("gated_delta", *gated_delta_step())
     report("moe", *moe_step())
     report("moe lora", *moe_step(rank=16))
+    report("moe uneven", *moe_step(sizes=(2880, 2880, 32)))
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     report("weighted_logp", *weighted_logp_step())

@@ -41,4 +41,7 @@ class Case:
 CASES = [
     Case("t8192_e128_top8_2048_768", 8192, 2048, 768, 128, 8, frozenset({"bench", "tune"})),
     Case("t32768_e128_top8_2048_768", 32768, 2048, 768, 128, 8, frozenset({"bench", "tune"})),
+    # Widths of gpt-oss-20b and of Gemma 4 26B-A4B, which no tile divides.
+    Case("t16384_e32_top4_2880_2880", 16384, 2880, 2880, 32, 4, frozenset({"bench"})),
+    Case("t16384_e128_top8_2816_704", 16384, 2816, 704, 128, 8, frozenset({"bench"})),
 ]

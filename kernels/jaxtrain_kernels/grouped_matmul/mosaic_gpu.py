@@ -120,6 +120,8 @@ def _ffn_bwd(activation, freeze, residuals, dout):
             _weights(low_down, [dout], segments)[0],
         )
     config = dataclasses.replace(gpu.fitting(w_down.shape[1]), stages=3)
+    if w_down.shape[1] % config.columns:  # no registers are left to tell what is new
+        config = dataclasses.replace(config, columns=min(config.columns, 192))
     d_gate, d_up, d_gates = gpu.gated_gradient(
         pairs, *gate_up, gates, segments, activation=activation, config=config
     )
