@@ -146,3 +146,22 @@ def test_sinks_that_do_not_fit():
         attention(q, q, q, context, sinks=jnp.zeros(3))
     with pytest.raises(ValueError, match="sinks"):
         decode_attention(q[:, 0], q[None], q[None], 0, jnp.ones(1, jnp.int32), sinks=jnp.zeros(3))
+
+
+@pytest.mark.parametrize("slots", [64, 4096])
+def test_decoding_lowers_for_a_gpu(slots):
+    """The shape of gpt-oss, in one part and in several that are merged."""
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    q = jax.ShapeDtypeStruct((16, 64, 64), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((1, 16, slots, 8, 64), jnp.bfloat16)
+    rest = [jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)]
+
+    def call(q, k, v, until, sinks):
+        return decode_attention(q, k, v, 0, until, sinks=sinks, impl="gpu")
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(call).trace(q, cache, cache, *rest).lower(lowering_platforms=("cuda",))
+    assert ("decode_attention_merge" in text.as_text()) == (slots > 64)
