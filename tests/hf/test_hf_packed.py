@@ -51,7 +51,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mxfp4")
     config, rng = build.config_from_hf(RAW), np.random.default_rng(0)
     build.save(build.init(config, seed=1), config, folder, "bfloat16")
-    tensors, extra = load_file(folder / "model.safetensors"), {}
+    plain, extra = load_file(folder / "model.safetensors"), {}
+    tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in plain.items()}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         shape = (experts, outputs, inputs // 32)
