@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": "jaxtrain.models.ernie4_5_moe",
     "Ernie4_5ForCausalLM": "jaxtrain.models.ernie4_5",
     "Exaone4ForCausalLM": "jaxtrain.models.exaone4",
+    "Gemma2ForCausalLM": "jaxtrain.models.gemma2",
     "Gemma3ForCausalLM": "jaxtrain.models.gemma3",
     "Gemma3ForConditionalGeneration": "jaxtrain.models.gemma3",
     "Gemma4ForCausalLM": "jaxtrain.models.gemma4",
@@ -51,6 +52,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "jaxtrain.models.qwen3",
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
     "Qwen3NextForCausalLM": "jaxtrain.models.qwen3_next",
+    "SeedOssForCausalLM": "jaxtrain.models.seed_oss",
     "SmolLM3ForCausalLM": "jaxtrain.models.smollm3",
     "SolarOpenForCausalLM": "jaxtrain.models.solar_open",
 }

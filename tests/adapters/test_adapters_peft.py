@@ -27,7 +27,8 @@ from jaxtrain.models.parameters import split_model
 from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import RAW, documents, pack
+from families_attn import FAMILIES
+from tiny_models import RAW, SIZES, documents, pack
 
 CASES = {
     "lora": dict(),
@@ -172,13 +173,14 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
         ("qwen3_next", ["attention"], False),
         ("qwen3_next", ["attention.z", "attention.b"], True),
         ("granitemoehybrid_dense", ["mlp"], False),
+        ("phi3", ["attention.q", "attention.v"], False),
     ],
     ids=str,
 )
 def test_the_joint_pair_is_the_sum_of_ours(name, target, rslora, tmp_path):
     """Tensor by tensor: scale B A of the folder against our products, written as weights are; and
     read back."""
-    config = build.config_from_hf(RAW[name])
+    config = build.config_from_hf({**SIZES, **{**RAW, **FAMILIES}[name]})
     adapter = make_adapter(config, target, rslora=rslora)
     _, values, _ = make_params(config, adapter)
     write_peft(values, config, adapter, tmp_path, None)

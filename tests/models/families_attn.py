@@ -91,6 +91,23 @@ FAMILIES = {
         "sliding_window": 7,
         **EPS,
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 11,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        **EPS,
+    },
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "head_dim": 16,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        **EPS,
+    },
     "glm4": {"model_type": "glm4", "head_dim": 16, "pad_token_id": 0, **EPS},
 }
 DEFAULT = {"olmo3", "ministral3"}
