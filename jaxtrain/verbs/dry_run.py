@@ -1,5 +1,6 @@
 """`--dry-run`: everything but the memory. Shapes are traced, nothing is allocated or compiled."""
 
+import collections
 import math
 from typing import Any
 
@@ -8,17 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from jaxtrain.adapters.storage import count_weights
+from jaxtrain.adapters.spec import find_linears
+from jaxtrain.adapters.storage import count_weights, find_stored
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.assemble import count_microsteps
+from jaxtrain.core.assemble import Parts, count_microsteps
 from jaxtrain.core.beside import Beside
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
 from jaxtrain.core.step import abstract_state, make_step
 from jaxtrain.core.task import Task
 from jaxtrain.models import build
+from jaxtrain.models.parameters import Shapes
 from jaxtrain.parallel.feed import row_shards
+from jaxtrain.parallel.rules import count_ways, mesh_axes
 from jaxtrain.rollout.problem_sets import read_problems
 from jaxtrain.run.console import SafeConsole
 from jaxtrain.tasks import make_task
@@ -72,12 +76,17 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     total = sum(count_weights(path, value) for path, value in params.items())
     learners = [Beside(one, parts).state for one in task.beside.values()]
     others = bytes_per_device(beside) + bytes_per_device(learners)
+    low = {path: value for path, value in trained.items() if ".experts." in path}
+    low = low if parts.adapter is not None else {}
+    # Gradients and the optimizer's state of a weight are about alike for all that is trained.
+    share = bytes_per_device(low) / max(grads, 1) * (2 * grads + slots)
     table = Table(show_header=False, title="model", title_justify="left")
     table.add_column()
     table.add_column(justify="right")
     for name, value in [
         ("parameters", f"{total:,}"),
         ("of these trained", f"{sum(value.size for value in trained.values()):,}"),
+        ("in adapters of experts", f"{sum(v.size for v in low.values()):,}" if low else ""),
         ("mesh", str(mesh)),
         ("rows x tokens of an optimizer step", f"{microsteps * rows} x {length}"),
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
@@ -85,13 +94,40 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
         ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
         ("other models, GiB per device", f"{others / GIB:.3f}" if others else ""),
         ("sum, before activations", f"{(weights + grads + slots + others) / GIB:.3f}"),
+        ("adapters of experts in that sum", f"{share / GIB:.3f}" if low else ""),
+        ("experts of a layer unpacked, beside it", unpacked(parts, frozen)),
     ]:
         if value:
             table.add_row(name, value)
     console.print(table)
+    if 2 * share > weights - bytes_per_device(trained):
+        console.print(
+            "adapters of experts, their gradients and their optimizer state take more than half of"
+            " what the frozen weights do: a smaller rank for them (adapter.rank_pattern = { mlp = 4 }),"
+            ' adapter.target = "attention" or adapter.dtype = "bfloat16" take less',
+            markup=False,
+            highlight=False,
+        )
     if parts.mesh.size > 1:
         for path, value in params.items():
             console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
+
+
+def unpacked(parts: Parts, frozen: Shapes) -> str:
+    """GiB per device of the packed experts of one layer as they are where they multiply; "" where
+    there are none."""
+    kind = "none" if parts.adapter is None else parts.adapter.quantize
+    linears = find_linears(parts.architecture) if kind != "none" else {}
+    layers: dict[str, int] = collections.Counter()
+    for path in find_stored(frozen, kind) if linears else ():
+        owner, _, name = path.removesuffix(".kernel").rpartition(".")
+        if owner.endswith(".experts") and f"{owner}.{name}" in linears:
+            layers[owner] += math.prod(linears[f"{owner}.{name}"].shape[1:])
+    ways = count_ways(
+        [*mesh_axes("experts", parts.mesh), *mesh_axes("mlp", parts.mesh)], parts.mesh
+    )
+    size = np.dtype(jnp.dtype(parts.options["dtype"])).itemsize
+    return f"{max(layers.values()) * size / ways / GIB:.3f}" if layers else ""
 
 
 def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:

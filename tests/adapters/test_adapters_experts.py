@@ -108,6 +108,28 @@ def test_packed_experts_compute_what_their_unpacked_matrices_do(kind):
         assert np.abs(grad).max() > 0, path
 
 
+@pytest.mark.slow
+def test_no_layer_keeps_its_unpacked_matrices():
+    """Twice the layers take no more temporary memory than the activations of these layers."""
+    temporary = []
+    for layers in (2, 4):
+        sizes = {**SIZES, "num_hidden_layers": layers, "num_local_experts": 32}
+        config = build.config_from_hf({**RAW["qwen3_moe"], **sizes})
+        slots = choose_slots(find_linears(config), ("mlp",), LoRASpec(4, 8.0), {}, {})
+        adapter = Adapter(slots, quantize="nf4")
+        shapes, rebuild = split_model(attach(build.abstract(config), adapter))
+        trained, frozen = split_trained(shapes, adapter)
+
+        def loss(trained, frozen, rebuild=rebuild):
+            model = rebuild({**frozen, **trained})
+            return jnp.sin(model.hidden(BATCH).hidden).mean()
+
+        lowered = jax.jit(jax.grad(loss)).lower(trained, frozen)
+        temporary.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    unpacked = 3 * 32 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"] * 4
+    assert temporary[1] - temporary[0] < unpacked
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
