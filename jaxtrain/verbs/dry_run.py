@@ -103,7 +103,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     if 2 * share > weights - bytes_per_device(trained):
         console.print(
             "adapters of experts, their gradients and their optimizer state take more than half of"
-            " what the frozen weights do: a smaller rank for them (adapter.rank_pattern = { mlp = 4 }),"
+            " what the frozen weights do: a smaller rank (adapter.rank_pattern = { mlp = 4 }),"
             ' adapter.target = "attention" or adapter.dtype = "bfloat16" take less',
             markup=False,
             highlight=False,
