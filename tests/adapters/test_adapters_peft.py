@@ -28,7 +28,10 @@ from jaxtrain.parallel.mesh import make_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_attn import FAMILIES
+from families_gemma import FAMILIES as GEMMA4
 from tiny_models import RAW, SIZES, documents, pack
+
+RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
 
 CASES = {
     "lora": dict(),
@@ -37,7 +40,11 @@ CASES = {
     "attention with two ranks": dict(target=["attention"], ranks={"q_proj": 2}),
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
 }
-EXPERTS = [("lora", "qwen3_moe_mixed"), ("rslora", "mixtral")]
+GEMMA = [
+    pytest.param("lora", name, marks=pytest.mark.slow)
+    for name in ("gemma4_moe", "gemma4_per_layer")
+]
+EXPERTS = [("lora", "qwen3_moe_mixed"), ("rslora", "mixtral"), GEMMA[1]]
 # PEFT 0.21 fuses the adapters of experts as transformers 5 fuses the experts, but not rsLoRA's
 # scale nor those of models that have dense layers, too.
 EXPERTS_IN_PEFT = [("lora", "qwen3_moe"), ("lora", "mixtral")]
@@ -105,6 +112,7 @@ TOKENS = np.stack(documents(4, 30, 30))
         ("lora", "llama"),
         pytest.param("lora", "qwen3_5", marks=pytest.mark.slow),
         *EXPERTS_IN_PEFT,
+        *GEMMA,
     ],
 )
 def test_peft_loads_what_we_write(case, name, tmp_path):
@@ -264,7 +272,9 @@ def test_round_trip_is_bit_identical(case, name, tmp_path):
         np.testing.assert_array_equal(loaded[path], value)
 
 
-@pytest.mark.parametrize(("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS])
+@pytest.mark.parametrize(
+    ("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS, GEMMA[0]]
+)
 def test_merged_equals_unmerged(case, name, tmp_path):
     _, _, values, rebuild = write_case(tmp_path, case, name)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
