@@ -62,10 +62,11 @@ def draw_options(rng):
     return routing, bias, scale
 
 
-def test_choose_equals_a_loop():
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_choose_equals_a_loop(count):
     rng = np.random.default_rng(0)
-    with jax.enable_x64(True), jax.disable_jit():  # every routing would be compiled of its own
-        for _ in range(300):
+    with jax.enable_x64(True):
+        for _ in range(count):
             routing, bias, scale = draw_options(rng)
             logits = 2 * rng.standard_normal((3, E))
             found = choose(jnp.asarray(logits), routing, choice_bias=bias, expert_scale=scale)
@@ -154,7 +155,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("deepseek_v3", "ernie4_5_moe", "gemma4", "gpt_oss")
+"""Those that run in every test; together they have nearly all options."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES]
+)
 def test_routers_equal_those_of_transformers(name):
     """The same experts, and gates and gradients to float32's rounding."""
     torch = pytest.importorskip("torch", reason="parity needs torch")
