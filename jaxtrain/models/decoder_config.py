@@ -138,7 +138,10 @@ class DecoderConfig:
     def longest_said(self) -> str:
         """The attribute that says so, for messages."""
         if self.longest < self.max_position_embeddings:
-            return f"original_max_position_embeddings {self.longest}, by data.sequence_len"
+            return (
+                f"original_max_position_embeddings {self.longest} (a data.sequence_len above it"
+                " takes the table of long texts)"
+            )
         return f"max_position_embeddings {self.max_position_embeddings}"
 
     @property
