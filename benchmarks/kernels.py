@@ -4,23 +4,23 @@ python benchmarks/kernels.py --op attention --out benchmarks/results/attention.j
 python benchmarks/kernels.py --op logp_gather --case t8192 --impl xla torch
 
 Prints a line per measurement and writes them as JSON. `tflops` counts useful work: 4 (forward) and
-10 (backward) x heads x head dim x visible pairs; 2 or 6 x T x D x V; 6 or 18 x rows x D x F.
+10 (backward) x heads x head dim (its mean with that of values) x visible pairs; 2 or 6 x T x D x V;
+6 or 18 x rows x D x F, two thirds of that without a gate.
 `share` is of the measured rate of large bf16 matmuls. `error` is the largest error against float32
 maths, `plain_error` that of the same maths in bf16 by XLA.
 """
 
 import argparse
-import dataclasses
-import functools
 from pathlib import Path
 
 import decode
 import delta
 import jax
 import jax.numpy as jnp
+import moe
 import numpy as np
 import vocabulary
-from jaxtrain_kernels import Adapters, Context, attention, logp_gather, moe_ffn
+from jaxtrain_kernels import Context, attention, logp_gather
 from jaxtrain_kernels.decode_attention import cases as decode_cases
 from jaxtrain_kernels.gated_delta import cases as delta_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
@@ -34,6 +34,8 @@ from timing import jax_ms, torch_ms
 
 def attention_function(case, arrays, impl):
     options = {"softcap": case.softcap, "window": case.window}
+    if impl != "cudnn":
+        options["sinks"] = arrays.get("sinks")
     names = ("until", "since", "positions", "key_positions")
     context = Context(*map(arrays.get, names))
     if impl == "cudnn":  # which would rather know how many documents there are
@@ -46,7 +48,7 @@ def run_attention(case, impls, report):
     inputs = case.inputs()
     arrays = {n: jnp.asarray(x) for n, x in inputs.items()}
     q, k, v, d_out = (arrays[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out"))
-    flops = 4 * case.heads * case.head_dim * case.pairs()
+    flops = case.flops()
     for impl in (impl for impl in impls if impl != "torch"):
         function = attention_function(case, arrays, impl)
         labels = {"op": "attention", "case": case.name, "impl": impl}
@@ -57,7 +59,7 @@ def run_attention(case, impls, report):
             return jax_ms(lambda pull, d_out: pull(d_out), pull, d_out)
 
         report.timed(2.5 * flops, backward, **labels, step="backward")
-    if "torch" in impls:
+    if "torch" in impls and not case.sinks and case.window is None:
         import torch_peers
 
         for peer in ("flex", "sdpa"):
@@ -73,6 +75,8 @@ def attention_errors(case, impls, report):
     """Largest errors on the case's tree with two query heads and one key head."""
     inputs = case.inputs()
     arrays = {n: jnp.asarray(x) for n, x in inputs.items()}
+    if case.sinks:
+        arrays["sinks"] = arrays["sinks"][:2]
     low = [arrays[n][:, :, :h].astype(jnp.bfloat16) for n, h in (("q", 2), ("k", 1), ("v", 1))]
     d_out = arrays["d_out"][:, :, :2].astype(jnp.bfloat16)
 
@@ -137,102 +141,6 @@ def logp_gather_errors(case, impls, report):
         report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
 
 
-def moe_arrays(case, dtype):
-    inputs = case.inputs()
-    experts = jnp.asarray(inputs.pop("experts"))
-    return experts, {n: jnp.asarray(x, dtype) for n, x in inputs.items()}
-
-
-MOE_GIVEN = ("x", "gates", "w_gate", "w_up", "w_down")
-
-
-def moe_layer(experts, impl, x, *rest):
-    return moe_ffn(x, experts, *rest, impl=impl)
-
-
-def moe_step(experts, impl):
-    """Output and all gradients of the layer."""
-
-    def step(*arrays):
-        *given, g = arrays
-        layer = functools.partial(moe_layer, experts, impl)
-        out, pull = jax.vjp(layer, *given)
-        return out, *pull(g)
-
-    return step
-
-
-def expert_adapters(case, rank: int = 16):
-    """a and b in float32 for gate, up and down of every expert."""
-    rng = np.random.default_rng(1)
-    D, F = case.width, case.hidden
-    sizes = [(i, o) for i, o in ((D, F), (D, F), (F, D))]
-    shapes = [
-        shape for i, o in sizes for shape in ((case.experts, i, rank), (case.experts, rank, o))
-    ]
-    return [jnp.asarray(0.02 * rng.standard_normal(s), jnp.float32) for s in shapes]
-
-
-def moe_frozen_step(experts, impl, num_factors):
-    """Output and the gradients of x, gates and adapters, with frozen experts."""
-
-    def step(x, gates, *rest):
-        weights, g, factors = rest[:3], rest[3], rest[4:]
-        assert len(factors) == num_factors
-
-        def layer(x, gates, *factors):
-            adapters = Adapters(*zip(factors[::2], factors[1::2], strict=True))
-            options = {"adapters": adapters, "freeze_experts": True, "impl": impl}
-            return moe_ffn(x, experts, gates, *weights, **options)
-
-        out, pull = jax.vjp(layer, x, gates, *factors)
-        return out, *pull(g)
-
-    return step
-
-
-def run_moe(case, impls, report):
-    experts, arrays = moe_arrays(case, jnp.bfloat16)
-    given = [arrays[n] for n in MOE_GIVEN]
-    flops = case.flops()
-    for impl in (impl for impl in impls if impl != "torch"):
-        labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
-        timing = functools.partial(jax_ms, functools.partial(moe_layer, experts, impl), *given)
-        report.timed(flops, timing, **labels, step="forward")
-        timing = functools.partial(jax_ms, moe_step(experts, impl), *given, arrays["g"])
-        report.timed(3 * flops, timing, **labels, step="both")
-        for name, adapters in (("frozen", ()), ("lora", expert_adapters(case))):
-            step = moe_frozen_step(experts, impl, len(adapters))
-            timing = functools.partial(jax_ms, step, *given, arrays["g"], *adapters)
-            report.timed(2 * flops, timing, **labels, step=name)
-    if "torch" in impls:
-        import torch_peers
-
-        forward, both = torch_peers.grouped_layer(case.inputs())
-        labels = {"op": "moe_ffn", "case": case.name, "impl": "torch_grouped_mm"}
-        report.timed(flops, lambda: torch_ms(forward), **labels, step="forward")
-        report.timed(3 * flops, lambda: torch_ms(both), **labels, step="both")
-
-
-def moe_errors(case, impls, report):
-    """Largest errors of the layer with the first 2,048 tokens; the plain maths runs in bfloat16."""
-    case = dataclasses.replace(case, tokens=min(case.tokens, 2048))
-    experts, arrays = moe_arrays(case, jnp.bfloat16)
-    low = [arrays[n] for n in (*MOE_GIVEN, "g")]
-
-    def results(impl, dtype):
-        found = jax.jit(moe_step(experts, impl))(*(x.astype(dtype) for x in low))
-        return [x.astype(jnp.float32) for x in found]
-
-    with jax.default_matmul_precision("highest"):
-        exact = results("xla", jnp.float32)
-    plain = results("xla", jnp.bfloat16)
-    for impl in (impl for impl in impls if impl not in ("xla", "torch")):
-        names = ("out", "dx", "d_gates", "d_w_gate", "d_w_up", "d_w_down")
-        labels = {"op": "moe_ffn", "case": case.name, "impl": impl}
-        report.errors(names, results(impl, jnp.bfloat16), exact, plain, **labels)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -274,7 +182,7 @@ def main():
             delta_cases,
             delta.gated_delta_errors if options.errors else delta.run_gated_delta,
         ),
-        "moe": (moe_cases, moe_errors if options.errors else run_moe),
+        "moe": (moe_cases, moe.moe_errors if options.errors else moe.run_moe),
     }
     for op in options.op:
         cases, runner = runners[op]

@@ -4,7 +4,7 @@ Attention: FlexAttention compiled with a block mask of the same intervals (its m
 the timing); for plain documents of one length, scaled_dot_product_attention on a batch of them.
 decode_attention: both, on one layer's cache.
 logp_gather: torch.compile of matmul, log-softmax and gather, whole and in chunks of tokens.
-moe_ffn: torch.compile of sort, grouped_mm, SwiGLU, grouped_mm and combine.
+moe_ffn: torch.compile of sort, grouped_mm, activation, grouped_mm and combine.
 """
 
 import functools
@@ -145,35 +145,53 @@ def compiled_logp(inputs, chunks: int = 1):
     return step
 
 
-def grouped_layer(inputs):
+def hidden_of(case, up, gate):
+    """What goes into an expert's second matrix, of the products with its first."""
+    activation = case.activation
+    if not isinstance(activation, str):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    act = {
+        "silu": F.silu,
+        "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+        "relu2": lambda x: F.relu(x).square(),
+    }[activation]
+    return act(up) if gate is None else act(gate) * up
+
+
+def grouped_layer(case, inputs):
     """(forward, forward + backward) of a compiled mixture-of-experts layer on grouped_mm."""
-    inputs = inputs | {"w_in": np.concatenate([inputs["w_gate"], inputs["w_up"]], -1)}
-    x, gates, w_in, w_out = (
-        on_gpu(inputs[n]).requires_grad_() for n in ("x", "gates", "w_in", "w_down")
-    )
+    names = ["gate", "up"] if case.gated else ["up"]
+    inputs = inputs | {"w_in": np.concatenate([inputs["w_" + n] for n in names], -1)}
+    if case.biased:
+        inputs["b_in"] = np.concatenate([inputs["b_" + n] for n in names], -1)
+    trained = [n for n in ("x", "gates", "w_in", "w_down", "b_in", "b_down") if n in inputs]
+    given = [on_gpu(inputs[n]).requires_grad_() for n in trained]
     experts, g = on_gpu(inputs["experts"]), on_gpu(inputs["g"])
     T, top = experts.shape
 
     @torch.compile(dynamic=False)
-    def layer(x, gates, w_in, w_out):
+    def layer(x, gates, w_in, w_out, b_in=None, b_out=None):
         flat = experts.view(-1)
         order = flat.argsort(stable=True)
         counts = torch.zeros(len(w_in), dtype=torch.int32, device=x.device)
         counts = counts.scatter_add(0, flat.long(), torch.ones_like(flat))
         ends = counts.cumsum(0).to(torch.int32)
-        token = order // top
-        gate, up = torch._grouped_mm(x[token], w_in, offs=ends).chunk(2, -1)
-        rows = torch._grouped_mm(F.silu(gate) * up, w_out, offs=ends)
+        token, expert = order // top, flat[order]
+        first = torch._grouped_mm(x[token], w_in, offs=ends)
+        first = first if b_in is None else first + b_in[expert]
+        gate, up = first.chunk(2, -1) if case.gated else (None, first)
+        rows = torch._grouped_mm(hidden_of(case, up, gate), w_out, offs=ends)
+        rows = rows if b_out is None else rows + b_out[expert]
         weighted = rows * gates.view(-1)[order, None]
         # every token has `top` rows: put them back in order and sum, faster than index_add
         return torch.empty_like(weighted).index_copy(0, order, weighted).view(T, top, -1).sum(1)
 
     def forward():
         with torch.no_grad():
-            return layer(x, gates, w_in, w_out)
+            return layer(*given)
 
     def both():
-        out = layer(x, gates, w_in, w_out)
-        return torch.autograd.grad(out, (x, gates, w_in, w_out), g)
+        return torch.autograd.grad(layer(*given), given, g)
 
     return forward, both

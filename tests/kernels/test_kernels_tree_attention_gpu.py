@@ -15,6 +15,7 @@ from jaxtrain_kernels.tree_attention import (
     gpu_fwd,
     gpu_tiles,
     mosaic_gpu,
+    reference,
 )
 from jaxtrain_kernels.tree_attention.cases import CASES
 from mosaic_interpreter import interpreted, require
@@ -269,7 +270,7 @@ def test_several_devices_need_shard_map():
 
 @pytest.mark.parametrize(
     "dtype, H, reason",
-    [("float32", 64, "takes bfloat16"), ("bfloat16", 96, "head dim 96 is none of")],
+    [("float32", 64, "takes bfloat16"), ("bfloat16", 320, "head dim 320 is above 256")],
 )
 def test_declines_on_hopper(monkeypatch, dtype, H, reason):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
@@ -278,6 +279,29 @@ def test_declines_on_hopper(monkeypatch, dtype, H, reason):
     with pytest.raises(NotImplementedError, match=reason):
         attention(x, x, x, context, impl="mosaic_gpu")
     assert attention(x, x, x, context).shape == x.shape  # "auto" goes on to the next backend
+
+
+def test_other_dims_are_filled_with_zeros(monkeypatch):
+    """The kernels get dims that they have, the caller its own output."""
+    seen = []
+
+    def run(options, q, k, v, context, sinks):
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return reference.attention(q, k, v, context, scale=options.settings.scale, sinks=sinks)
+
+    monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "run", run)
+    rng, until = np.random.default_rng(3), jnp.full((1, 20), 20, jnp.int32)
+    for H, V in ((192, 128), (96, 96), (32, 64)):
+        dims = (H, H, V)
+        q, k, v = (jnp.asarray(rng.standard_normal((1, 20, 2, d)), jnp.bfloat16) for d in dims)
+        actual, expected = (
+            attention(q, k, v, Context(until), impl=impl) for impl in ("mosaic_gpu", "reference")
+        )
+        # Of bfloat16: sums of more terms may be rounded elsewhere.
+        compared = [np.asarray(x, np.float32) for x in (actual, expected)]
+        np.testing.assert_allclose(*compared, rtol=2**-7, atol=2**-7)
+    assert seen == [(256,) * 3, (128,) * 3, (64,) * 3]
 
 
 def test_fused_takes_head_dim_128_only():

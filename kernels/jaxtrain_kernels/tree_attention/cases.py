@@ -25,6 +25,9 @@ class Case:
     rows: int = 1
     window: int | None = None
     softcap: float | None = None
+    v_dim: int | None = None
+    """Of values; None: `head_dim`."""
+    sinks: bool = False
     layout: "Blocks | Unrolled | None" = None
     """Keys and queries beside the row's own tokens."""
 
@@ -42,8 +45,16 @@ class Case:
         q_shape = (self.rows, len(row["positions"]), self.heads, self.head_dim)
         k_shape = (self.rows, len(row["until"]), self.kv_heads, self.head_dim)
         shapes = {"q": q_shape, "k": k_shape, "v": k_shape, "d_out": q_shape}
+        if self.v_dim:
+            shapes |= {n: (*shapes[n][:-1], self.v_dim) for n in ("v", "d_out")}
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
         arrays = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
         return arrays | {n: np.tile(x, (self.rows, 1)) for n, x in row.items()}
+
+    def flops(self) -> float:
+        """Of the forward's matmuls; the backward's are 2.5 times as many."""
+        return 2 * self.heads * (self.head_dim + (self.v_dim or self.head_dim)) * self.pairs()
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of the batch (without the window)."""
@@ -154,6 +165,10 @@ CASES = [
     Case("tree32k_h32_8_d128", tree_32k, 32768, 32, 8, 128, BENCH),
     Case("tree32k_h16_8_d64", tree_32k, 32768, 16, 8, 64, TUNE),
     Case("tree32k_h16_4_d256", tree_32k, 32768, 16, 4, 256, TUNE),
+    # DeepSeek's latent attention, expanded; gpt-oss, whose pairs are without the window
+    Case("tree8k_h16_16_d192_v128", tree_8k, 8192, 16, 16, 192, BENCH, v_dim=128),
+    Case("tree8k_h64_8_d64_sinks", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True),
+    Case("tree8k_h64_8_d64_window", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True, window=128),
     Case("documents32k_h16_8_d128", documents_32k, 32768, 16, 8, 128, BENCH),
     Case("documents8k_h16_8_d128", documents_8k, 8192, 16, 8, 128, BENCH),
     Case("causal32k_h16_8_d128", one_32k, 32768, 16, 8, 128, BENCH),

@@ -40,31 +40,42 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, head dims 64, 128 and 256, one GPU per call."""
-    return run(
-        _options(q, k, v, gpu_tiles.Settings(scale, softcap, window)), q, k, v, context, sinks
-    )
+    """See `jaxtrain_kernels.attention`; bfloat16, dims up to 256, one GPU per call.
+
+    Heads of other dims than 64, 128 and 256, and values narrower than keys, are filled with zeros.
+    """
+    settings, V = gpu_tiles.Settings(scale, softcap, window), v.shape[-1]
+    q, k, v = _filled(q, k, v)
+    return run(_options(q, k, v, settings), q, k, v, context, sinks)[..., :V]
 
 
 def attention_fused(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """The same with one backward kernel for dQ, dK and dV, which does 5 matmuls for the 7 of two.
 
     Blocks add to dQ in float32 in whatever order they come: gradients differ from run to run in the
-    last bits, so nothing chooses this but its name. Head dim 128.
+    last bits, so nothing chooses this but its name. Head dim 128, or what is filled up to it.
     """
+    settings, V = gpu_tiles.Settings(scale, softcap, window), v.shape[-1]
+    q, k, v = _filled(q, k, v)
     if q.shape[-1] != gpu_fused.HEAD_DIM:
         raise NotImplementedError(f"head dim {q.shape[-1]} is not {gpu_fused.HEAD_DIM}")
-    options = _options(q, k, v, gpu_tiles.Settings(scale, softcap, window))
-    return run(options._replace(fused=True), q, k, v, context, sinks)
+    options = _options(q, k, v, settings)._replace(fused=True)
+    return run(options, q, k, v, context, sinks)[..., :V]
+
+
+def _filled(q, k, v):
+    """With zeros behind every head up to the next dim that the kernels have: scores stay as they
+    are, and so does what comes out of the values' own columns."""
+    need = max(q.shape[-1], v.shape[-1])
+    H = min((h for h in HEAD_DIMS if h >= need), default=None)
+    if H is None:
+        raise NotImplementedError(f"head dim {need} is above {max(HEAD_DIMS)}")
+    return [jnp.pad(x, ((0, 0),) * 3 + ((0, H - x.shape[-1]),)) for x in (q, k, v)]
 
 
 def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
     require_hopper()
     H = q.shape[-1]
-    if v.shape != k.shape:
-        raise NotImplementedError(f"values of {v.shape[-1]} dims beside keys of {k.shape[-1]}")
-    if H not in HEAD_DIMS:
-        raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
     windowed, near = settings.window is not None, {"tokens": q.shape[1]}
