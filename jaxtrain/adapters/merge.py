@@ -24,7 +24,7 @@ from jaxtrain.hf.ops import Op, Stack, Transpose, whole
 from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
 from jaxtrain.models import build
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")

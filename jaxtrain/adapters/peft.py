@@ -36,7 +36,7 @@ from jaxtrain.hf.files import spell
 from jaxtrain.hf.ops import Block, Entry, Op, Rows, Split, Stack, Tensor, Transpose
 from jaxtrain.hf.safetensors import write_folder
 from jaxtrain.models.build import family, read_entry, to_host
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes

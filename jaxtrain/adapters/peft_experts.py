@@ -23,7 +23,7 @@ import numpy as np
 from jaxtrain.adapters.spec import Linears
 from jaxtrain.hf.ops import Op, Piece, Split, Stack, Tensor, Transpose, whole
 from jaxtrain.models.build import family
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 RUNTIME = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),

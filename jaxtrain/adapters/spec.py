@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
 from jaxtrain.models import build
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 ALL = "all-linear"
 

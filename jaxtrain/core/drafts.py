@@ -11,7 +11,7 @@ from jaxtrain.config.draft import DraftConfig as DraftSection
 from jaxtrain.core.assemble import Parts, assemble, find_folder
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import DraftConfig, TargetEnds, check_capture, check_target
 from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 

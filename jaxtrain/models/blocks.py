@@ -13,7 +13,8 @@ from jaxtrain.layers.mixer import Mixer
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.router import Router
-from jaxtrain.models.decoder import DecoderConfig, Options
+from jaxtrain.models.decoder import Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import ExpertsConfig, GroupedExpertsConfig
 from jaxtrain.models.naming import PRE_NORMS
 

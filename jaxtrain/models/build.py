@@ -30,7 +30,8 @@ from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
 from jaxtrain.hf.packed import open_folder, without_packing
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
 from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
 from jaxtrain.parallel.mesh import is_main_process, sync_processes

@@ -21,7 +21,8 @@ from flax import nnx
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
-from jaxtrain.models.decoder import DecoderConfig, Ends, Layered, Options
+from jaxtrain.models.decoder import Ends, Layered, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

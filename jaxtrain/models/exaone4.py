@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import POST_NORMS, decoder_names
 from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
 

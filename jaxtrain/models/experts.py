@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.files import describe
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import Routing
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 ALIASES = {
     "num_local_experts": (

@@ -11,7 +11,8 @@ from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import SANDWICH_NORMS, decoder_names
 from jaxtrain.models.windows import windowed_layers
 

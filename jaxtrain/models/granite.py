@@ -10,7 +10,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.block import Block
 from jaxtrain.models.blocks import MakeMLP, attention_block, dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import decoder_names
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.hf.ops import TIED_COPY, Entry, Op, Rows, Split, Stack, Tensor, Transpose
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import GroupedExpertsConfig
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -19,7 +19,8 @@ from jaxtrain.layers.mlp import MLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.layers.router import Router, Routing
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.mamba import MambaSizes, make_mamba, mamba_names, read_dt_limit
 from jaxtrain.models.naming import (
     CHOICE_BIAS,

@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtrain.hf.ops import Entry
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import POST_NORMS, decoder_names
 
 

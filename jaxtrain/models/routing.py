@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.batch import RouteShape
 from jaxtrain.layers.routes import find_routers
 from jaxtrain.models.build import abstract
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 
 @functools.lru_cache(maxsize=8)

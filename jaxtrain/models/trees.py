@@ -2,7 +2,7 @@
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 
 def follows_trees(config: DecoderConfig) -> bool:

@@ -18,7 +18,8 @@ from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderConfig, Options
+from jaxtrain.models.decoder import Decoder, Options
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import attention_names, mlp_names, outer_names
 
 

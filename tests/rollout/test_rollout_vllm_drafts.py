@@ -17,7 +17,7 @@ import pytest
 from real_vllm import PYTHON, make_model
 
 from jaxtrain.models import build, dflash
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoder_config import DecoderConfig
 
 pytestmark = [
     pytest.mark.slow,
