@@ -36,7 +36,7 @@ def copy_folder(
     files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
     packed = config is not None and is_packed(config)
-    if packed:
+    if config is not None and packed:
         config = without_packing(config)
     if dtype and config and config.get("quantization_config") is not None:
         raise UserError(
