@@ -6,15 +6,22 @@ again without any error; other weights are rounded to the nearest.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf import packed
+from jaxtrain.hf.ops import Interleaved, Op, Stack, Tensor
+from jaxtrain.hf.packed import PackedFolder
+from jaxtrain.hf.safetensors import Folder
 from jaxtrain.layers.linear import Place
+from jaxtrain.models.parameters import Shapes
 
 BLOCK = 32
 DOWN, UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -68,6 +75,40 @@ def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         "blocks": jax.ShapeDtypeStruct((*lead, num_out, num_in // 2), jnp.uint8),
         "scales": jax.ShapeDtypeStruct((*lead, num_out, num_in // BLOCK), jnp.uint8),
+    }
+
+
+def read_mxfp4(files: Folder, op: Op, shapes: Shapes) -> dict[str, jax.Array] | None:
+    """The parts of stacked kernels as a folder holds them, with the shapes and shardings of
+    `shapes`; None where it holds them in another way."""
+    if not isinstance(op, Stack) or not isinstance(files, PackedFolder):
+        return None
+    layers = []
+    for layer in op.ops:
+        if not isinstance(layer, Tensor | Interleaved):
+            return None
+        stored = files.packed.get(layer.name)
+        if not isinstance(stored, packed.MXFP4):
+            return None
+        rows = (
+            slice(layer.start, None, layer.step) if isinstance(layer, Interleaved) else slice(None)
+        )
+        views = [view[:, rows] for view in stored.view()]
+        if (views[1] == 255).any():
+            raise UserError(
+                f"{files.tensors[layer.name].file}: {stored.parts[1]} holds scales of NaN: the file"
+                " is damaged; download it again"
+            )
+        layers.append(dict(zip(("blocks", "scales"), views, strict=True)))
+
+    def read(name: str, index: Any) -> np.ndarray:
+        return np.stack([layer[name][index[1:]] for layer in layers[index[0]]])
+
+    return {
+        name: jax.make_array_from_callback(
+            shape.shape, shape.sharding, functools.partial(read, name)
+        )
+        for name, shape in shapes.items()
     }
 
 

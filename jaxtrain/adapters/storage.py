@@ -1,7 +1,7 @@
 """How frozen kernels are stored: in fewer bits, quantised as they are loaded."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from jaxtrain.adapters import mxfp4
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
 from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
 from jaxtrain.errors import UserError
+from jaxtrain.hf.ops import Entry
+from jaxtrain.hf.safetensors import Folder
 from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 from jaxtrain.models.parameters import Params, Shapes
 
@@ -35,6 +37,9 @@ class Storage(NamedTuple):
     """What the number of inputs must be a multiple of."""
     experts_only: bool = False
     """Whether other matrices than those of experts stay as they are."""
+    read: Callable[..., dict | None] = lambda files, op, shapes: None
+    """(folder, op of a kernel, {part: shape}) -> the parts of a stacked kernel that a folder holds
+    in this very storage, or None."""
 
 
 STORAGES = {
@@ -49,6 +54,7 @@ STORAGES = {
         2,
         mxfp4.BLOCK,
         experts_only=True,
+        read=mxfp4.read_mxfp4,
     ),
 }
 
@@ -85,12 +91,16 @@ def find_stored(shapes: Shapes, kind: str) -> set[str]:
 
 
 def quantise_params(
-    params: Iterable[tuple[str, jax.Array | Iterator[jax.Array]]], shapes: Shapes, kind: str
+    params: Iterable[tuple[str, jax.Array | Iterator[jax.Array]]],
+    shapes: Shapes,
+    kind: str,
+    source: tuple[Folder, Mapping[str, Entry]] | None = None,
 ) -> Params:
     """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
 
     What comes as an iterator over its layers is in memory a layer at a time; of the others each may
-    be freed once the next is asked for.
+    be freed once the next is asked for. source: where the parameters are read from, and what each
+    is made of: what lies there in this storage is taken as it is.
     """
     stored, wanted = {}, find_stored(shapes, kind)
     for path, value in params:
@@ -100,7 +110,11 @@ def quantise_params(
         names = [name for name in STORAGES[kind].shapes((0, 0)) if f"{path}.{name}" in shapes]
         own = {name: shapes[f"{path}.{name}"] for name in names}
         places = {name: shape.sharding for name, shape in own.items()}
-        if isinstance(value, jax.Array):
+        files, entries = source or (None, {})
+        as_is = STORAGES[kind].read(files, entries[path].op, own) if path in entries else None
+        if as_is is not None:
+            parts = as_is
+        elif isinstance(value, jax.Array):
             quantise = functools.partial(quantise_stacked, kind=kind)
             parts = jax.jit(quantise, out_shardings=places)(value)
             jax.block_until_ready(parts)  # else the host runs ahead and memory holds several

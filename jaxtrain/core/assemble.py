@@ -26,6 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import TASK
 from jaxtrain.hf.files import read_object
 from jaxtrain.hf.generation import find_problem
+from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.models import build
@@ -238,7 +239,12 @@ def open_base(parts: Parts, seed: int) -> Params:
         return split_model(model)[0]
     else:
         found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **options)
-    return quantise_params(found, shapes, quantize) if shapes else dict(found)
+    if not shapes:
+        return dict(found)
+    source = None
+    if parts.folder is not None:
+        source = open_folder(parts.folder), build.stored_entries(parts.architecture)
+    return quantise_params(found, shapes, quantize, source)
 
 
 def open_params(parts: Parts, seed: int) -> Params:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import describe, shorten, spell
-from jaxtrain.hf.ops import Fetch, Index
+from jaxtrain.hf.ops import Fetch, Index, whole
 from jaxtrain.hf.safetensors import Folder, Stored
 
 SCALES = "_scale_inv"
@@ -35,6 +35,10 @@ E4M3 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
 """float32 [256, 2]: both codes of a byte."""
+PAIR_BITS = PAIRS.astype(BFLOAT16).view(np.uint32)[:, 0]
+"""The same in bfloat16, as one number."""
+MIDDLE_SCALES = (2, 252)
+"""Between these, both included, a scale moves no exponent of bfloat16 out of its range."""
 
 
 class Packed(Protocol):
@@ -62,6 +66,12 @@ class MXFP4:
                 " [..., out, in / 32]"
             )
         self.shape = (*lead, count * MXFP4_BLOCK, num_out)
+        self.stored = (blocks, scales)
+
+    def view(self) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 [..., out, in / 2] and [..., out, in / 32] as they are stored, still on disk."""
+        blocks, scales = (stored.read(whole(stored.shape)) for stored in self.stored)
+        return blocks.reshape(*scales.shape[:-1], -1), scales
 
     def read(self, fetch, index):
         *lead, inputs, outputs = index
@@ -72,15 +82,19 @@ class MXFP4:
             inputs.start - first * MXFP4_BLOCK, inputs.stop - first * MXFP4_BLOCK, inputs.step
         )
         values = np.empty((*scales.shape[:-1], MXFP4_BLOCK * scales.shape[-1]), BFLOAT16)
-        for place in np.ndindex(
-            scales.shape[:-2]
-        ):  # a matrix at a time: it is wide before it is cast
+        for place in np.ndindex(scales.shape[:-2]):  # a matrix at a time: few are wide at once
             values[place] = decode_mxfp4(blocks[place], scales[place])
         return values[..., inside].swapaxes(-1, -2)
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [out, in] of uint8 [out, in / 32, 16] and [out, in / 32]."""
+    """[out, in] of uint8 [out, in / 32, 16] and [out, in / 32], in bfloat16 or in float32."""
+    low, high = MIDDLE_SCALES
+    if scales.size and low <= scales.min() and scales.max() <= high:  # ten times as fast
+        bits = PAIR_BITS[blocks].view(np.uint16).reshape(*scales.shape, MXFP4_BLOCK)
+        moved = ((scales.astype(np.int16) - 127) << 7).view(np.uint16)
+        bits += moved[..., None] * ((bits & 0x7FFF) != 0)  # 0 has no exponent
+        return bits.view(BFLOAT16).reshape(len(scales), -1)
     values = PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK)
     with np.errstate(over="ignore"):  # infinite, as which it is reported
         values *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]

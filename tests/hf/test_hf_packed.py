@@ -18,6 +18,7 @@ from jaxtrain.adapters.mxfp4 import dequantise_mxfp4, quantise_mxfp4
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import count_weights, find_stored, quantise_params
 from jaxtrain.errors import UserError
+from jaxtrain.hf import packed
 from jaxtrain.hf.copy import copy_folder
 from jaxtrain.hf.packed import E2M1, open_folder
 from jaxtrain.models import build
@@ -85,7 +86,10 @@ def by_transformers(folder) -> dict[str, np.ndarray]:
     return {n: convert_moe_packed_tensors(*two).float().numpy() for n, two in parts.items()}
 
 
-def test_any_part_of_a_tensor_is_what_transformers_reads(folder):
+@pytest.mark.parametrize("scales", ["middle", "any"])
+def test_any_part_of_a_tensor_is_what_transformers_reads(folder, scales, monkeypatch):
+    if scales == "any":  # as far from 127 as they come, where bits cannot be moved
+        monkeypatch.setattr(packed, "MIDDLE_SCALES", (128, 127))
     files, wanted = open_folder(folder), by_transformers(folder)
     assert len(wanted) == 4 and not any(n.endswith(("_blocks", "_scales")) for n in files.tensors)
     for name, array in wanted.items():
@@ -142,13 +146,13 @@ def test_storage_is_that_of_the_definition():
     """Every code at every scale comes back; other numbers go to the nearest."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (254, 2))  # a block holds each code twice
     scales = np.arange(1, 255, dtype=np.uint8)[:, None]
-    packed = jnp.asarray(codes[:, 1::2] << 4 | codes[:, ::2])
+    codes_of = jnp.asarray(codes[:, 1::2] << 4 | codes[:, ::2])
     exact = E2M1[codes] * np.exp2(scales - 127.0)  # float64
-    kernel = dequantise_mxfp4({"blocks": packed, "scales": jnp.asarray(scales)}, jnp.float32)
+    kernel = dequantise_mxfp4({"blocks": codes_of, "scales": jnp.asarray(scales)}, jnp.float32)
     fits = (np.abs(exact) < 2.0**127).all(1) & (scales[:, 0] > 1)  # no float32 is denormal here
     np.testing.assert_array_equal(np.asarray(kernel).T[fits], exact[fits])
     again = quantise_mxfp4(kernel[:, 3:250])
-    np.testing.assert_array_equal(again["blocks"], packed[3:250])
+    np.testing.assert_array_equal(again["blocks"], codes_of[3:250])
     np.testing.assert_array_equal(again["scales"], scales[3:250])
 
     some = np.random.default_rng(0).standard_normal((96, 5)).astype(np.float32)
@@ -177,8 +181,16 @@ def test_a_base_is_kept_as_it_is_stored(folder):
     }
     by_layer = find_stored(shapes, "mxfp4")
     assert {path.split(".")[-2] for path in by_layer} == {"gate", "up", "down"}
-    params = build.read_params(folder, by_layer=by_layer, **options)
-    params = quantise_params(params, shapes, "mxfp4")
+    source = open_folder(folder), build.stored_entries(config)
+    params, rounded = (
+        quantise_params(
+            build.read_params(folder, by_layer=by_layer, **options), shapes, "mxfp4", *where
+        )
+        for where in ([source], [])
+    )
+    assert params.keys() == rounded.keys()
+    for path, value in params.items():  # as it is, and decoded and stored again
+        np.testing.assert_array_equal(value, rounded[path], err_msg=path)
     raw = {}
     for file in folder.glob("*.safetensors"):
         raw |= load_file(file)
