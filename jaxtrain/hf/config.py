@@ -132,7 +132,8 @@ def write_fields(config: Any) -> dict[str, Any]:
         rope = rope.get("full_attention", rope)  # which version 4 has names for
         raw["rope_theta"] = rope["rope_theta"]
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        raw["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+        plain = rope.get("rope_type", "default") == "default"
+        raw["rope_scaling"] = None if plain else scaling
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope["partial_rotary_factor"]
     raw.update({key: json.loads(value) for key, value in (*config.said, *config.kept)})

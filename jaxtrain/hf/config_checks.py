@@ -57,6 +57,7 @@ SIZES = {
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
     "max_position_embeddings": 2**31 - 1,
+    "query_pre_attn_scalar": 2**20,
 }
 """At least 1, and at most this: far beyond any model, but no number that only hangs."""
 FROM_ZERO = (
@@ -76,6 +77,8 @@ FRACTIONS = {
     "rms_norm_eps": (0.0, 1.0),
     "layer_norm_epsilon": (0.0, 1.0),
     "initializer_range": (0.0, 100.0),
+    "attn_logit_softcapping": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
 }
 
 
@@ -215,7 +218,8 @@ def _check_rope_value(key: str, value: Any, place: str = "") -> None:
             raise UserError(f"{name} is {describe(value)}; it must be a list of numbers above 0")
     elif key in ROPE_NUMBERS:
         low = 1.0 if key == "rope_theta" else 0.0
-        if not is_number(value) or not low < value <= 1e15:
+        nothing = key == "llama_4_scaling_beta" and value == 0
+        if not is_number(value) or not (low < value <= 1e15 or nothing):
             raise UserError(f"{name} is {describe(value)}; it must be a number above {low:g}")
         if key in ROPE_LENGTHS and value < 1:
             raise UserError(f"{name} is {describe(value)}; it must be at least 1")

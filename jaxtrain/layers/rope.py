@@ -98,6 +98,8 @@ def frequencies(
         case "longrope":
             return _longrope(base, rope, longest, row_tokens or longest)
         case "dynamic":  # Hunyuan's name for a longer base, whatever the length of a text
+            if dims < 4:
+                raise UserError(f"rope_type='dynamic' needs heads of 4 dims or more, not {dims}")
             return _powers(rope["rope_theta"] * rope["alpha"] ** (dims / (dims - 2)), dims), 1.0
     return base, 1.0
 
@@ -122,6 +124,10 @@ def _longrope(
     if divisor.shape != base.shape:
         raise UserError(
             f"config.json: {name} has {divisor.size} numbers; {base.size} pairs are rotated"
+        )
+    if length < 2:
+        raise UserError(
+            f"config.json: original_max_position_embeddings={length} must be at least 2 for longrope"
         )
     factor = rope.get("factor") or longest / length
     if rope.get("attention_factor") is not None:
