@@ -127,7 +127,8 @@ def _longrope(
         )
     if length < 2:
         raise UserError(
-            f"config.json: original_max_position_embeddings={length} must be at least 2 for longrope"
+            f"config.json: original_max_position_embeddings={length} must be at least 2 for"
+            " longrope"
         )
     factor = rope.get("factor") or longest / length
     if rope.get("attention_factor") is not None:
