@@ -19,6 +19,7 @@ SMALL = [
     "parallel.data=2",
     "parallel.fsdp=1",
     "parallel.expert=2",
+    "parallel.expert_transport=exchange",
     "model.architecture.hidden_size=32",
     "model.architecture.num_hidden_layers=2",
     "model.architecture.moe_intermediate_size=16",
@@ -39,6 +40,7 @@ def test_the_shipped_config_trains_exports_and_reports_the_balance(tmp_path):
         assert 2 <= line["balance"] < 8  # top at perfect balance, E where one expert takes all
         assert 1 <= line["expert_load_max"] <= 4
         assert 0 < line["router_entropy"] <= np.log(8) + 1e-6
+        assert 1 <= line["expert_rounds"] <= 2
         # the reported loss is what is trained: nll and the balance times its factor
         assert line["loss"] > 0.01 * line["balance"]
     model = build.load(folder / "model")
