@@ -1,5 +1,5 @@
-"""Tokens that travel to experts of other devices: what one device computes, whatever the routing, the
-buffers and the way; in float64, so that only the order of sums may differ."""
+"""Tokens that travel to experts of other devices: what one device computes, whatever the routing,
+the buffers and the way; in float64, so that only the order of sums may differ."""
 
 import functools
 
@@ -77,9 +77,7 @@ def on_mesh(transport: Transport, mesh):
         return y, rounds[None]
 
     by_token = P(AXES)
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=by_token, out_specs=by_token, check_vma=False
-    )
+    return jax.shard_map(local, mesh=mesh, in_specs=by_token, out_specs=by_token, check_vma=False)
 
 
 SMALL = 0.01
