@@ -128,8 +128,11 @@ def logp_gather_step(**settings):
     return jax.grad(loss, (0, 1)), *arrays, targets, temperature
 
 
-def moe_step(rank: int | None = None, sizes: tuple[int, ...] = (2048, 768, 128)):
+def moe_step(
+    rank: int | None = None, sizes: tuple[int, ...] = (2048, 768, 128), clamped: bool = False
+):
     from jaxtrain_kernels import Adapters, moe_ffn
+    from jaxtrain_kernels.grouped_matmul.ffn import Biases, Clamped
 
     T, (D, F, E) = 8192, sizes
     sizes = [(D, F), (D, F), (F, D)]
@@ -143,6 +146,9 @@ def moe_step(rank: int | None = None, sizes: tuple[int, ...] = (2048, 768, 128))
     def loss(x, experts, gates, *rest):
         adapters = Adapters(*zip(rest[3::2], rest[4::2], strict=True))
         options = {"adapters": adapters, "freeze_experts": bool(rank), "impl": "mosaic_gpu"}
+        if clamped:
+            ones = jnp.ones((E, F), jnp.float32)
+            options |= {"activation": Clamped(), "biases": Biases(ones, ones)}
         return moe_ffn(x, experts, gates, *rest[:3], **options).astype(jnp.float32).sum()
 
     trained = (0, 2, *range(6, 12)) if rank else (0, 2, 3, 4, 5)
@@ -171,6 +177,7 @@ def main():
     report("moe", *moe_step())
     report("moe lora", *moe_step(rank=16))
     report("moe uneven", *moe_step(sizes=(2880, 2880, 32)))
+    report("moe clamped", *moe_step(sizes=(2880, 2880, 32), clamped=True))
     report("logp_gather", *logp_gather_step())
     report("logp_gather softcap temperature", *logp_gather_step(softcap=30.0))
     report("weighted_logp", *weighted_logp_step())

@@ -14,6 +14,7 @@ ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are
     ("gated_delta", "gated_delta_walk"): 24,
     ("gated_delta", "gated_delta_walk_back"): 24,
     ("gated_delta", "gated_delta_gradients"): 216,
+    ("moe clamped", "grouped_gated_gradient"): 4,
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
     ("weighted_logp softcap", "logp_exponentials"): 72,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jaxtrain_kernels import Adapters, moe_ffn, testing
 from jaxtrain_kernels.grouped_matmul import gpu, mosaic_gpu
+from jaxtrain_kernels.grouped_matmul.ffn import Biases, Clamped
 from mosaic_interpreter import interpreted
 
 T, TOP, E, R = 150, 2, 4, 5
@@ -13,7 +14,7 @@ EVEN, UNEVEN = (256, 128), (192, 320)
 """D and F: whole tiles; last tiles that begin within the ones before, on all sides."""
 
 
-def problem(adapted: bool, sizes: tuple[int, int] = EVEN, seed: int = 0):
+def problem(adapted: bool, sizes: tuple[int, int] = EVEN, biased: bool = False, seed: int = 0):
     """bfloat16 arguments by name and the choices; expert 2 gets nobody, expert 1 most."""
     rng, (D, F) = np.random.default_rng(seed), sizes
     experts = rng.choice([0, 1, 3], (T, TOP), p=[0.2, 0.7, 0.1]).astype(np.int32)
@@ -24,6 +25,9 @@ def problem(adapted: bool, sizes: tuple[int, int] = EVEN, seed: int = 0):
         for name, (_, i, o) in [(n, s) for n, s in shapes.items()]:
             arrays[f"a_{name}"] = rng.standard_normal((E, i, R)) * i**-0.5
             arrays[f"b_{name}"] = rng.standard_normal((E, R, o)) * R**-0.5
+    if biased:
+        sizes = {"bias_gate": F, "bias_up": F, "bias_down": D}
+        arrays |= {n: rng.standard_normal((E, size)) for n, size in sizes.items()}
     arrays["g"] = rng.standard_normal((T, D))
     return jnp.asarray(experts), {n: jnp.asarray(x, jnp.bfloat16) for n, x in arrays.items()}
 
@@ -43,6 +47,7 @@ def run(experts, arrays, dtype, activation, **options):
             given["gates"],
             *(given[n] for n in ("w_gate", "w_up", "w_down")),
             adapters=Adapters(*pairs),
+            biases=Biases(*(given.get(f"bias_{n}") for n in Biases._fields)),
             activation=activation,
             block=gpu.BLOCK,
             **options,
@@ -61,6 +66,8 @@ def few_cores(monkeypatch):
 
 CASES = [
     ("silu", True, UNEVEN),
+    (Clamped(limit=1.0), False, UNEVEN),
+    pytest.param(Clamped(limit=1.0), True, EVEN, marks=pytest.mark.slow),
     pytest.param("silu", True, EVEN, marks=pytest.mark.slow),
     pytest.param("gelu_pytorch_tanh", False, EVEN, marks=pytest.mark.slow),
 ]
@@ -68,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize(("activation", "adapted", "sizes"), CASES)
 def test_the_layer_by_the_rule(activation, adapted, sizes, few_cores):
-    experts, arrays = problem(adapted, sizes)
+    experts, arrays = problem(adapted, sizes, biased=activation == Clamped(limit=1.0))
     with jax.enable_x64(True):
         exact = run(experts, arrays, jnp.float64, activation, impl="reference")
     plain = run(experts, arrays, jnp.bfloat16, activation, impl="reference")

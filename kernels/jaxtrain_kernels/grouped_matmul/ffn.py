@@ -7,7 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
+from jaxtrain_kernels.grouped_matmul.routing import (
+    combine,
+    gather_gates,
+    gather_in,
+    take_rows,
+)
 from jaxtrain_kernels.precision import accumulator
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -67,13 +72,26 @@ NO_BIASES = Biases()
 
 
 def compose(
-    matmul, x, gates, w_gate, w_up, w_down, routing, *, adapters, biases, activation, freeze_experts
+    matmul,
+    x,
+    gates,
+    w_gate,
+    w_up,
+    w_down,
+    routing,
+    *,
+    adapters,
+    biases,
+    activation,
+    freeze_experts,
+    take=take_rows,
 ):
     """`moe_ffn` with the routing of its choices, on any grouped matmul.
 
     The definition, and what backends without a fused kernel run. The hidden state is rounded to
     x's dtype once, after the gate; padding rows have gate 0, so that they add nothing anywhere.
     w_gate None: act(x W_up) is not gated. The bias of down is the caller's: see `add_down_bias`.
+    `take`: see `routing.take_rows`; what it leaves undefined, `matmul` must neither read nor return.
     """
     segments = routing.segments
 
@@ -88,7 +106,7 @@ def compose(
             y = y + matmul(matmul(x, a, segments), b, segments)
         return y if bias is None else add_bias(y, bias, segments)
 
-    rows_PD = gather_in(x, routing)
+    rows_PD = gather_in(x, routing, take)
     up_PF = project(rows_PD, w_up, adapters.up, biases.up)
     gates_P = gather_gates(gates, routing)
     if w_gate is None:
@@ -96,7 +114,7 @@ def compose(
     else:
         gate_PF = project(rows_PD, w_gate, adapters.gate, biases.gate)
         hidden_PF = gated(gate_PF, up_PF, gates_P, activation)
-    return combine(project(hidden_PF, w_down, adapters.down), routing)
+    return combine(project(hidden_PF, w_down, adapters.down), routing, take)
 
 
 # The backward keeps the inputs only, and none of the float32 values in between.
@@ -135,13 +153,17 @@ def _add_bias_fwd(y_PF, bias_EF, segments):
 
 def _add_bias_bwd(residuals, dy_PF):
     bias_EF, segments = residuals
+    return dy_PF, bias_gradient(dy_PF, segments).astype(bias_EF.dtype), None
+
+
+def bias_gradient(dy_PF, segments):
+    """[E, F] sums of each expert's rows, at least float32."""
     wide = accumulator(dy_PF.dtype)
-    blocks, experts = segments.group.shape[0], bias_EF.shape[0]
+    blocks, experts = segments.group.shape[0], segments.starts.shape[0]
     of_blocks = dy_PF.reshape(blocks, -1, dy_PF.shape[1]).astype(wide).sum(1)
     # A product with ones adds up in a fixed order, which a scatter on a GPU does not.
     mine = segments.group[None] == jnp.arange(experts, dtype=jnp.int32)[:, None]
-    d_bias = jnp.matmul(mine.astype(wide), of_blocks, precision=jax.lax.Precision.HIGHEST)
-    return dy_PF, d_bias.astype(bias_EF.dtype), None
+    return jnp.matmul(mine.astype(wide), of_blocks, precision=jax.lax.Precision.HIGHEST)
 
 
 add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxtrain_kernels.grouped_matmul.ffn import Activation
 from jaxtrain_kernels.mosaic import launch, num_cores, plgpu, swizzled, tanh
 
 WARPGROUPS = 2  # that compute
@@ -301,20 +302,37 @@ def activate(x, activation: str):
     raise NotImplementedError(f"no fused form of {activation}")
 
 
-def gated_product(triples, gates, segments, *, activation: str, save: bool, config: Config):
+def gated(g, u, activation: Activation):
+    """(h, dh/dg, dh/du) in float32 of an expert's hidden state h, without its gate."""
+    if isinstance(activation, str):
+        act, slope = activate(g, activation)
+        return act * u, u * slope, act
+    limit, alpha = activation
+    low, held = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+    sigmoid = 1.0 / (1.0 + jnp.exp2(low * (-alpha * LOG2E)))
+    act = low * sigmoid
+    slope = jnp.where(g <= limit, sigmoid + alpha * act * (1.0 - sigmoid), 0.0)
+    return (held + 1.0) * act, (held + 1.0) * slope, jnp.where(held == u, act, 0.0)
+
+
+def gated_product(
+    triples, biases, gates, segments, *, activation: Activation, save: bool, config: Config
+):
     """hidden [P, F] = gates * act(gate) * up, and with `save` also (gate, up), all bfloat16.
 
     gate and up [P, F] are the sums over `triples` (x [P, D], w_gate [E, D, F], w_up [E, D, F]) of
-    each block of x times its matrix; gates float32 [P].
+    each block of x times its matrix, plus the two `biases` float32 [E, F], if there are any; gates
+    float32 [P].
     """
     xs, w_gates, w_ups = zip(*triples, strict=True)
     P, F = xs[0].shape[0], w_gates[0].shape[2]
     half = config.columns // 2
     across = pl.cdiv(F, half)
     depths = [x.shape[1] // DEPTH for x in xs]
-    per_row = plgpu.Layout.WGMMA.reduce(1)
+    per_row, across_rows = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
+    plain = {"optimized": False}
 
-    def kernel(x_refs, gate_refs, up_refs, gates_ref, group_ref, active_ref, *refs):
+    def kernel(x_refs, gate_refs, up_refs, bias_refs, gates_ref, group_ref, active_ref, *refs):
         *out_refs, x_smem, gate_smem, up_smem, out_smem, ready, free = refs
         ring = Ring(ready, free, config)
         group = lax.axis_index("group")
@@ -345,6 +363,21 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
             block, column = place(tile)
             row, at = block * BLOCK + group * ROWS, _tile(column, half, F).start
 
+            def biased(pieces, j):
+                """With those of this tile's columns from j on."""
+                if not bias_refs:
+                    return pieces
+                columns = _part(at + j, STORE)
+                added = [
+                    plgpu.load(ref.at[group_ref[block], columns], layout=across_rows, **plain)
+                    for ref in bias_refs
+                ]
+                shape = (ROWS, STORE)
+                return [
+                    piece + lax.broadcast_in_dim(bias, shape, [1])
+                    for piece, bias in zip(pieces, added, strict=True)
+                ]
+
             @functools.partial(
                 pl.run_scoped,
                 gate_acc=plgpu.ACC((ROWS, half), jnp.float32),
@@ -360,8 +393,8 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
                 gate, up, store = gate_acc[...], up_acc[...], Store(out_smem)
                 factor = plgpu.load(gates_ref.at[_part(row, ROWS)], layout=per_row, optimized=False)
                 for j in range(0, half, STORE):
-                    g, u = gate[:, j : j + STORE], up[:, j : j + STORE]
-                    hidden = activate(g, activation)[0] * u
+                    g, u = biased([gate[:, j : j + STORE], up[:, j : j + STORE]], j)
+                    hidden = gated(g, u, activation)[0]
                     hidden *= lax.broadcast_in_dim(factor, (ROWS, STORE), [0])
                     for value, ref in zip((hidden, g, u), out_refs, strict=False):
                         store(value, ref, row, at + j, _fresh(at + j, column, half, F))
@@ -373,12 +406,12 @@ def gated_product(triples, gates, segments, *, activation: str, save: bool, conf
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
         swizzled((config.stages * DEPTH, half), jnp.bfloat16),
     ]
-    arrays = [xs, w_gates, w_ups, gates, segments.group, segments.active]
+    arrays = [xs, w_gates, w_ups, biases, gates, segments.group, segments.active]
     out_type = [_shape(P, F)] * (3 if save else 1)
     return _launch(kernel, out_type, scratch, 3, config, "grouped_gated_product", arrays)
 
 
-def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config: Config):
+def gated_gradient(pairs, gate, up, gates, segments, *, activation: Activation, config: Config):
     """(d_gate [P, F], d_up [P, F] bfloat16, d_gates float32 [F / columns, P], to be summed).
 
     The gradient of hidden is the sum over `pairs` of dy [P, D] times w [E, F, D] transposed; gate,
@@ -451,13 +484,13 @@ def gated_gradient(pairs, gate, up, gates, segments, *, activation: str, config:
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ring.free.at[slot])
                     d_hidden = value[:, j * STORE : (j + 1) * STORE]
-                    act, slope = activate(g, activation)
-                    at, share = first + j * STORE, (d_hidden * act * u).sum(axis=1)
+                    hidden, g_slope, u_slope = gated(g, u, activation)
+                    at, share = first + j * STORE, (d_hidden * hidden).sum(axis=1)
                     fresh = _fresh(at, column, columns, F)
                     total += share if fresh is None else share * jnp.where(fresh, 1.0, 0.0)
                     d_hidden *= factor
-                    store(d_hidden * u * slope, d_gate_ref, row, at, fresh)
-                    store(d_hidden * act, d_up_ref, row, at, fresh)
+                    store(d_hidden * g_slope, d_gate_ref, row, at, fresh)
+                    store(d_hidden * u_slope, d_up_ref, row, at, fresh)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the sums of a tile before
                 sum_smem[group] = total
                 plgpu.commit_smem()

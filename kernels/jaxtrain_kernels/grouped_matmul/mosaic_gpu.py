@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.grouped_matmul import gpu
-from jaxtrain_kernels.grouped_matmul.ffn import Adapters, compose, unpacked
+from jaxtrain_kernels.grouped_matmul.ffn import (
+    Adapters,
+    Clamped,
+    bias_gradient,
+    compose,
+    unpacked,
+)
 from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
 from jaxtrain_kernels.mosaic import require_hopper
 
 FUSED = ("silu", "swish", "gelu_pytorch_tanh", "relu")
-"""The activations that the kernels know; any other is computed between them."""
+"""The activations that the kernels know beside `Clamped`; any other is computed between them."""
 
 
 def check(dtype, block: int, D: int, F: int) -> None:
@@ -58,15 +64,18 @@ def moe_ffn(
     """See `jaxtrain_kernels.moe_ffn`, with the routing of its choices."""
     block = routing.row_token.shape[0] // routing.segments.group.shape[0]
     check(x.dtype, block, *w_up.shape[1:])
-    plain = biases.gate is None and biases.up is None
-    if activation not in FUSED or w_gate is None or not plain:
+    both = [bias for bias in (biases.gate, biases.up) if bias is not None]
+    known = isinstance(activation, Clamped) or activation in FUSED
+    if not known or w_gate is None or len(both) == 1:
         arrays = (x, gates, w_gate, w_up, w_down, routing)
         options = {"activation": activation, "freeze_experts": freeze_experts}
-        return compose(grouped_matmul, *arrays, adapters=adapters, biases=biases, **options)
+        options |= {"adapters": adapters, "biases": biases, "take": take_rows}
+        return compose(grouped_matmul, *arrays, **options)
     rows_PD = gather_in(x, routing, take_rows)
     gates_P = gather_gates(gates, routing)
-    weights = (w_gate, w_up, w_down)
-    out_PD = ffn(activation, freeze_experts, rows_PD, gates_P, weights, adapters, routing.segments)
+    weights, both = (w_gate, w_up, w_down), tuple(b.astype(jnp.float32) for b in both)
+    given = (rows_PD, gates_P, weights, both, adapters, routing.segments)
+    out_PD = ffn(activation, freeze_experts, *given)
     return combine(out_PD, routing, take_rows)
 
 
@@ -76,17 +85,18 @@ def take_rows(x, index, active):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def ffn(activation, freeze, x, gates, weights, adapters, segments):
-    """(gates * act(x W_gate) * (x W_up)) W_down of rows [P, D], undefined in unused blocks."""
-    return _forward(activation, x, gates, weights, adapters, segments, save=False)[0]
+def ffn(activation, freeze, x, gates, weights, biases, adapters, segments):
+    """(gates * act(x W_gate) * (x W_up)) W_down of rows [P, D], undefined in unused blocks; biases
+    float32 [E, F] behind W_gate and W_up, or ()."""
+    return _forward(activation, x, gates, weights, biases, adapters, segments, save=False)[0]
 
 
-def _ffn_fwd(activation, freeze, x, gates, weights, adapters, segments):
-    out, saved = _forward(activation, x, gates, weights, adapters, segments, save=True)
-    return out, (x, gates, weights, adapters, segments, saved)
+def _ffn_fwd(activation, freeze, x, gates, weights, biases, adapters, segments):
+    out, saved = _forward(activation, x, gates, weights, biases, adapters, segments, save=True)
+    return out, (x, gates, weights, biases, adapters, segments, saved)
 
 
-def _forward(activation, x, gates, weights, adapters, segments, *, save):
+def _forward(activation, x, gates, weights, biases, adapters, segments, *, save):
     w_gate, w_up, w_down = (unpacked(w, x.dtype) for w in weights)
     inner, outer = pad_adapters(adapters, x.dtype)
     triples, low_in, low_down = [(x, w_gate, w_up)], None, None
@@ -95,7 +105,7 @@ def _forward(activation, x, gates, weights, adapters, segments, *, save):
         low_in = _product([(x, a)], segments)
         triples.append((low_in, b_gate, b_up))
     hidden, *gate_up = gpu.gated_product(
-        triples, gates, segments, activation=activation, save=save, config=gpu.Config()
+        triples, biases, gates, segments, activation=activation, save=save, config=gpu.Config()
     )
     pairs = [(hidden, w_down)]
     if outer is not None:
@@ -106,7 +116,8 @@ def _forward(activation, x, gates, weights, adapters, segments, *, save):
 
 
 def _ffn_bwd(activation, freeze, residuals, dout):
-    x, gates, weights, adapters, segments, (hidden, gate_up, low_in, low_down) = residuals
+    x, gates, weights, biases, adapters, segments, saved = residuals
+    hidden, gate_up, low_in, low_down = saved
     w_gate, w_up, w_down = (unpacked(w, x.dtype) for w in weights)
     (inner, outer), pull = jax.vjp(lambda a: pad_adapters(a, x.dtype), adapters)
     d_inner = d_outer = None
@@ -140,7 +151,10 @@ def _ffn_bwd(activation, freeze, residuals, dout):
     if not freeze:
         found = (*_weights(x, [d_gate, d_up], segments), *_weights(hidden, [dout], segments))
         d_weights = tuple(d.astype(w.dtype) for d, w in zip(found, weights, strict=True))
-    return dx, d_gates.sum(0), d_weights, d_adapters, None
+    d_biases = ()
+    if biases:
+        d_biases = tuple(bias_gradient(_clear(d, segments), segments) for d in (d_gate, d_up))
+    return dx, d_gates.sum(0), d_weights, d_biases, d_adapters, None
 
 
 ffn.defvjp(_ffn_fwd, _ffn_bwd)
