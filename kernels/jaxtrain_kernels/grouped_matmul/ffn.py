@@ -91,7 +91,7 @@ def compose(
     The definition, and what backends without a fused kernel run. The hidden state is rounded to
     x's dtype once, after the gate; padding rows have gate 0, so that they add nothing anywhere.
     w_gate None: act(x W_up) is not gated. The bias of down is the caller's: see `add_down_bias`.
-    `take`: see `routing.take_rows`; what it leaves undefined, `matmul` must neither read nor return.
+    `take`: see `routing.take_rows`; what it leaves undefined, `matmul` neither reads nor returns.
     """
     segments = routing.segments
 
