@@ -144,9 +144,7 @@ def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     absmax = jnp.abs(blocks).max(-1)
     unit = blocks / jnp.where(absmax > 0, absmax, 1.0)[..., None]
     # Codes are the number of thresholds strictly below.
-    codes = jnp.zeros(unit.shape, jnp.uint8)
-    for threshold in THRESHOLDS.tolist():
-        codes += (unit > threshold).astype(jnp.uint8)
+    codes = jnp.searchsorted(jnp.asarray(THRESHOLDS), unit, method="compare_all").astype(jnp.uint8)
     codes = codes.reshape(num_out, num_in // 2, 2)
     offset = absmax.mean()
     centred = (absmax - offset).reshape(-1)

@@ -115,8 +115,7 @@ def quantise_params(
         if as_is is not None:
             parts = as_is
         elif isinstance(value, jax.Array):
-            quantise = functools.partial(quantise_stacked, kind=kind)
-            parts = jax.jit(quantise, out_shardings=places)(value)
+            parts = jax.device_put(quantise_stacked(value, kind), places)
             jax.block_until_ready(parts)  # else the host runs ahead and memory holds several
         else:
             parts = _quantise_layers(value, own, places, kind)
@@ -133,8 +132,7 @@ def _quantise_layers(
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places)
-    def write(parts, index, kernel):
-        found = quantise_stacked(kernel, kind)
+    def write(parts, index, found):
         return {
             name: jax.lax.dynamic_update_index_in_dim(part, found[name], index, 0)
             for name, part in parts.items()
@@ -142,10 +140,12 @@ def _quantise_layers(
 
     parts = jax.jit(empty, out_shardings=places)()
     for index, kernel in enumerate(layers):
-        parts = jax.block_until_ready(write(parts, index, kernel))
+        parts = jax.block_until_ready(write(parts, index, quantise_stacked(kernel, kind)))
     return parts
 
 
+# Compiled once for all kernels of a shape.
+@functools.partial(jax.jit, static_argnames="kind")
 def quantise_stacked(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     """The parts of a kernel [in, out] or, one matrix at a time, of [..., in, out]."""
     quantise = STORAGES[kind].quantise

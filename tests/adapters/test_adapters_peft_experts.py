@@ -16,6 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.models import build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from families_gemma import FAMILIES as GEMMA
 from families_gptoss import FAMILIES
 from tiny_models import RAW, SIZES, pack
 
@@ -23,6 +24,8 @@ CONFIGS = {
     "gpt_oss": {**SIZES, **FAMILIES["gpt_oss"]},  # [in, out] matrices, gate and up in turns
     "qwen3_moe": RAW["qwen3_moe"],  # a tensor for each expert
     "qwen3_5_moe": RAW["qwen3_5_moe"],  # [out, in], gate rows first
+    "granitemoehybrid": RAW["granitemoehybrid"],  # called otherwise by transformers
+    "gemma4": {**SIZES, **GEMMA["gemma4_moe"]},
 }
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -62,6 +65,8 @@ def assert_close(found, expected, plain):
     [
         ("gpt_oss", ["all-linear"]),
         pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.slow),
+        pytest.param("granitemoehybrid", ["mlp"], marks=pytest.mark.slow),
+        pytest.param("gemma4", ["all-linear"], marks=pytest.mark.slow),
         pytest.param("gpt_oss", ["experts.up", "attention"], marks=pytest.mark.slow),
         pytest.param("gpt_oss", ["experts.down"], marks=pytest.mark.slow),
     ],
