@@ -74,6 +74,7 @@ class ExpertCorrection:
         """The merged matrix in float32 of the base's, that of expert `index` where all are one
         tensor."""
         expert = index if self.expert is None else self.expert
+        assert expert is not None, "a tensor of all experts comes an expert at a time"
         rank = self.slot.rank
         rows = (slice(expert * rank, (expert + 1) * rank), slice(None))
         columns = (self.outputs or slice(None), slice(expert, None, self.num_experts))
@@ -150,7 +151,7 @@ def merge_adapter(
     known = quantize != "none" or peft.targets
     config = build.read_config(base, family) if known else None
     corrections = find_corrections(files, peft, config)
-    restore = None if quantize == "none" else RoundTrip(config, quantize)
+    restore = None if quantize == "none" or config is None else RoundTrip(config, quantize)
 
     def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
         if restore is not None:
