@@ -8,6 +8,7 @@ takes the shortest period in which layers of several kinds, windows or encodings
 Decoding runs the layers one by one: each has a state of its own kind.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class Stack(nnx.Module):
                     shared[kind] = nnx.merge(*part).mixer.find_shared(context)
 
         def run(x_BTD, params, part, state, given, graphdef, spec):
-            extra, experts = part
+            (extra, experts), params = part, _taken(params)
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             own = trial and block.mixer.trials == "own"
@@ -351,7 +352,7 @@ def _scan(
             params, extra, slots_P = step
         else:
             params, extra, slots_P = jax.tree.map(lambda leaf: leaf[step], steps)
-        pieces = {kind: iter(_unfold(state, kinds.count(kind))) for kind, state in params.items()}
+        pieces = {kind: iter(_pieces(state, kinds.count(kind))) for kind, state in params.items()}
         extras, notes = _unfold(extra, period), {}
         for place, (kind, run) in enumerate(zip(kinds, runners, strict=True)):
             x_BTD, _, _, noted = run(x_BTD, next(pieces[kind]), extras[place])
@@ -384,6 +385,42 @@ def _unfold(tree: Any, count: int) -> list[Any]:
     if count == 1:
         return [tree]
     return [jax.tree.map(lambda leaf: leaf[0], piece) for piece in _split(tree, [1] * count)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """`whole[index]`, to be taken by who reads it."""
+
+    whole: jax.Array
+    index: jax.Array
+
+    def take(self) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(self.whole, self.index, keepdims=False)
+
+
+def _pieces(params: Any, count: int) -> list[Any]:
+    """As `_unfold`, but of whole numbers, which are weights in fewer bits, each piece is a `Slice`:
+    what is rematerialised keeps what it is given, and so would keep a copy of each piece where the
+    whole lies in the scan's input anyway. Floats have gradients, see `_split`."""
+    if count == 1:
+        return [params]
+    leaves, treedef = jax.tree.flatten(params)
+    taken = [
+        [Slice(leaf, jnp.int32(index)) for index in range(count)]
+        if jnp.issubdtype(leaf.dtype, jnp.integer)
+        else _unfold(leaf, count)
+        for leaf in leaves
+    ]
+    return [jax.tree.unflatten(treedef, own) for own in zip(*taken, strict=True)]
+
+
+def _taken(params: Any) -> Any:
+    """The parameters with what `_pieces` left to be taken."""
+    is_slice = lambda leaf: isinstance(leaf, Slice)  # noqa: E731
+    return jax.tree.map(
+        lambda leaf: leaf.take() if is_slice(leaf) else leaf, params, is_leaf=is_slice
+    )
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Module:

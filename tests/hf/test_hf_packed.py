@@ -33,6 +33,7 @@ RAW = {
     "hidden_size": 64,
     "intermediate_size": 32,
     "head_dim": 16,
+    "num_hidden_layers": 4,
     "num_local_experts": 3,
     "num_experts_per_tok": 2,
     "sliding_window": 7,
@@ -91,7 +92,7 @@ def test_any_part_of_a_tensor_is_what_transformers_reads(folder, scales, monkeyp
     if scales == "any":  # as far from 127 as they come, where bits cannot be moved
         monkeypatch.setattr(packed, "MIDDLE_SCALES", (128, 127))
     files, wanted = open_folder(folder), by_transformers(folder)
-    assert len(wanted) == 4 and not any(n.endswith(("_blocks", "_scales")) for n in files.tensors)
+    assert len(wanted) == 8 and not any(n.endswith(("_blocks", "_scales")) for n in files.tensors)
     for name, array in wanted.items():
         E, inputs, outputs = files.tensors[name].shape
         for index in (
@@ -200,7 +201,7 @@ def test_a_base_is_kept_as_it_is_stored(folder):
     scales = params["stack.block.mlp.experts.down.kernel.scales"][1]
     np.testing.assert_array_equal(scales, raw["model.layers.1.mlp.experts.down_proj_scales"])
     weights = sum(count_weights(path, value) for path, value in params.items() if "experts" in path)
-    assert weights == 2 * 3 * (3 * 64 * 32 + 2 * 32 + 64), "matrices and biases"
+    assert weights == 4 * 3 * (3 * 64 * 32 + 2 * 32 + 64), "matrices and biases"
 
     rows = pack([[row] for row in documents(4, 30, 30)], 30)
     plain = build.load(folder, **options)
