@@ -1,0 +1,119 @@
+"""The table of docs/models.md: what each built-in family can do, from the code and from its tests.
+
+python scripts/make_models_table.py          # writes it
+python scripts/make_models_table.py --check  # says whether it is up to date
+
+A family is in it once tests/models/families_*.py have a tiny config of it. What the first columns
+say is asked of the model of that config; devices are the meshes on which test_models_families.py
+and the tests named below compare it with one device; vLLM's classes are those of its registry,
+which a test with a real server checks.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "models")]
+
+from jaxtrain.adapters.spec import find_linears
+from jaxtrain.models import ARCHITECTURES, TEXTS, build
+from tiny_models import SIZES
+
+PAGE, BEGIN, END = ROOT / "docs" / "models.md", "<!-- models -->", "<!-- end -->"
+ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
+    "qwen3": {"fsdp", "tensor", "context"},
+    "qwen3_moe": {"fsdp", "tensor", "context", "expert"},
+    "qwen3_5": {"fsdp", "tensor", "context"},
+    "nemotron_h": {"fsdp", "tensor"},
+    "granitemoehybrid": {"fsdp", "tensor"},
+}
+"""Axes that other tests than those of all families have compared with one device."""
+NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}
+"""Architectures that vLLM 0.32's registry has no class for."""
+
+
+def tiny_configs() -> dict[str, tuple[str, dict]]:
+    """{name: (its file of tests, tiny config.json)}."""
+    found = {}
+    for path in sorted((ROOT / "tests" / "models").glob("families_*.py")):
+        module = importlib.import_module(path.stem)
+        for name, raw in module.FAMILIES.items():
+            kept = {k: v for k, v in {**SIZES, **raw}.items() if v is not None}
+            found[name] = (path.stem, kept)
+    return found
+
+
+def meshes_of(name: str, file: str) -> set[str]:
+    """The axes that the family's tests shard it over."""
+    sharded = getattr(importlib.import_module(file), "SHARDED", {}).get(name, [])
+    return {axis for sizes in sharded for axis in sizes}
+
+
+def make_rows() -> list[str]:
+    """A line for each family, in alphabetical order."""
+    families: dict[str, dict] = {}
+    for name, (file, raw) in tiny_configs().items():
+        config = build.config_from_hf(raw)
+        model = build.abstract(config)
+        module = type(config).__module__.rpartition(".")[2]
+        row = families.setdefault(module, {"trees": True, "drafts": True, "axes": set()})
+        mixers = [mixer for _, mixer in model.stack.mixers()]
+        row["trees"] &= model.follows_trees
+        row["drafts"] &= all(mixer.trials != "none" for mixer in mixers)
+        assert find_linears(config), f"{name}: nothing for an adapter to stand beside"
+        row["experts"] = row.get("experts", False) or config.experts_per_token is not None
+        row["axes"] |= meshes_of(name, file) | ELSEWHERE.get(module, set())
+    lines = []
+    for module, row in sorted(families.items()):
+        path = f"jaxtrain.models.{module}"
+        names = [a for a, own in ARCHITECTURES.items() if own == path]
+        names += [a for (a, _), own in TEXTS.items() if own == path]
+        in_vllm = [a for a in names if a not in NOT_IN_VLLM]
+        adapters = "all Linears, experts too" if row["experts"] else "all Linears"
+        order = ("fsdp", "tensor", "context", "expert")
+        axes = ", ".join(axis for axis in order if axis in row["axes"]) or "-"
+        cells = [
+            f"`{module}`",
+            adapters,
+            "exact" if row["trees"] else "refused",
+            "yes" if row["drafts"] else "without drafts",
+            axes,
+            "yes" if len(in_vllm) == len(names) else ("some" if in_vllm else "no"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def make_table() -> str:
+    """The part between the marks."""
+    head = [
+        "family",
+        "adapters",
+        "packed trees",
+        "sampler",
+        "sharded (tested)",
+        "class in vLLM 0.32",
+    ]
+    return "\n".join(
+        [BEGIN, "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *make_rows(), END]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 where it is old")
+    check = parser.parse_args().check
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    new = before + make_table() + after
+    if check:
+        return int(new != text)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
