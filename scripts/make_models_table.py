@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "models")]
 
+from tiny_models import SIZES
+
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.models import ARCHITECTURES, TEXTS, build
-from tiny_models import SIZES
 
 PAGE, BEGIN, END = ROOT / "docs" / "models.md", "<!-- models -->", "<!-- end -->"
 ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
@@ -36,6 +37,7 @@ NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"
 
 def tiny_configs() -> dict[str, tuple[str, dict]]:
     """{name: (its file of tests, tiny config.json)}."""
+
     found = {}
     for path in sorted((ROOT / "tests" / "models").glob("families_*.py")):
         module = importlib.import_module(path.stem)
@@ -53,6 +55,7 @@ def meshes_of(name: str, file: str) -> set[str]:
 
 def make_rows() -> list[str]:
     """A line for each family, in alphabetical order."""
+
     families: dict[str, dict] = {}
     for name, (file, raw) in tiny_configs().items():
         config = build.config_from_hf(raw)
