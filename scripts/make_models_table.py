@@ -17,11 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "models")]
 
-from tiny_models import SIZES
-
-from jaxtrain.adapters.spec import find_linears
-from jaxtrain.models import ARCHITECTURES, TEXTS, build
-
 PAGE, BEGIN, END = ROOT / "docs" / "models.md", "<!-- models -->", "<!-- end -->"
 ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
     "qwen3": {"fsdp", "tensor", "context"},
@@ -37,6 +32,7 @@ NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"
 
 def tiny_configs() -> dict[str, tuple[str, dict]]:
     """{name: (its file of tests, tiny config.json)}."""
+    from tiny_models import SIZES
 
     found = {}
     for path in sorted((ROOT / "tests" / "models").glob("families_*.py")):
@@ -55,6 +51,9 @@ def meshes_of(name: str, file: str) -> set[str]:
 
 def make_rows() -> list[str]:
     """A line for each family, in alphabetical order."""
+
+    from jaxtrain.adapters.spec import find_linears
+    from jaxtrain.models import ARCHITECTURES, TEXTS, build
 
     families: dict[str, dict] = {}
     for name, (file, raw) in tiny_configs().items():
