@@ -400,15 +400,15 @@ class Slice:
 
 
 def _pieces(params: Any, count: int) -> list[Any]:
-    """As `_unfold`, but of whole numbers, which are weights in fewer bits, each piece is a `Slice`:
-    what is rematerialised keeps what it is given, and so would keep a copy of each piece where the
-    whole lies in the scan's input anyway. Floats have gradients, see `_split`."""
+    """As `_unfold`, but each piece of a matrix is a `Slice`: what is rematerialised keeps what it
+    is given, and so would keep a copy of every piece, where the whole lies in the scan's input
+    anyway. For the others a concatenation of gradients is cheaper than a sum: see `_split`."""
     if count == 1:
         return [params]
     leaves, treedef = jax.tree.flatten(params)
     taken = [
         [Slice(leaf, jnp.int32(index)) for index in range(count)]
-        if jnp.issubdtype(leaf.dtype, jnp.integer)
+        if leaf.ndim > 2
         else _unfold(leaf, count)
         for leaf in leaves
     ]
