@@ -262,7 +262,7 @@ def open_params(parts: Parts, seed: int) -> Params:
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     """(local folder or None, the keys of config.json)."""
-    if model.architecture is not None:
+    if model.architecture:
         return None, model.architecture
     assert model.path is not None, "the config has one of the two"
     folder = find_folder(model.path, weights=model.init == "pretrained")

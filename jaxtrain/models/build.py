@@ -73,7 +73,7 @@ def config_from_hf(
         known = [*ARCHITECTURES, *(entry.name for entry in plugins.list_entry_points("models"))]
         types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731
         fitting = (m for m in map(find_family, known) if model_type in types(m.Config))
-        module = next(fitting, None)
+        module = None if model_type is None else next(fitting, None)
         if module is None:
             raise UserError(
                 f"config.json: no architectures, and model_type={model_type!r} is that of none of"

@@ -114,6 +114,7 @@ def test_code_beside_the_weights_is_not_what_a_known_type_runs():
     assert "auto_map" not in build.config_from_hf(raw).to_hf()
 
 
-def test_a_config_that_names_no_family_is_refused():
+@pytest.mark.parametrize("raw", [{"model_type": "gpt2"}, {}, {"vocab_size": 97}])
+def test_a_config_that_names_no_family_is_refused(raw):
     with pytest.raises(UserError, match="model_type"):
-        build.config_from_hf({"model_type": "gpt2"})
+        build.config_from_hf(raw)
