@@ -171,7 +171,7 @@ def make_step(
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         if follow is not None:
             metrics = dict(metrics)
             params = follow(params, metrics.pop(LOADS)[0])
