@@ -98,7 +98,7 @@ def test_texts_that_share_rows_are_what_they_are_alone(model):
         ([[[1], [2, 3]]], "must be a list of token ids"),
         ([None], "must be a list of token ids"),
         ([{"a": 1}], "must be a list of token ids"),
-        ([[1] * 257], "text 0 has 257 tokens, more than the 256"),
+        ([[1] * 257], "text 0 has 257 tokens, more than max_position_embeddings 256"),
     ],
 )
 def test_what_is_no_text_is_named(model, texts, message):

@@ -94,7 +94,7 @@ def test_load_then_save_is_bit_identical(name, prefix, tmp_path):
     model = build.load(tmp_path / "in", param_dtype="bfloat16")
     params, _ = split_model(model)
     wide = {path.rsplit(".", 1)[-1] for path, value in params.items() if value.dtype == np.float32}
-    assert wide == {*WIDE, "bias"} if "moe" in name and "nemotron" in name else {*WIDE}
+    assert wide == {*WIDE, "choice_bias"} if "moe" in name and "nemotron" in name else {*WIDE}
     config = build.read_config(tmp_path / "in")
     build.save(model, config, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -201,7 +201,7 @@ def test_what_is_no_matrix_and_what_multiplies_tokens():
     model = build.abstract(config)
     params, _ = split_model(model)
     small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}
-    assert small == {*WIDE, "conv", "conv_bias", "bias", "scale"}
+    assert small == {*WIDE, "conv", "conv_bias", "choice_bias", "scale"}
     assert muon_dimensions("stack.mamba.layer.conv", np.zeros((2, 80, 1, 4))) is None
     spans = np.array([1, 2, 3])
     # 4 FLOPs for each number of a state and token; attention by what it sees; experts nothing.

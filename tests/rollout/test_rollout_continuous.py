@@ -94,9 +94,9 @@ def test_kinds_of_requests_share_a_batch(models):
 def test_a_prompt_is_read_once_for_its_whole_group(models, monkeypatch):
     shapes = []
 
-    def watch(model, tokens, lengths):
+    def watch(model, tokens, *rest):
         shapes.append(tokens.shape)
-        return slots.fill(model, tokens, lengths)
+        return slots.fill(model, tokens, *rest)
 
     monkeypatch.setattr(local, "fill", watch)
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
