@@ -64,5 +64,5 @@ DEFAULT = {"gemma3", "gemma4_per_layer"}
 DECODED = {"gemma4_per_layer"}
 SHARDED = {
     "gemma4_moe": [{"expert": 2, "tensor": 2}],
-    "gemma4_per_layer": [{"context": 2, "fsdp": 2}],
+    "gemma4_per_layer": [{"fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2}],
 }
