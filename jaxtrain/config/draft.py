@@ -126,11 +126,8 @@ def find_draft_conflicts(config: Any) -> Iterator[str]:
             f"adapter.kind {adapter.kind!r} without adapter.path: the target of a draft is not"
             " trained; name the adapter that it has, or remove the section"
         )
-    if model.router_aux_loss_coef:
-        yield (
-            "model.router_aux_loss_coef trains a router, and the target of a draft is not trained;"
-            " remove it"
-        )
+    if balancing := model.find_balancing():
+        yield f"{balancing} trains a router, and the target of a draft is not trained; remove it"
     if config.eval.sets:
         yield (
             "eval.sets asks for answers, which a draft alone does not write; remove [[eval.sets]]"

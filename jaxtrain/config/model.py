@@ -55,6 +55,12 @@ class ModelConfig(Section):
     """Balance without a loss: how far each step moves the correction bias of every expert towards
     an even load (DeepSeek-V3: 1e-3). For families that have such a bias, trained in full."""
 
+    def find_balancing(self) -> str | None:
+        """The first key that asks for something of a router, with its value; None: none does."""
+        names = ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "bias_update_rate")
+        found = ((f"router_{name}", getattr(self, f"router_{name}")) for name in names)
+        return next((f"model.{key} {value}" for key, value in found if value), None)
+
 
 class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""

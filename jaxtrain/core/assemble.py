@@ -365,10 +365,10 @@ def check_fit(config: Config, architecture: Any, tokenizer: Any) -> None:
             f"model.tokenizer has {size} tokens but the model's vocab_size is"
             f" {architecture.vocab_size}; use the tokenizer that belongs to the model"
         )
-    if config.model.router_aux_loss_coef and architecture.experts_per_token is None:
+    balancing = config.model.find_balancing()
+    if balancing is not None and architecture.experts_per_token is None:
         raise UserError(
-            f"model.router_aux_loss_coef {config.model.router_aux_loss_coef} balances experts, but"
-            f" {architecture.architecture} has none; remove it"
+            f"{balancing} balances experts, but {architecture.architecture} has none; remove it"
         )
     if config.data.sequence_len > architecture.longest:
         raise UserError(

@@ -294,14 +294,14 @@ def take_lock(path: Path, folder: Path) -> int:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Keep the lines of a jsonl file whose "step" is at most `step`; damaged ones go, too.
+    """Keep the lines of a jsonl file whose "step" is at most `step`; blank and damaged ones go.
 
     Raises OSError. The file is read line by line, since it may hold all answers of weeks.
     """
     if not path.exists():
         return
-    cut = [one for one in read_records(path) if not _stays(one, step)]
-    if not cut:
+    staying = sum(len(one.raw) + 1 for one in read_records(path) if _stays(one, step))
+    if staying == path.stat().st_size:
         return
     kept = path.with_name(path.name + ".tmp")
     with kept.open("wb") as file:

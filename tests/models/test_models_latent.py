@@ -15,6 +15,7 @@ from test_models_families import relative_error
 from tiny_models import SIZES, documents, pack
 
 from jaxtrain.adapters.spec import find_linears
+from jaxtrain.config.model import ModelConfig
 from jaxtrain.core.assemble import check_fit
 from jaxtrain.errors import UserError
 from jaxtrain.models import build
@@ -171,7 +172,7 @@ def test_rows_longer_than_an_indexer_lets_through_are_refused():
     architecture = build.config_from_hf({**SIZES, **FAMILIES["deepseek_v32"]})
     assert architecture.longest == 48 < architecture.max_position_embeddings
     config = types.SimpleNamespace(
-        model=types.SimpleNamespace(router_aux_loss_coef=0),
+        model=ModelConfig(),
         data=types.SimpleNamespace(sequence_len=48),
     )
     check_fit(config, architecture, range(90))

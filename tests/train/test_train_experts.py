@@ -47,11 +47,13 @@ def test_the_shipped_config_trains_exports_and_reports_the_balance(tmp_path):
     assert model.experts_per_token == (2, 8)
 
 
-def test_balance_of_a_dense_model_is_refused(tmp_path, capsys):
-    words = ["model=tiny", "model.router_aux_loss_coef=0.01", f"run.output_dir={tmp_path}"]
+@pytest.mark.parametrize("key", ["aux_loss_coef", "sequence_loss_coef", "bias_update_rate"])
+def test_balance_of_a_dense_model_is_refused(key, tmp_path, capsys):
+    words = ["model=tiny", "model.router_aux_loss_coef=0", f"model.router_{key}=0.01"]
+    words.append(f"run.output_dir={tmp_path}")
     assert main(["--config", str(CONFIG), *words]) != 0
     error = capsys.readouterr().err
-    assert "model.router_aux_loss_coef 0.01 balances experts, but Qwen3ForCausalLM" in error
+    assert f"model.router_{key} 0.01 balances experts, but Qwen3ForCausalLM" in error
 
 
 MODELS = {
