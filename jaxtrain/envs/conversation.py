@@ -123,18 +123,20 @@ class Conversation:
         if not self._drawn:
             self._prompt_end = len(self._said)
         tools = [*self.schemas, *self.tools.schemas]
-        tokens = self._history.prepare(self.messages, self._find_drawn(), tools)
+        prompt = self._history.prepare(self.messages, self._find_drawn(), tools)
         sampling, room = self.sampling, None
         if self.row_tokens is not None:
-            room = self.row_tokens - len(tokens)
+            room = self.row_tokens - len(prompt.tokens)
             if room < sampling.max_new_tokens:
                 sampling = sampling.model_copy(update={"max_new_tokens": max(room, 1)})
         if room is not None and room <= 0:
             self._full, self._finish_reason = True, "length"
             return make_answer("", [], finished=False)
         template = self._history.template
-        found = await self.engine.generate(list(tokens), sampling, template.ends, index=self.index)
-        turn = self._history.add(found)
+        found = await self.engine.generate(
+            list(prompt.tokens), sampling, template.ends, index=self.index
+        )
+        turn = self._history.add(prompt, found)
         self._full = room is not None and len(found.tokens) >= room
         self._finish_reason = found.finish_reason
         self.num_turns += 1

@@ -43,6 +43,16 @@ class Guarded:
         self.timeout, self.step_timeout = timeout, step_timeout
         self.media = media or {}
 
+    @property
+    def remote(self) -> bool:
+        """Whether it plays in servers, which nobody should start or ask just to try something."""
+        return getattr(self.env, "remote", False)
+
+    def close(self) -> None:
+        """Let go of what the environment holds: servers, connections, processes."""
+        if (close := getattr(self.env, "close", None)) is not None:
+            close()
+
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
@@ -171,9 +181,9 @@ def open_guarded(
     row_tokens: int | None = None,
     section: str = "env",
     media: MediaTokens | None = None,
+    folder: str | None = None,
 ) -> Guarded:
-    """As open.open_env, behind its border; `section` is its key in the config, media: as for
-    Guarded."""
+    """As open.open_env, behind its border; media: as for Guarded. Close it in the end."""
     key, name = ("kind", config.kind) if config.path is None else ("path", config.path)
-    env = open_env(config, tokenizer, row_tokens, section)
+    env = open_env(config, tokenizer, row_tokens, section, folder)
     return Guarded(env, f"{section}.{key} {name!r}", config.timeout, config.step_timeout, media)

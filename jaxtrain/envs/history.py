@@ -127,8 +127,20 @@ class DrawnTurn:
     """Whether it ends in an end-of-turn token."""
 
 
+@dataclass(eq=False)
+class Prompt:
+    """What a turn is drawn behind."""
+
+    tokens: list[int]
+    pieces: list[Piece]
+    """What it shows; empty where only the tokens are known."""
+    opened: bool = False
+    """Whether it begins a thought."""
+
+
 class History:
-    """The token sequences of one conversation; the last one is what grows."""
+    """The token sequences of one conversation. A turn goes on with the longest of them that its
+    prompt begins with, to the token, or begins another one."""
 
     def __init__(self, template: TurnTemplate, rewritten: bool = True):
         """rewritten: as the template rewrites it. Otherwise every turn continues the very tokens
@@ -137,57 +149,56 @@ class History:
         self.turns: list[DrawnTurn] = []
         self.sequences: list[TokenSequence] = []
         self._pieces: list[Piece] = []
-        """What the last sequence shows, up to its last turn."""
-        self._opened = False
+        """What the last turn's sequence shows, up to that turn."""
+        self._encoded: dict[str, list[int]] = {}
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], drawn: Mapping[int, int], tools: Any
-    ) -> list[int]:
-        """The tokens that the next turn is drawn behind. drawn: {index of a message: number of the
-        turn that it is}, in order."""
+    ) -> Prompt:
+        """What the next turn is drawn behind. drawn: {index of a message: number of the turn that
+        it is}, in order."""
         pieces = self.template.split(messages, drawn, self.turns, tools)
-        known = len(self._pieces)
-        if self.sequences and not self.rewritten:
-            last = (len(self.turns) - 1, True)
-            if len(pieces) < 2 or not isinstance(pieces[-2], tuple) or pieces[-2][0] != last[0]:
+        if self.turns and not self.rewritten:
+            last = len(self.turns) - 1
+            if len(pieces) < 2 or not isinstance(pieces[-2], tuple) or pieces[-2][0] != last:
                 raise UserError(
                     "the chat template leaves out the last turn, so the conversation cannot be"
                     ' continued token by token: set env.history to "template", or use a template'
                     " that keeps turns (model.chat_template)"
                 )
             pieces = [*self._pieces, pieces[-1]]
-        elif not self.sequences or pieces[:known] != self._pieces:
-            self.sequences.append(TokenSequence([], [], [], [], []))
-            known = 0
-        for piece in pieces[known:]:
-            self._extend(self._tokens(piece))
-        self._pieces = pieces
-        self._opened = self.template.opens_thought(pieces)
-        return self.sequences[-1].tokens
+        tokens = [token for piece in pieces for token in self._tokens(piece)]
+        return Prompt(tokens, pieces, self.template.opens_thought(pieces))
 
-    def add(self, found: Completion) -> DrawnTurn:
-        """A turn that was drawn behind the tokens of `prepare`."""
+    def add(self, prompt: Prompt, found: Completion) -> DrawnTurn:
+        """A turn that was drawn behind a prompt."""
         tokens = [int(token) for token in found.tokens]
-        self._extend(tokens, found.logprobs, found.versions, len(self.turns))
-        one = self.sequences[-1]
+        known = [one for one in self.sequences if prompt.tokens[: len(one.tokens)] == one.tokens]
+        one = max(known, key=lambda one: len(one.tokens), default=None)
+        if one is None:
+            one = TokenSequence([], [], [], [], [])
+            self.sequences.append(one)
+        _extend(one, prompt.tokens[len(one.tokens) :])
+        _extend(one, tokens, found.logprobs, found.versions, len(self.turns))
         one.routed = join_routes(one.routed, found.routed)
-        opened = self._opened
         text = self.template.tokenizer.decode(tokens)
-        thought = CLOSED in text and (opened or OPENED in text.partition(CLOSED)[0])
+        thought = CLOSED in text and (prompt.opened or OPENED in text.partition(CLOSED)[0])
         turn = DrawnTurn(
             tokens,
             self._behind_thought(tokens, text) if thought else tokens,
             thought,
-            opened,
+            prompt.opened,
             bool(tokens) and tokens[-1] in self.template.ends,
         )
-        self._pieces = [*self._pieces, (len(self.turns), True)]
+        self._pieces = [*prompt.pieces, (len(self.turns), True)]
         self.turns.append(turn)
         return turn
 
     def _tokens(self, piece: Piece) -> list[int]:
         if isinstance(piece, str):
-            return self.template.encoder(piece, self.template.spelled)
+            if piece not in self._encoded:
+                self._encoded[piece] = self.template.encoder(piece, self.template.spelled)
+            return self._encoded[piece]
         number, whole = piece
         return self.turns[number].tokens if whole else self.turns[number].answer
 
@@ -206,17 +217,18 @@ class History:
                 return tokens[cut:]
         return encode(self.template.tokenizer, text.rpartition(CLOSED)[2].lstrip("\n"))
 
-    def _extend(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float] | None = None,
-        versions: Sequence[int] = (),
-        turn: int = -1,
-    ) -> None:
-        """Tokens that the policy drew with these log-probs, or that were told it (None)."""
-        count, one = len(tokens), self.sequences[-1]
-        one.tokens += tokens
-        one.sampled += [logprobs is not None] * count
-        one.logprobs += [0.0] * count if logprobs is None else logprobs
-        one.versions += versions or [-1] * count
-        one.turns += [turn] * count
+
+def _extend(
+    one: TokenSequence,
+    tokens: Sequence[int],
+    logprobs: Sequence[float] | None = None,
+    versions: Sequence[int] = (),
+    turn: int = -1,
+) -> None:
+    """Tokens that the policy drew with these log-probs, or that were told it (None)."""
+    count = len(tokens)
+    one.tokens += tokens
+    one.sampled += [logprobs is not None] * count
+    one.logprobs += [0.0] * count if logprobs is None else logprobs
+    one.versions += versions or [-1] * count
+    one.turns += [turn] * count

@@ -20,11 +20,17 @@ BUILTIN = {
 
 
 def open_env(
-    config: EnvConfig, tokenizer: Any, row_tokens: int | None = None, section: str = "env"
+    config: EnvConfig,
+    tokenizer: Any,
+    row_tokens: int | None = None,
+    section: str = "env",
+    folder: str | None = None,
 ) -> Env:
     """The environment that the section names; UserError where it cannot be found or made.
 
     row_tokens: longest sequence that can be trained; conversations end there. section: its key.
+    folder: the run's, for logs of processes. Nothing is started before the first episode; what then
+    was is ended by the environment's `close()`, where it has one.
     """
     key = f"{section}.kind" if config.path is None else f"{section}.path"
     name = config.path or config.kind

@@ -51,9 +51,9 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The tool calls of an assistant turn, in order; those in its thinking do not count. One that
     is in no known form has an `error`."""
     text = strip_thinking(text)
-    if (bare := _read_bare(text)) is not None:
+    if (bare := read_bare(text)) is not None:
         return [bare]
-    calls = [_read_call(found.group(1)) for found in CALL.finditer(text)]
+    calls = [read_call(found.group(1)) for found in CALL.finditer(text)]
     if "<tool_call>" in CALL.sub("", text):
         calls.append(ToolCall("", {}, "unfinished tool call"))
     return calls
@@ -61,12 +61,12 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 def strip_tool_calls(text: str) -> str:
     """An assistant turn without its tool calls."""
-    if _read_bare(text) is not None:
+    if read_bare(text) is not None:
         return ""
     return CALL.sub("", text).partition("<tool_call>")[0]
 
 
-def _read_bare(text: str) -> ToolCall | None:
+def read_bare(text: str) -> ToolCall | None:
     """The call that a turn is as a whole, in Llama's form; None where it is none."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if not (text.startswith("{") and text.endswith("}")):
@@ -81,7 +81,8 @@ def _read_bare(text: str) -> ToolCall | None:
     return ToolCall(call["name"], arguments)
 
 
-def _read_call(text: str) -> ToolCall:
+def read_call(text: str) -> ToolCall:
+    """The call between a pair of tags, JSON or XML; in neither form it has an `error`."""
     if found := FUNCTION.fullmatch(text):
         values = {name: _read_value(value) for name, value in PARAMETER.findall(found.group(2))}
         return ToolCall(found.group(1), values)

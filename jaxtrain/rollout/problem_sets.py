@@ -12,7 +12,7 @@ from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.prompt_sets import read_prompt_set
 from jaxtrain.data.sources import open_rows
-from jaxtrain.envs.guard import open_guarded
+from jaxtrain.envs.guard import Guarded, open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rewards import Rewards, open_rewards
@@ -106,8 +106,11 @@ class ProblemSets:
         return answered
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers and what environments hold."""
         self.rewards.close()
+        for env in self.envs:
+            if (close := getattr(env, "close", None)) is not None:
+                close()
 
 
 def open_problem_sets(
@@ -124,14 +127,17 @@ def open_problem_sets(
         stack.callback(rewards.close)
         tokenizer, media = parts.tokenizer, parts.architecture.media_tokens
         room = min(config.data.sequence_len, parts.architecture.longest)
+        envs: list[Guarded] = []
+        for index, one in enumerate(config.eval.sets):
+            section, key = config.env, "env"
+            if one.env is not None:
+                section, key = one.env, f"eval.sets.{index}.env"
+            folder = config.run.output_dir
+            envs.append(open_guarded(section, tokenizer, room, key, media, folder))
+            stack.callback(envs[-1].close)
         made = ProblemSets(
             config.eval.sets,
-            [
-                open_guarded(config.env, tokenizer, room, media=media)
-                if one.env is None
-                else open_guarded(one.env, tokenizer, room, f"eval.sets.{index}.env", media)
-                for index, one in enumerate(config.eval.sets)
-            ],
+            envs,
             rewards,
             seed_sampling(config),
             show=config.eval.show,

@@ -270,7 +270,11 @@ class Episode:
 
 
 class Env(Protocol):
-    """The world: plays one episode of a row with an engine."""
+    """The world: plays one episode of a row with an engine.
+
+    It may have `close()`, called when the run ends, and `remote = True` where it plays in servers,
+    so that a dry run does not play an episode.
+    """
 
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int

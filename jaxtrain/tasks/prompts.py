@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.config import Config, DatasetConfig, EnvConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
 from jaxtrain.data.text_only import MediaTokens
-from jaxtrain.envs.guard import open_guarded
+from jaxtrain.envs.guard import Guarded, open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
@@ -116,7 +116,7 @@ class PromptData:
         stack.callback(rewards.close)
         room = min(data.sequence_len, parts.architecture.longest)
         media = parts.architecture.media_tokens
-        env, own = open_envs(config, parts.tokenizer, rewards, room, media)
+        env, own = open_envs(config, parts.tokenizer, rewards, room, stack, media)
         self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
         kind = find_engine(config)
         engine, publisher = kind.open(with_secrets(config), parts, say)
@@ -198,7 +198,8 @@ class PromptData:
         with ExitStack() as stack:
             rewards = open_rewards(config.rewards, config.rollout.reward_workers)
             stack.callback(rewards.close)
-            env, own = open_envs(config, self.tokenizer, rewards, config.data.sequence_len)
+            room = config.data.sequence_len
+            env, own = open_envs(config, self.tokenizer, rewards, room, stack)
             parts = []
             for index, rows in enumerate(datasets):
                 name = f"data.datasets.{index} ({rows.dataset.path})"
@@ -235,21 +236,26 @@ def open_envs(
     tokenizer: Any,
     rewards: Rewards,
     row_tokens: int,
+    stack: ExitStack,
     media: MediaTokens | None = None,
 ) -> tuple[Env, list[tuple[Env, Rewards]]]:
     """(the run's environment, environment and rewards of each dataset where one has its own).
-    row_tokens: longest sequence that can be drawn and trained. media: as for Guarded."""
+    row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: as for
+    Guarded."""
     datasets = config.data.datasets
-    env = open_guarded(config.env, tokenizer, row_tokens, media=media)
+
+    def open_one(section: EnvConfig, key: str) -> Guarded:
+        folder = config.run.output_dir
+        env = open_guarded(section, tokenizer, row_tokens, key, media, folder)
+        stack.callback(env.close)
+        return env
+
+    env = open_one(config.env, "env")
     if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
         return env, []
     return env, [
         (
-            env
-            if dataset.env is None
-            else open_guarded(
-                dataset.env, tokenizer, row_tokens, f"data.datasets.{index}.env", media
-            ),
+            env if dataset.env is None else open_one(dataset.env, f"data.datasets.{index}.env"),
             rewards.only(dataset.rewards),
         )
         for index, dataset in enumerate(datasets)

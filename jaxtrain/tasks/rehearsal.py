@@ -35,6 +35,11 @@ def rehearse(
     or None) of each. judged: whether there must be a reward. Raises UserError with what went wrong.
     """
     for name, rows, env, rewards in parts:
+        if getattr(env, "remote", False):
+            say(
+                f"{name}: its environment plays in servers, which a dry run neither starts nor asks"
+            )
+            continue
         row = next((one for one in (rows[i] for i in range(len(rows))) if one), Unreadable(""))
         try:
             episode, scores = asyncio.run(

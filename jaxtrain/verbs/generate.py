@@ -88,6 +88,8 @@ class Writer:
                 raise UserError(f"an episode came to nothing: {failure}") from None
             finally:
                 await engine.close()
+                if (close := getattr(env, "close", None)) is not None:
+                    close()
 
         return asyncio.run(run())
 
