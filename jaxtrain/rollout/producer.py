@@ -71,6 +71,8 @@ class Rules:
     """Names of the datasets, where there are several."""
 
 
+Drawn = tuple[list[Episode], list[dict[str, float | None]]]
+"""The episodes of a prompt, and one dict of rewards by name for each."""
 Given = Callable[[Ask], list[Episode] | None]
 """The data's own answers to a prompt; None: it is played. Raises EpisodeFailed where the row that
 should have one is of no use."""
@@ -137,6 +139,21 @@ class GroupPlayer:
             except EpisodeFailed as failure:
                 return self._give_up(failure, slot)
             sampling = self.truths.limit(truth, sampling)
+        drawn = await self.draw(ask, slot, sampling)
+        if drawn is None:
+            return None
+        episodes, scores = drawn
+        self.failures.add(None, size)
+        if self.judged and not scores[0]:
+            raise UserError(
+                "no reward judges the answers: add a [[rewards]] table with a function, or an env"
+                " that gives rewards itself for rows such as these"
+            )
+        return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset, truth=truth)
+
+    async def draw(self, ask: Ask, slot: Slot, sampling: Sampling) -> Drawn | None:
+        """The prompt's episodes and their rewards; None, counted, where they came to nothing."""
+        size = self.rules.group_size
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
         found = await asyncio.gather(
@@ -151,16 +168,9 @@ class GroupPlayer:
                 self.failures.add(failure)
             return None
         try:
-            scores = await rewards.score(episodes, ask.row)
+            return episodes, await rewards.score(episodes, ask.row)
         except EpisodeFailed as failure:
             return self._give_up(failure, slot)
-        self.failures.add(None, size)
-        if self.judged and not scores[0]:
-            raise UserError(
-                "no reward judges the answers: add a [[rewards]] table with a function, or an env"
-                " that gives rewards itself for rows such as these"
-            )
-        return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset, truth=truth)
 
     def _give_up(self, failure: EpisodeFailed, slot: Slot) -> None:
         """All episodes of a group are lost."""
