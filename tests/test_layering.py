@@ -47,6 +47,7 @@ WITHOUT_JAX = [
     "parallel.gate",
     "core.metrics",
     "run.manifest",
+    "run.hardware",
     "run.samples",
     "run.sinks",
     "data",

@@ -160,6 +160,9 @@ class LogConfig(Section):
     watchdog_seconds: float = Field(300.0, gt=0, le=SECONDS)
     """Say what is being waited for, and dump all stacks to <output_dir>/stacks.txt, when nothing
     has moved for this long."""
+    hardware_seconds: float = Field(15.0, ge=0, le=SECONDS)
+    """Seconds between lines of <output_dir>/hardware/HOST.jsonl: use, memory, temperature and power
+    of accelerators, memory, disk; 0: none. `jaxtrain watch` shows them."""
     profile_start: int | None = Field(None, ge=1)
     """First step of a jax.profiler trace, written to <output_dir>/profile."""
     profile_steps: int = Field(3, ge=1)

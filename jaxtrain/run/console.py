@@ -117,10 +117,11 @@ class Console:
                 self._stream.flush()
 
     def record(self, text: str) -> None:
-        """A message for log.txt alone. A full disk costs the log, not what people see."""
+        """A message for log.txt alone, behind the time of day. A full disk costs the log, not what
+        people see."""
         if self._log:
             try:
-                self._log.write(printable(text) + "\n")
+                self._log.write(f"{time.strftime('%H:%M:%S')} {printable(text)}\n")
                 self._log.flush()
             except OSError as error:
                 log, self._log = self._log, None

@@ -4,6 +4,8 @@
 run.json         the names of what the run makes here, which alone it may replace: belongings.py
 config.json      resolved config of the newest attempt
 attempts.jsonl   one line for each start: when, command, versions, devices
+heartbeat.json   what the run is doing, and how it ended: watchdog.py
+hardware/        what each host's accelerators, memory and disk did: hardware.py
 checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
 """
 
@@ -33,7 +35,7 @@ from jaxtrain.run.records import Record, ends_whole, read_records
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
-    " heartbeat.json nonfinite_batch_step_*.npz"
+    " heartbeat.json hardware nonfinite_batch_step_*.npz"
 ).split()
 """What any run makes in its folder."""
 

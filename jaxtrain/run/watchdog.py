@@ -10,28 +10,57 @@ No thread here ever waits for another. No jax.
 import contextlib
 import faulthandler
 import json
+import math
 import os
+import platform
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.run.manifest import write_atomically
+from jaxtrain.shown import printable, shorten
 
 Say = Callable[[str], None]
 
+BEAT_SECONDS = 10.0
+"""heartbeat.json is written at least so often while the process lives, whatever the loop does."""
+
 
 class Watchdog:
-    """Context: heartbeat.json at most once a second, and a report when nothing moves for long."""
+    """Context: heartbeat.json at most once a second, and a report when nothing moves for long.
 
-    def __init__(self, folder: str | Path, seconds: float, say: Say, *, primary: bool = True):
+    heartbeat.json: `state` ("running"; at the end "finished", "stopped" or "failed", with a
+    `message`), `step` of `total_steps`, `phase`, `time` of writing and `moved`, the time of the
+    last sign of progress (both Unix seconds), `started`, `start_step`, `attempt`, `pid`, `host`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        seconds: float,
+        say: Say,
+        *,
+        attempt: int = 1,
+        primary: bool = True,
+    ):
         self.folder, self.seconds, self.say, self.primary = Path(folder), seconds, say, primary
+        self._facts: dict[str, Any] = {
+            "state": "running",
+            "message": "",
+            "total_steps": None,
+            "start_step": None,
+            "attempt": attempt,
+            "started": round(time.time(), 3),
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
         self._step, self._phases = 0, ["training"]
-        self._moved = time.monotonic()
-        self._reports = 0
-        self._changed = True
+        self._written = -math.inf
+        self._move()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -39,6 +68,16 @@ class Watchdog:
         """Step `step` is done."""
         self._step = step
         self._move()
+
+    def start(self, total_steps: int, start_step: int) -> None:
+        """Training goes from `start_step` (steps already done) to `total_steps`."""
+        self._facts |= {"total_steps": total_steps, "start_step": start_step}
+        self._step = max(self._step, start_step)
+        self._move()
+
+    def stopped(self, reason: str) -> None:
+        """Training ends before its last step, because of a signal."""
+        self._facts |= {"state": "stopped", "message": reason}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,17 +95,27 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
+    ) -> None:
         self._stop.set()
         self._thread.join()
+        if isinstance(error, KeyboardInterrupt):
+            self.stopped("SIGINT")
+        elif error is not None:
+            message = shorten(printable(f"{type(error).__name__}: {error}"), 500)
+            self._facts |= {"state": "failed", "message": message}
+        elif self._facts["state"] == "running":
+            self._facts["state"] = "finished"
         self._write_heartbeat()
 
     def _move(self) -> None:
         self._moved, self._reports, self._changed = time.monotonic(), 0, True
+        self._moved_at = time.time()
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4)):
-            if self._changed:
+            if self._changed or time.monotonic() - self._written >= BEAT_SECONDS:
                 self._write_heartbeat()
             idle = time.monotonic() - self._moved
             if idle >= self.seconds * 2**self._reports:
@@ -74,8 +123,14 @@ class Watchdog:
                 self._report(idle)
 
     def _write_heartbeat(self) -> None:
-        self._changed = False
-        beat = {"step": self._step, "phase": self._phases[-1], "time": round(time.time(), 3)}
+        self._changed, self._written = False, time.monotonic()
+        beat = {
+            **self._facts,
+            "step": self._step,
+            "phase": self._phases[-1],
+            "time": round(time.time(), 3),
+            "moved": round(self._moved_at, 3),
+        }
         if self.primary:
             with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
                 write_atomically(self.folder / "heartbeat.json", json.dumps(beat), durable=False)

@@ -26,6 +26,7 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.problem_sets import open_problem_sets
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.folder import RunFolder
+from jaxtrain.run.hardware import Hardware
 from jaxtrain.run.plot import plot_runs
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.sinks import Sinks
@@ -50,7 +51,16 @@ def train(config: Config, command: list[str]) -> int:
         folder = stack.enter_context(RunFolder(config, command))
         sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))
         watchdog = stack.enter_context(
-            Watchdog(folder.path, config.log.watchdog_seconds, sinks.say, primary=primary)
+            Watchdog(
+                folder.path,
+                config.log.watchdog_seconds,
+                sinks.say,
+                attempt=folder.attempt,
+                primary=primary,
+            )
+        )
+        stack.enter_context(
+            Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
         )
         others = peers()
         if others is not None:
@@ -73,6 +83,7 @@ def train(config: Config, command: list[str]) -> int:
         folder.rewind(session.start)
         sinks.say(describe_start(session))
         sinks.start(session.rounds.total_steps, session.start)
+        watchdog.start(session.rounds.total_steps, session.start)
         session.folder, session.phase, session.signals = folder.path, watchdog.phase, signals
         evaluation = Evaluation(
             config,
@@ -94,6 +105,7 @@ def train(config: Config, command: list[str]) -> int:
         ) as profile:
             run.go(profile)
         if signals.stop:
+            watchdog.stopped(signals.name)
             done = "saved" if session.step > session.start else "nothing new to save after"
             sinks.summarise(
                 f"{signals.name}: {done} step {session.step} of {session.rounds.total_steps} in"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -131,7 +132,9 @@ def test_the_summary_is_shown_last_and_never_after_an_error(tmp_path, capsys):
         except ValueError:
             pass
         assert ("all is saved" in capsys.readouterr().out) == (error is None)
-    assert (tmp_path / "log.txt").read_text().endswith("all is saved\nValueError: disk\n")
+    logged = (tmp_path / "log.txt").read_text().splitlines()[-2:]
+    assert [line[9:] for line in logged] == ["all is saved", "ValueError: disk"]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in logged)
 
 
 def test_a_full_disk_costs_the_log_and_not_the_console(tmp_path):
@@ -323,7 +326,7 @@ def test_console_modes_and_the_log(tmp_path, mode):
     screen.write(1, VALUES)
     screen.write(1, {"eval/loss": 1.5})
     screen.close("the end")
-    logged = (tmp_path / "log.txt").read_text().splitlines()
+    logged = [line[9:] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert logged[0] == "hello [bold]brackets[/bold]" and logged[-1] == "the end"
     assert len(logged) == 4 and logged[2] == "eval at step 1  loss 1.5000"
     shown = stream.getvalue()

@@ -1,5 +1,6 @@
 """Heartbeat, stall reports, signals and the profile window."""
 
+import contextlib
 import json
 import os
 import signal
@@ -56,6 +57,40 @@ def test_heartbeat_tells_step_and_phase(tmp_path):
             beat = json.loads(path.read_text())
     assert beat["step"] == 3 and abs(beat["time"] - time.time()) < 60
     assert json.loads(path.read_text())["phase"] == "training"
+
+
+def test_heartbeat_goes_on_without_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxtrain.run.watchdog.BEAT_SECONDS", 0.02)
+    path = tmp_path / "heartbeat.json"
+    with Watchdog(tmp_path, 0.1, lambda text: None, attempt=2) as watchdog:
+        watchdog.start(90, 40)
+        wait_until(lambda: path.exists() and json.loads(path.read_text())["total_steps"])
+        first = json.loads(path.read_text())
+        wait_until(lambda: json.loads(path.read_text())["time"] > first["time"])
+        beat = json.loads(path.read_text())
+    assert beat["state"] == "running" and beat["moved"] == first["moved"]
+    assert [beat[k] for k in ("step", "start_step", "total_steps", "attempt")] == [40, 40, 90, 2]
+    assert beat["pid"] == os.getpid() and beat["started"] <= beat["moved"]
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped", "state", "message"),
+    [
+        (None, "", "finished", ""),
+        (None, "SIGTERM", "stopped", "SIGTERM"),
+        (ValueError("bad \x1b[2J"), "", "failed", "ValueError: bad \\x1b[2J"),
+        (KeyboardInterrupt(), "", "stopped", "SIGINT"),
+    ],
+)
+def test_heartbeat_tells_how_a_run_ended(tmp_path, error, stopped, state, message):
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        with Watchdog(tmp_path, 9, print) as watchdog:
+            if stopped:
+                watchdog.stopped(stopped)
+            if error:
+                raise error
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert (beat["state"], beat["message"]) == (state, message)
 
 
 def test_heartbeat_survives_a_folder_that_goes_away(tmp_path):
