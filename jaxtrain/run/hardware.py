@@ -6,8 +6,9 @@ One line every `seconds`, from a thread of the first process of each host that s
      "memory": 64.5e9, "memory_total": 150.7e9, "temperature": 61, "power": 612}],
      "cpu": 0.22, "memory": 38.1e9, "memory_total": 128.0e9, "disk_free": 2.1e12, "load": 17.4}
 
-Shares from 0 to 1, bytes, degrees Celsius, watts; null where nobody can tell. GPUs are asked through
-NVML (package nvidia-ml-py); without it, and on TPUs, devices know their memory alone. No jax here.
+Shares from 0 to 1, bytes, degrees Celsius, watts; null where nobody can tell. GPUs are asked
+through NVML (package nvidia-ml-py); without it, and on TPUs, devices know their memory alone. No
+jax here.
 """
 
 import contextlib
