@@ -1,6 +1,6 @@
 """hardware/HOST.jsonl: what a host's accelerators, memory and disk do while a run goes on.
 
-One line every `seconds`, from a thread of the first process of each host that sees the run's folder:
+One line every `seconds`, from a thread of the first process of each host that sees the folder:
 
     {"time": 1795371832.5, "gpus": [{"index": 0, "name": "NVIDIA H200", "use": 0.91,
      "memory": 64.5e9, "memory_total": 150.7e9, "temperature": 61, "power": 612}],
