@@ -55,6 +55,8 @@ class VllmConfig(Section):
     """Pause between two looks at a server's health."""
     wait_seconds: float = Field(600.0, gt=0, le=SECONDS)
     """How long to wait for a server: at the start, and when all of them are gone."""
+    drain_seconds: float = Field(60.0, ge=0, le=SECONDS)
+    """How long requests at a server that leaves may go on; then they are asked again elsewhere."""
     progress_seconds: float = Field(120.0, gt=0, le=SECONDS)
     """A server that draws no token for so long, though requests wait there, hangs, whatever its
     /health says: they are asked elsewhere, and it is taken back once it draws one again."""

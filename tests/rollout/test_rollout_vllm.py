@@ -16,7 +16,8 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import Completion, EpisodeFailed
 from jaxtrain.rollout.vllm.control import ServerGone, call
 from jaxtrain.rollout.vllm.engine import VllmEngine
-from jaxtrain.rollout.vllm.servers import PROBE_TEXT, Servers
+from jaxtrain.rollout.vllm.inspect import PROBE_TEXT
+from jaxtrain.rollout.vllm.servers import Servers
 
 DRAW = SamplingConfig(temperature=1.0, max_new_tokens=8)
 ANSWER = [100, 101, 102, STOP]
@@ -235,7 +236,7 @@ def test_a_server_that_reports_ill_loses_its_requests_at_once():
 
 
 def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
-    monkeypatch.setattr("jaxtrain.rollout.vllm.servers.HEALTH_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("jaxtrain.rollout.vllm.watch.HEALTH_TIMEOUT_SECONDS", 0.5)
     fakes = [FakeVllm(), FakeVllm()]
     with opened(fakes) as (engine, servers, said):
         fakes[0].healthy = "stalled"

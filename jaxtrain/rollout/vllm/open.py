@@ -27,6 +27,7 @@ from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher
 from jaxtrain.rollout.vllm.device_image import DeviceImage
 from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces, list_rows
+from jaxtrain.rollout.vllm.discover import open_sources
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
@@ -64,6 +65,7 @@ def open_vllm(
             config.sampling,
             say,
             lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
+            open_sources(vllm),
         )
         with ExitStack() as stack:
             stack.callback(servers.close)

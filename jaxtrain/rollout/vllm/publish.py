@@ -29,7 +29,7 @@ def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int
     long. Raises UserError when a server says that the run is set up wrongly.
     """
     limit = servers.config.sync_seconds
-    wanted = [server for server in servers.all if server.state != "down"]
+    wanted = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
     failures: queue.Queue[tuple[Server, BaseException | None]] = queue.Queue()
 
     def try_one(server: Server) -> None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class LoraPublisher:
         self.version = -1
         self._written: list[str] = []
         """Names of the folders that lie there, the oldest first."""
-        self._loaded: dict[Server, set[str]] = {server: set() for server in servers.all}
+        self._loaded: defaultdict[Server, set[str]] = defaultdict(set)
         self._lock = threading.Lock()
         servers.bring = self.bring
         self._clear_leftovers()
@@ -86,7 +87,7 @@ class LoraPublisher:
         with server.alone(deadline):
             epoch, version = server.epoch, self.version
             name = self.servers.label(version)
-            if server.state != "up":
+            if server.state in ("new", "down"):
                 self._loaded[server].clear()  # it was restarted, or its state is not known
             if self.servers.asleep:
                 wake(server, deadline, "weights", "kv_cache")
@@ -158,7 +159,7 @@ class LoraPublisher:
         """Whether the server has let go of an adapter, so that its folder may be deleted."""
         if name not in self._loaded[server]:
             return True
-        if server.state == "down":
+        if server.lost:
             return True  # taken back, it counts as one that holds none
         try:
             body = {"lora_name": name}
@@ -167,7 +168,7 @@ class LoraPublisher:
             if error.status != 404:
                 return False
         except ServerGone:
-            return server.state == "down"
+            return server.lost
         self._loaded[server].discard(name)
         return True
 

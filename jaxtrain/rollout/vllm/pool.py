@@ -1,0 +1,306 @@
+"""The servers of a run: what state each is in, and which may be asked now.
+
+    join ──> new ──bring(weights)──> up ──refused, dead, stalled──> down ──healthy, bring──> up
+                                     │                                │
+                                   leave                            leave
+                                     v                                v
+                                  draining ──nothing under way──────> gone
+                                             (or drain_seconds over)
+
+Only `up` servers that hold the newest weights get requests. Who notices that a server is gone or
+has come stands in `watch.py` and `servers.py`; this is their table, which any thread may use.
+"""
+
+import contextlib
+import dataclasses
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from jaxtrain.config.vllm import VllmConfig
+from jaxtrain.errors import RunStopped
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone
+from jaxtrain.rollout.vllm.discover import Found
+from jaxtrain.rollout.vllm.messages import GENERATE
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+    """One server; its fields change under the lock of Pool."""
+
+    url: str
+    state: str = "new"
+    """new, up, draining, down or gone."""
+    version: int = -1
+    """Newest policy version that it holds; -1: none of this run's."""
+    in_flight: int = 0
+    epoch: int = 0
+    """Counts how often it was dropped: a request of an older epoch will not be answered."""
+    why: str = "not asked yet"
+    """Why it is not up."""
+    since: float = dataclasses.field(default_factory=time.time)
+    """When its state last changed (unix time)."""
+    capacity: float | None = None
+    """What its source says that it takes beside the others."""
+    leaving: float = 0.0
+    """When it began to drain (monotonic)."""
+    listed: bool = True
+    """Whether a source still lists it: what drains is forgotten, or waited for."""
+    updating: bool = False
+    """It gets no new requests."""
+    strikes: int = 0
+    model: str = ""
+    """Name of the base model there."""
+    route: str = GENERATE
+    max_model_len: int = 0
+    processed: bool = False
+    """Whether its log-probs are of the distribution after temperature and truncation."""
+    progressed: float = 0.0
+    """When it was last seen to work on its requests (monotonic)."""
+    counted: tuple[float, ...] | None = None
+    """What it had counted of tokens then."""
+    short: bool = False
+    """Whether it was told that max_model_len is short."""
+    sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    """Held while weights are brought to it."""
+    nudge: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing that it held counts any more."""
+        return self.state in ("down", "gone")
+
+    def tell(self) -> str:
+        """The URL and why it is not up."""
+        return f"{self.url} ({self.why})"
+
+    @contextlib.contextmanager
+    def alone(self, deadline: Deadline) -> Iterator[None]:
+        """Hold sync_lock; ServerGone when another sync keeps it for too long."""
+        if not self.sync_lock.acquire(timeout=deadline.left()):
+            raise ServerGone(f"an earlier sync is not over after {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            self.sync_lock.release()
+
+
+class Pool:
+    """The table of servers."""
+
+    def __init__(self, config: VllmConfig, say: Callable[[str], None] = print):
+        self.config, self.say = config, say
+        self.session = secrets.token_hex(4)
+        """Part of every version's label: no other run's weights pass for ours."""
+        self.all: list[Server] = []
+        """Replaced, never changed: who goes through it needs no lock."""
+        self.version = -1
+        """Newest published version; of one under way already that, so that requests wait for it."""
+        self.publishing = False
+        self.counters: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        """What a watcher found that no waiting will mend."""
+        self.asleep = False
+        self._lock = threading.RLock()
+        self._turn = 0
+
+    def label(self, version: int) -> str:
+        """The name of a version on the servers."""
+        return f"jaxtrain-{self.session}-{version}"
+
+    def read_label(self, label: str) -> int | None:
+        """The version of a label; None for weights that this run never sent."""
+        start, _, number = label.rpartition("-")
+        known = start == f"jaxtrain-{self.session}" and number.isdigit()
+        return int(number) if known and int(number) <= self.version + 1 else None
+
+    # -- who is there
+
+    def join(self, found: Found) -> Server | None:
+        """Take in a server that a source lists. None where it is known already; one that was about
+        to leave stays."""
+        url = found.url.rstrip("/")
+        with self._lock:
+            for server in self.all:
+                if server.url == url:
+                    server.capacity = found.capacity
+                    if not server.listed:
+                        self._stay(server)
+                    return None
+            server = Server(url, capacity=found.capacity)
+            self.all = [*self.all, server]
+            self.counters["servers_joined"] += 1
+        self.changed()
+        return server
+
+    def leave(self, server: Server, why: str, *, listed: bool = False) -> None:
+        """Ask it no more; what is under way there may end within drain_seconds, then it is
+        forgotten. listed: its source still has it, so that it may come back."""
+        with self._lock:
+            server.listed = listed
+            if server.state == "up":
+                self._set(server, "draining", why)
+                server.leaving = time.monotonic()
+                self.counters["servers_drained"] += 1
+            elif server.state != "draining" and not listed:
+                self._forget(server, why)
+        server.nudge.set()
+        self.changed()
+
+    def end_drain(self, server: Server, *, now: bool = False) -> bool:
+        """Let go of a draining server once nothing is under way there, drain_seconds are over, or
+        at once where it is `now` known to be dead; whether that was so."""
+        with self._lock:
+            over = time.monotonic() - server.leaving >= self.config.drain_seconds
+            if server.state != "draining" or (server.in_flight and not over and not now):
+                return False
+            if server.in_flight:
+                server.epoch += 1  # cut: the requests are asked again elsewhere
+                self.counters["requests_cut"] += server.in_flight
+            if server.listed:
+                self._set(server, "down", server.why)
+                server.version = -1
+            else:
+                self._forget(server, server.why)
+        self.changed()
+        return True
+
+    def _stay(self, server: Server) -> None:
+        server.listed = True
+        if server.state == "draining":
+            # With older weights it is given the newest as one that has come back.
+            state = "up" if server.version == self.version else "down"
+            self._set(server, state, "listed again")
+
+    def _forget(self, server: Server, why: str) -> None:
+        self._set(server, "gone", why)
+        server.version = -1
+        self.all = [other for other in self.all if other is not server]
+        self.counters["servers_left"] += 1
+
+    def _set(self, server: Server, state: str, why: str) -> None:
+        if server.state != state:
+            server.since = time.time()
+        server.state, server.why = state, why
+
+    def changed(self) -> None:
+        """Called without the lock after every change of who is there, in what state."""
+
+    # -- who may be asked
+
+    def up(self) -> list[Server]:
+        return [server for server in self.all if server.state == "up"]
+
+    def ready(self) -> list[Server]:
+        """Those that may be asked now: up, with the newest weights, none of them on the way."""
+        if self.asleep:
+            return []
+        return [
+            server
+            for server in self.all
+            if server.state == "up" and not server.updating and server.version == self.version
+        ]
+
+    def acquire(self, session: int | None = None) -> Server | None:
+        """A server that may be asked now, its load counted; None: none may.
+
+        session: what shares a prefix, so that it goes to one server as long as that can be.
+        """
+        with self._lock:
+            ready = self.ready()
+            if not ready:
+                return None
+            self._turn += 1
+            at = {id(server): i for i, server in enumerate(ready)}
+            chosen = min(ready, key=lambda s: (s.in_flight, (at[id(s)] - self._turn) % len(ready)))
+            if not chosen.in_flight:
+                chosen.progressed = time.monotonic()
+            chosen.in_flight += 1
+            return chosen
+
+    def release(self, server: Server) -> None:
+        """Give back what `acquire` counted."""
+        with self._lock:
+            server.in_flight -= 1
+            if server.state == "draining" and not server.in_flight:
+                server.nudge.set()
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self.counters[name] += number
+
+    def note_progress(self, server: Server) -> None:
+        """The server has answered, or is not expected to."""
+        server.progressed = time.monotonic()
+
+    # -- weights
+
+    def begin_publish(self, version: int) -> None:
+        """No server that holds an older version is asked any more; what is under way goes on."""
+        with self._lock:
+            self.version, self.publishing = max(self.version, version), True
+
+    def mark_up(self, server: Server, version: int, epoch: int | None = None) -> None:
+        """The server holds that version now and may be asked. epoch: when that was begun;
+        ServerGone where it was dropped or has left since."""
+        with self._lock:
+            if epoch not in (None, server.epoch) or server.state == "gone":
+                raise ServerGone("it was given up before it held the weights")
+            returned = server.state == "down"
+            if server.state != "draining":
+                self._set(server, "up", "")
+            server.progressed = time.monotonic()
+            server.version, server.strikes = version, 0
+            self.version = max(self.version, version)
+        if returned:
+            self.say(f"vllm {server.url} is back with version {version}")
+        self.changed()
+
+    def drop(self, server: Server, why: str) -> None:
+        """Ask it no more until it has been taken back; its requests are redone elsewhere."""
+        with self._lock:
+            if server.lost:
+                return
+            if server.state == "draining":
+                server.why = why
+                self.end_drain(server, now=True)
+                return
+            self._set(server, "down", why)
+            server.version = -1
+            server.epoch += 1
+            left = len(self.up())
+            self.counters["servers_lost"] += 1
+        there = f"{left} left" if left else f"none left: {self.tell_wait()}"
+        self.say(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
+        self.changed()
+
+    def tell_wait(self) -> str:
+        """How long an empty pool is waited for."""
+        return f"waiting up to {self.config.wait_seconds:g} s for one to come back"
+
+    def suspect(self, server: Server) -> None:
+        """A request to it failed: look at its health now."""
+        server.nudge.set()
+
+    def wait_for(self, version: int) -> list[Server]:
+        """The servers that hold a version, as soon as there is one; RunStopped after too long."""
+        deadline = time.monotonic() + self.config.wait_seconds
+        while True:
+            found = [server for server in self.up() if server.version == version]
+            if found:
+                return found
+            self.check(time.monotonic() > deadline)
+            time.sleep(0.1)
+
+    def check(self, too_late: bool) -> None:
+        """Raise what ends the run: a watcher's error, or that no server came back in time."""
+        if self.error is not None:
+            raise self.error
+        if too_late:
+            known = ", ".join(server.tell() for server in self.all) or "none is known"
+            raise RunStopped(
+                f"no vLLM server for {self.config.wait_seconds:g} s (rollout.vllm.wait_seconds): "
+                + known
+            )

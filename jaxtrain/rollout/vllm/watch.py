@@ -1,0 +1,170 @@
+"""One thread a server: drop it when it is gone, take it in or back when it is there.
+
+A look at /health each health_seconds, or at once when a request failed (`Pool.suspect`). A restarted
+server knows nothing of the run, so it is inspected, must draw a token, and is given the weights
+again before it gets work.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.inspect import PROBE_SECONDS, Inspector
+from jaxtrain.rollout.vllm.pool import Pool, Server
+
+HEALTH_TIMEOUT_SECONDS = 20.0
+MAX_STRIKES = 3
+"""Unanswered looks at /health before a server counts as stalled."""
+TOKEN_COUNTER = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens_total)"
+    r"_(?:total|sum)(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
+"""Lines of /metrics that change with every step of an engine that works."""
+
+
+class Watcher:
+    """Watches the servers of a pool. `bring` is the publisher's function that gives a server the
+    newest weights; it raises ServerGone, ServerRefused, UserError or RunStopped."""
+
+    def __init__(self, pool: Pool, inspector: Inspector):
+        self.pool, self.inspector = pool, inspector
+        self.bring: Callable[[Server], None] | None = None
+        self.closed = threading.Event()
+
+    def start(self, server: Server) -> None:
+        """Watch a server from now on, in a thread that ends with it."""
+        threading.Thread(target=self._watch, args=(server,), daemon=True).start()
+
+    def close(self) -> None:
+        """End all threads, soon."""
+        self.closed.set()
+        for server in self.pool.all:
+            server.nudge.set()
+
+    def look(self, server: Server) -> None:
+        """Ask for its health and inspect it; ServerGone, ServerRefused or UserError."""
+        call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        self.inspector.inspect(server)
+
+    def _watch(self, server: Server) -> None:
+        while not self.closed.is_set() and server.state != "gone":
+            server.nudge.wait(self.pool.config.health_seconds)
+            server.nudge.clear()
+            if self.closed.is_set() or self.pool.end_drain(server):
+                continue
+            try:
+                call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+            except (ServerGone, ServerRefused) as error:
+                self._note_failure(server, error)
+                continue
+            server.strikes = 0
+            if server.state == "new" and not server.model:
+                self._take_in(server)
+            elif self._wants_weights(server) and self.bring is not None:
+                self._take_back(server, self.bring)
+            elif server.state in ("up", "draining"):
+                self._check_progress(server)
+
+    def _wants_weights(self, server: Server) -> bool:
+        """Whether it waits for weights that no publish will bring it. A new one that was there
+        when a publish began is given them by that."""
+        late = server.state == "new" and not self.pool.publishing
+        return self.pool.version >= 0 and (server.state == "down" or late)
+
+    def _note_failure(self, server: Server, error: ServerGone | ServerRefused) -> None:
+        server.strikes += 1
+        late = isinstance(error, ServerGone) and "not answered" in str(error)
+        if isinstance(error, ServerRefused) and says_draining(error):
+            return self.pool.leave(server, "it announced that it leaves", listed=server.listed)
+        if server.state in ("up", "draining") and (not late or server.strikes >= MAX_STRIKES):
+            self.pool.drop(server, f"/health: {error}")
+        elif late:
+            server.nudge.set()
+        elif not server.model:
+            server.why = str(error)
+
+    def _check_progress(self, server: Server) -> None:
+        """Drop a server that is healthy by its own word but does nothing for its requests."""
+        pool = self.pool
+        if not server.in_flight or server.updating or pool.asleep:
+            pool.note_progress(server)
+            return
+        epoch, limit = server.epoch, pool.config.progress_seconds
+        if time.monotonic() - server.progressed < limit / 4:
+            return
+        counted = read_token_counters(server.url)
+        if counted is not None and counted != server.counted:
+            server.counted = counted
+            pool.note_progress(server)
+        silent = time.monotonic() - server.progressed
+        if silent < limit:
+            return
+        if counted is None:
+            # It does not tell what it does: ask for one token, behind what waits there.
+            try:
+                seconds = min(limit, PROBE_SECONDS)
+                self.inspector.probe(server.route, server.url, server.model, seconds)
+                return pool.note_progress(server)
+            except (ServerGone, ServerRefused, UserError):
+                if time.monotonic() - server.progressed < limit:
+                    return
+        if server.epoch == epoch and server.in_flight:
+            pool.count("servers_hung")
+            pool.drop(
+                server,
+                f"hung: no token for {silent:.0f} s with {server.in_flight} requests under way,"
+                " though /health says 200; rollout.vllm.progress_seconds",
+            )
+
+    def _take_in(self, server: Server) -> None:
+        """Inspect one that has just joined; the weights come afterwards."""
+        try:
+            self.inspector.inspect(server)
+        except (ServerGone, ServerRefused) as error:
+            server.why = str(error)
+        except UserError as error:
+            self._tell_useless(server, error)
+        else:
+            server.why = "waits for weights"
+            server.nudge.set()
+
+    def _take_back(self, server: Server, bring: Callable[[Server], None]) -> None:
+        try:
+            self.inspector.inspect(server)
+            bring(server)
+            while server.state == "up" and server.version < self.pool.version:
+                bring(server)  # another version was published meanwhile
+        except (ServerGone, ServerRefused) as error:
+            server.why = str(error)
+        except (UserError, RunStopped) as error:
+            self._tell_useless(server, error)
+
+    def _tell_useless(self, server: Server, error: Exception) -> None:
+        """It came as something that this run cannot use; the others may do without it."""
+        if str(error) != server.why:
+            self.pool.say(f"vllm {server.url} is there but of no use: {error}")
+        server.why = str(error)
+
+
+def says_draining(error: ServerRefused) -> bool:
+    """Whether a refused /health says that the server is about to leave."""
+    return error.status == 503 and "draining" in error.message
+
+
+def read_token_counters(url: str) -> tuple[float, ...] | None:
+    """What a server has counted of tokens since its start; None where it does not say."""
+    try:
+        text = call(url, "GET", "/metrics", timeout=HEALTH_TIMEOUT_SECONDS)
+    except (ServerGone, ServerRefused):
+        return None
+    if not isinstance(text, str):
+        return None
+    found = TOKEN_COUNTER.findall(text)
+    try:
+        return tuple(float(number) for number in found) or None
+    except ValueError:
+        return None
