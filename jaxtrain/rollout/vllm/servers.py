@@ -1,8 +1,8 @@
 """The servers of a run, opened: sources are polled, who is listed is taken in and watched.
 
-    sources ──poll each health_seconds──> join / leave ──> Pool (who may be asked)
-                                                             ^
-                               a Watcher's thread a server ──┘ health, weights
+sources ──poll each health_seconds──> join / leave ──> Pool (who may be asked)
+                                                         ^
+                           a Watcher's thread a server ──┘ health, weights
 """
 
 import threading

@@ -1,8 +1,8 @@
 """One thread a server: drop it when it is gone, take it in or back when it is there.
 
-A look at /health each health_seconds, or at once when a request failed (`Pool.suspect`). A restarted
-server knows nothing of the run, so it is inspected, must draw a token, and is given the weights
-again before it gets work.
+A look at /health each health_seconds, or at once when a request failed (`Pool.suspect`). A
+restarted server knows nothing of the run, so it is inspected, must draw a token, and is given the
+weights again before it gets work.
 """
 
 import re
