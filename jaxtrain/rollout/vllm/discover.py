@@ -1,8 +1,8 @@
 """Which servers there are: sources that are asked again and again.
 
 A `Source` is anything with `poll`. The config's own list, a launcher and a cluster are sources as
-well as files, names and routers: the pool (`servers.py`) takes in what they list and lets go of what
-they list no more.
+well as files, names and routers: the pool (`servers.py`) takes in what they list and lets go of
+what they list no more.
 """
 
 import dataclasses
