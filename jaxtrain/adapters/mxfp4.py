@@ -3,6 +3,10 @@
 Blocks of 32 values along the inputs share a power of two; a value is one of 0, 0.5, 1, 1.5, 2, 3,
 4, 6 times that, or its negative: 4.25 bits a weight. What was read from such a folder is stored
 again without any error; other weights are rounded to the nearest.
+
+Here, unlike in folders, the inputs come before the outputs, as in kernels: to turn a layer around
+when it is unpacked is something that XLA does to all layers before the loop over them, and all
+packed weights are in memory twice.
 """
 
 import dataclasses
@@ -33,9 +37,8 @@ class MXFP4(nnx.Module):
     """A kernel [..., in, out] of experts; shapes or arrays as `mxfp4_shapes` names them."""
 
     def __init__(self, parts: dict, axes: tuple[str | None, ...]):
-        *lead, num_in, num_out = axes
-        self.blocks = nnx.Param(parts["blocks"], axes=(*lead, num_out, num_in))
-        self.scales = nnx.Param(parts["scales"], axes=(*lead, num_out, num_in))
+        self.blocks = nnx.Param(parts["blocks"], axes=axes)
+        self.scales = nnx.Param(parts["scales"], axes=axes)
 
     def packed(self) -> "PackedMXFP4":
         """The kernels [E, in, out], for the grouped matmul."""
@@ -52,15 +55,14 @@ class PackedMXFP4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        experts, num_out, half = self.blocks.shape
+        experts, half, num_out = self.blocks.shape
         return experts, 2 * half, num_out
 
     def unpack(self, dtype: jnp.dtype) -> jax.Array:
         return dequantise_mxfp4({"blocks": self.blocks, "scales": self.scales}, dtype)
 
     def specs(self, names: Sequence[str | None], place: Place) -> "PackedMXFP4":
-        experts, num_in, num_out = names
-        found = [place((experts, num_out, num_in), x.shape) for x in (self.blocks, self.scales)]
+        found = [place(names, x.shape) for x in (self.blocks, self.scales)]
         if found[0] != found[1]:
             raise UserError(
                 f'adapter.quantize "mxfp4": inputs of {self.shape[1]} in blocks of {BLOCK} cannot'
@@ -73,8 +75,8 @@ def mxfp4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     """What a kernel [..., in, out] is stored as; `in` must be a multiple of 32."""
     *lead, num_in, num_out = shape
     return {
-        "blocks": jax.ShapeDtypeStruct((*lead, num_out, num_in // 2), jnp.uint8),
-        "scales": jax.ShapeDtypeStruct((*lead, num_out, num_in // BLOCK), jnp.uint8),
+        "blocks": jax.ShapeDtypeStruct((*lead, num_in // 2, num_out), jnp.uint8),
+        "scales": jax.ShapeDtypeStruct((*lead, num_in // BLOCK, num_out), jnp.uint8),
     }
 
 
@@ -102,7 +104,9 @@ def read_mxfp4(files: Folder, op: Op, shapes: Shapes) -> dict[str, jax.Array] | 
         layers.append(dict(zip(("blocks", "scales"), views, strict=True)))
 
     def read(name: str, index: Any) -> np.ndarray:
-        return np.stack([layer[name][index[1:]] for layer in layers[index[0]]])
+        experts, inputs, outputs = index[1:]
+        found = [layer[name][experts, outputs, inputs] for layer in layers[index[0]]]
+        return np.stack(found).swapaxes(-1, -2)
 
     return {
         name: jax.make_array_from_callback(
@@ -116,18 +120,18 @@ def quantise_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
     """One kernel [in, out] in parts. A block's power of two is that of its largest magnitude, which
     then lies from 4 to 8, and counts as 6 above that."""
     num_in, num_out = kernel.shape
-    blocks = kernel.T.astype(jnp.float32).reshape(num_out, num_in // BLOCK, BLOCK)
-    largest = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1), jnp.int32) >> MANTISSA
+    blocks = kernel.astype(jnp.float32).reshape(num_in // BLOCK, BLOCK, num_out)
+    largest = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(1), jnp.int32) >> MANTISSA
     scales = jnp.clip(largest - 2, 1, 254)
-    unit = jnp.abs(blocks) / _power(scales)[..., None]
+    unit = jnp.abs(blocks) / _power(scales)[:, None]
     codes = jnp.signbit(blocks).astype(jnp.uint8) << 3
     for middle in DOWN:
         codes += (unit > middle).astype(jnp.uint8)
     for middle in UP:
         codes += (unit >= middle).astype(jnp.uint8)
-    pairs = codes.reshape(num_out, num_in // 2, 2)
+    pairs = codes.reshape(num_in // 2, 2, num_out)
     return {
-        "blocks": pairs[..., 1] << 4 | pairs[..., 0],  # the first value in the low half
+        "blocks": pairs[:, 1] << 4 | pairs[:, 0],  # the first value in the low half
         "scales": scales.astype(jnp.uint8),
     }
 
@@ -135,16 +139,16 @@ def quantise_mxfp4(kernel: jax.Array) -> dict[str, jax.Array]:
 def dequantise_mxfp4(parts: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
     """The kernel [..., in, out] of its parts in `dtype`, exact in bfloat16 and wider."""
     blocks, scales = parts["blocks"], parts["scales"]
-    *lead, num_out, half = blocks.shape
-    codes = jnp.stack([blocks & 15, blocks >> 4], -1).astype(jnp.int32)
+    *lead, half, num_out = blocks.shape
+    codes = jnp.stack([blocks & 15, blocks >> 4], -2).astype(jnp.int32)
     size = codes & 7
     # From 1 on two bits of exponent and one of mantissa, as in float32; below there are 0 and 0.5.
     bits = ((size >> 1) + (BIAS - 1)) << MANTISSA | (size & 1) << (MANTISSA - 1)
     bits = jnp.where(size < 2, size * ((BIAS - 1) << MANTISSA), bits)
     values = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    values = jnp.where(codes > 7, -values, values).reshape(*lead, num_out, -1, BLOCK)
-    values = values * _power(scales.astype(jnp.int32))[..., None]
-    return values.astype(dtype).reshape(*lead, num_out, 2 * half).swapaxes(-1, -2)
+    values = jnp.where(codes > 7, -values, values).reshape(*lead, -1, BLOCK, num_out)
+    values = values * _power(scales.astype(jnp.int32))[..., None, :]
+    return values.astype(dtype).reshape(*lead, 2 * half, num_out)
 
 
 def _power(scales: jax.Array) -> jax.Array:

@@ -149,12 +149,13 @@ def test_storage_is_that_of_the_definition():
     scales = np.arange(1, 255, dtype=np.uint8)[:, None]
     codes_of = jnp.asarray(codes[:, 1::2] << 4 | codes[:, ::2])
     exact = E2M1[codes] * np.exp2(scales - 127.0)  # float64
-    kernel = dequantise_mxfp4({"blocks": codes_of, "scales": jnp.asarray(scales)}, jnp.float32)
+    parts = {"blocks": codes_of.T, "scales": jnp.asarray(scales).T}  # inputs first
+    kernel = dequantise_mxfp4(parts, jnp.float32)
     fits = (np.abs(exact) < 2.0**127).all(1) & (scales[:, 0] > 1)  # no float32 is denormal here
     np.testing.assert_array_equal(np.asarray(kernel).T[fits], exact[fits])
     again = quantise_mxfp4(kernel[:, 3:250])
-    np.testing.assert_array_equal(again["blocks"], codes_of[3:250])
-    np.testing.assert_array_equal(again["scales"], scales[3:250])
+    np.testing.assert_array_equal(again["blocks"], codes_of.T[:, 3:250])
+    np.testing.assert_array_equal(again["scales"], scales.T[:, 3:250])
 
     some = np.random.default_rng(0).standard_normal((96, 5)).astype(np.float32)
     some[:32, 1] = 0
@@ -197,8 +198,10 @@ def test_a_base_is_kept_as_it_is_stored(folder):
         raw |= load_file(file)
     stored = raw["model.layers.1.mlp.experts.down_proj_blocks"]
     kept = params["stack.block.mlp.experts.down.kernel.blocks"][1]
-    np.testing.assert_array_equal(kept, stored.reshape(kept.shape))
-    scales = params["stack.block.mlp.experts.down.kernel.scales"][1]
+    np.testing.assert_array_equal(
+        kept.swapaxes(1, 2), stored.reshape(*stored.shape[:2], -1), err_msg="inputs first"
+    )
+    scales = params["stack.block.mlp.experts.down.kernel.scales"][1].swapaxes(1, 2)
     np.testing.assert_array_equal(scales, raw["model.layers.1.mlp.experts.down_proj_scales"])
     weights = sum(count_weights(path, value) for path, value in params.items() if "experts" in path)
     assert weights == 4 * 3 * (3 * 64 * 32 + 2 * 32 + 64), "matrices and biases"
