@@ -7,6 +7,7 @@ bytes to answer. `hangs` stops the engine but not the server, `trouble` single c
 """
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -111,6 +112,7 @@ class FakeVllm:
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.run(self._serve(ready))
+        gc.collect()  # closes a connection that was let in last, as the end of a process would
 
     async def _serve(self, ready: threading.Event) -> None:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
