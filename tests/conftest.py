@@ -38,7 +38,7 @@ if "JAXTRAIN_TEST_CACHE" not in os.environ:
 # programs for other devices and runs that are killed and resumed are compiled as usual.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
-# Tracing makes millions of objects that are not garbage, and torch, transformers and jax have already
-# made as many: collections that find nothing were 4 to 7 % of a test's time.
+# Tracing makes millions of objects that are not garbage, and torch, transformers and jax have made
+# as many already: collections that find nothing were 4 to 7 % of a test's time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
