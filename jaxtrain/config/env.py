@@ -7,8 +7,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from jaxtrain.config.base import Place, Problems, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS
+from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
 
-BUILTIN = ("single_turn", "calculator", "tools", "dialogue")
+BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "openenv")
 
 
 class EnvConfig(Section):
@@ -19,22 +20,23 @@ class EnvConfig(Section):
     tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
     prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining
     turns, the assistant's drawn and the others as the data have them; the first answer alone is
-    trained (task.kind ebft). Or an own one: a function `async run(row, chat,
+    trained (task.kind ebft). openenv: a game on an OpenEnv server (`openenv`). Or an own one: a function `async run(row, chat,
     **options)`, or a class, made with (tokenizer, **options), whose `async run(row, engine,
     sampling, index)` plays an episode: an entry point's name, "package.module:name" or
     "file.py:name"; or python, and that in path."""
     path: Place | None = None
     """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
-    """Of kinds single_turn, tools and dialogue: the column with the prompt, a text or messages;
-    messages is read where a row has no such column."""
+    """Of kinds single_turn, tools, dialogue and openenv (which can do without): the column with the
+    prompt, a text or messages; messages is read where a row has no such column."""
     raw: bool = False
     """Of kind single_turn: continue texts as they are, without the chat template."""
     special_tokens: Literal["text", "control"] = "text"
     """Of kind single_turn: what a control token is that a prompt spells, such as "<|im_end|>":
     text, or (prompts that are rendered already, with raw) the control token itself."""
     system: str | None = None
-    """Of kinds single_turn, tools and dialogue: a system message before prompts that have none."""
+    """Of kinds single_turn, tools, dialogue and openenv: a system message before prompts that have
+    none."""
     tools: list[Place] = []
     """Of kind tools and of own functions: Python functions that the model may call, each
     "file.py:function", "package.module:function" or an entry point's name. Their signatures and
@@ -56,6 +58,8 @@ class EnvConfig(Section):
     between two answers of the policy; then the episode counts as failed. null: any."""
     options: dict[str, Any] = {}
     """Of an own function or class: its further keyword arguments."""
+    openenv: OpenEnvConfig = OpenEnvConfig()
+    """Of kind openenv."""
 
     @model_validator(mode="after")
     def check_keys_together(self) -> "EnvConfig":
@@ -78,15 +82,16 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
     for key in ("system", "prompt_column", "raw", "special_tokens"):
         readers = ("single_turn",)
         if key not in ("raw", "special_tokens"):
-            readers = ("single_turn", "tools", "dialogue")
+            readers = ("single_turn", "tools", "dialogue", "openenv")
         if key in given and env.kind not in readers:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
     for key in ("tools", "tool_seconds", "history"):
         others = ("single_turn",)
         if key != "history":
-            others = ("single_turn", "calculator", "dialogue")
+            others = ("single_turn", "calculator", "dialogue", "openenv")
         if key in given and env.kind in others:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    yield from find_openenv_conflicts(env.openenv, env.kind)
     if env.kind == "tools" and not env.tools:
         yield 'env.kind tools needs functions: set env.tools, such as ["my_tools.py:search"]'
     if env.raw and env.system is not None:

@@ -16,6 +16,7 @@ BUILTIN = {
     "calculator": "jaxtrain.envs.calculator:CalculatorEnv",
     "tools": use_tools,
     "dialogue": play_dialogue,
+    "openenv": "jaxtrain.envs.openenv:OpenEnv",
 }
 
 
@@ -42,6 +43,9 @@ def open_env(
             )
         case "calculator":
             return made(tokenizer, config.max_turns, config.history == "template")
+        case "openenv":
+            play = made(config, section).run
+            return ChatEnv(tokenizer, play, config, name="openenv", row_tokens=row_tokens)
     tools = load_tools(config.tools, f"{section}.tools")
     options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
     if config.kind in ("tools", "dialogue"):

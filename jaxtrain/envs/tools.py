@@ -99,7 +99,7 @@ class Toolbox:
             content = _to_text(await self._run(call))
         except ToolFailed as failure:
             self.num_errors += 1
-            content = f"error: {_shorten(str(failure), MAX_ERROR)}"
+            content = f"error: {shorten(str(failure), MAX_ERROR)}"
         return {"role": "tool", "name": call.name, "content": content}
 
     async def _run(self, call: ToolCall) -> Any:
@@ -139,7 +139,7 @@ def make_tool(function: Callable[..., Any]) -> Tool:
         ValueError,
     ) as error:
         raise UserError(
-            f"tool {name!r} has no schema: {_shorten(str(error), 300)}{needs}"
+            f"tool {name!r} has no schema: {shorten(str(error), 300)}{needs}"
         ) from None
     schema["function"].pop("return", None)  # what no model is told
     return Tool(name, schema, function, arguments)
@@ -212,13 +212,14 @@ async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) ->
 
 def _to_text(value: Any) -> str:
     if isinstance(value, str):
-        return _shorten(value, MAX_RESULT)
+        return shorten(value, MAX_RESULT)
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolFailed(f"its result cannot be written as JSON: {error}") from None
-    return _shorten(text, MAX_RESULT)
+    return shorten(text, MAX_RESULT)
 
 
-def _shorten(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
+    """At most so many characters of a text, and how many more there were."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more)"
