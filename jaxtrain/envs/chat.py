@@ -30,11 +30,18 @@ class ChatEnv:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
         row_tokens: int | None = None,
+        remote: bool = False,
     ):
-        """name: what its rewards are called. row_tokens: longest sequence that can be trained."""
+        """name: what its rewards are called. row_tokens: longest sequence that can be trained.
+        remote: see Guarded.remote."""
         self.template, self.play, self.config = TurnTemplate(tokenizer), play, config
         self.name, self.tools, self.row_tokens = name, tools, row_tokens
-        self.options = dict(options or {})
+        self.options, self.remote = dict(options or {}), remote
+
+    def close(self) -> None:
+        """Let go of what the object that plays holds, where it is one with such a method."""
+        if (close := getattr(getattr(self.play, "__self__", None), "close", None)) is not None:
+            close()
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int

@@ -45,7 +45,9 @@ def open_env(
             return made(tokenizer, config.max_turns, config.history == "template")
         case "openenv":
             play = made(config, section).run
-            return ChatEnv(tokenizer, play, config, name="openenv", row_tokens=row_tokens)
+            return ChatEnv(
+                tokenizer, play, config, name="openenv", row_tokens=row_tokens, remote=True
+            )
     tools = load_tools(config.tools, f"{section}.tools")
     options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
     if config.kind in ("tools", "dialogue"):
