@@ -20,7 +20,8 @@ class EnvConfig(Section):
     tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
     prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining
     turns, the assistant's drawn and the others as the data have them; the first answer alone is
-    trained (task.kind ebft). openenv: a game on an OpenEnv server (`openenv`). Or an own one: a function `async run(row, chat,
+    trained (task.kind ebft). openenv: a game on an OpenEnv server (`openenv`). Or an own one: a
+    function `async run(row, chat,
     **options)`, or a class, made with (tokenizer, **options), whose `async run(row, engine,
     sampling, index)` plays an episode: an entry point's name, "package.module:name" or
     "file.py:name"; or python, and that in path."""

@@ -84,8 +84,7 @@ class OpenEnv:
             return chat.finish(session.reward(self.options.reward_of), **session.counts)
 
     def _begin(self, row: Mapping[str, Any], chat: Conversation, found: Seen) -> None:
-        """Say what there is before the first turn: system message, prompt of the row, observation.
-        """
+        """Say what comes before the first turn: system message, the row's prompt, observation."""
         column, system = self.config.prompt_column, self.config.system
         messages: list[dict[str, Any]] = []
         if row.get(column, row.get("messages")):
