@@ -138,9 +138,7 @@ def make_tool(function: Callable[..., Any]) -> Tool:
         NameError,
         ValueError,
     ) as error:
-        raise UserError(
-            f"tool {name!r} has no schema: {shorten(str(error), 300)}{needs}"
-        ) from None
+        raise UserError(f"tool {name!r} has no schema: {shorten(str(error), 300)}{needs}") from None
     schema["function"].pop("return", None)  # what no model is told
     return Tool(name, schema, function, arguments)
 

@@ -272,9 +272,7 @@ def test_pings_are_answered_while_a_turn_is_drawn():
     async def go():
         async with serving(Server(heartbeat=0.05)) as url:
             world = make([url], **TEXT)
-            return await world.run(
-                {"seed": 3}, Slow(world.template.tokenizer, ["3"]), SAMPLING, 0
-            )
+            return await world.run({"seed": 3}, Slow(world.template.tokenizer, ["3"]), SAMPLING, 0)
 
     assert asyncio.run(go()).rewards == {"openenv": 1.0}
 
