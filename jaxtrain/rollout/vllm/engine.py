@@ -1,6 +1,6 @@
 """VllmEngine: one prompt at a time for many coroutines, from servers that may come and go.
 
-generate ──bounded──> least loaded server ──answer──> checked ──> Completion
+generate ──bounded──> its session's server ──answer──> checked ──> Completion
               ^                        │
               │   refused, cut off, 5xx, late, dropped: back-off, ask again, elsewhere if possible
               └────────────────────────┘
@@ -13,7 +13,6 @@ weights keeps its tokens and goes on behind them.
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ from jaxtrain.rollout.vllm.servers import Server, Servers
 
 MAX_ASKS = 50
 """Of one request, whatever happened to the servers: an end even where they flap for ever."""
+SESSION = "X-Session-ID"
+"""Header by which a router keeps what shares a prefix on one server."""
 LOOK_SECONDS = 0.25
 """How often a waiting request looks whether its server was dropped."""
 
@@ -53,6 +54,8 @@ class Line(NamedTuple):
 
     session: aiohttp.ClientSession
     room: asyncio.Semaphore
+    gate: asyncio.Lock
+    """Held by the one request that waits for a server; the others wait behind it."""
 
 
 class VllmEngine:
@@ -68,10 +71,13 @@ class VllmEngine:
         adapters: bool,
         first_pause: float = 0.5,
         routes: RouteShape | None = None,
+        group_size: int | None = None,
     ):
-        """routes: ask the servers where tokens went, and refuse one that does not say."""
+        """routes: ask the servers where tokens went, and refuse one that does not say.
+        group_size: so many indices in a row are of one prompt, a session, and prefer one server;
+        None: every request goes to the least loaded one."""
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
-        self.routes = routes
+        self.routes, self.group_size = routes, group_size
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
         self._told: set[str] = set()
 
@@ -81,8 +87,9 @@ class VllmEngine:
         return self.servers.version
 
     def counters(self) -> dict[str, float]:
-        """Requests, retries, servers lost and the like since the start."""
-        return {f"vllm/{name}": float(n) for name, n in sorted(self.servers.counters.items())}
+        """Requests, retries, servers lost and the like since the start, and how many servers there
+        are now."""
+        return {f"vllm/{name}": number for name, number in self.servers.measure().items()}
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
@@ -104,15 +111,16 @@ class VllmEngine:
         versions: list[int] = []
         routed: np.ndarray | None = None
         failures, pause = 0, self.first_pause
+        session = index // (self.group_size or 1)
         async with line.room:
             for _ in range(MAX_ASKS):
-                server = await self._take()
+                server = await self._take(line, session)
                 epoch = server.epoch
                 try:
                     seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
                     left = sampling.max_new_tokens - len(tokens)
                     answer, drawn = await self._ask(
-                        line, server, [*prompt, *tokens], sampling, stop_ids, left, seed
+                        line, server, [*prompt, *tokens], sampling, stop_ids, left, seed, session
                     )
                 except Lost as lost:
                     self.servers.suspect(server)
@@ -145,18 +153,20 @@ class VllmEngine:
             times = self.servers.config.retries + 1
             self.servers.say(f"a request failed {times} times, the last time: {lost}")
 
-    async def _take(self) -> Server:
+    async def _take(self, line: Line, session: int) -> Server:
         """A server to ask, waited for; RunStopped when none comes."""
-        deadline = time.monotonic() + self.servers.config.wait_seconds
-        while True:
-            server = self.servers.acquire()
-            if server is not None:
-                return server
-            # While all of them take new weights or sleep, no server is missing.
-            if self.servers.asleep or self.servers.publishing:
-                deadline = time.monotonic() + self.servers.config.wait_seconds
-            self.servers.check(time.monotonic() > deadline)
-            await asyncio.sleep(0.05)
+        servers = self.servers
+        async with line.gate:
+            deadline = servers.clock() + servers.config.wait_seconds
+            while True:
+                server = servers.acquire(session if self.group_size else None)
+                if server is not None:
+                    return server
+                # While all take new weights, sleep or are full, no server is missing.
+                if servers.asleep or servers.publishing or servers.ready():
+                    deadline = servers.clock() + servers.config.wait_seconds
+                servers.check(servers.clock() > deadline)
+                await asyncio.sleep(0.05)
 
     async def _ask(
         self,
@@ -167,6 +177,7 @@ class VllmEngine:
         stop_ids: Sequence[int],
         max_tokens: int,
         seed: int,
+        session: int,
     ) -> tuple[Answer, list[int]]:
         """(answer, version of each token) of one request to one server."""
         if 0 < server.max_model_len <= len(prompt):
@@ -179,7 +190,7 @@ class VllmEngine:
             route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model
         )
         self.servers.count("requests")
-        status, raw = await self._post(line, server, body)
+        status, raw = await self._post(line, server, body, session)
         self.servers.note_progress(server)
         if status >= 500 or status in (408, 425, 429):
             raise Lost(f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}")
@@ -229,11 +240,13 @@ class VllmEngine:
             versions.append(version)
         return versions
 
-    async def _post(self, line: Line, server: Server, body: dict) -> tuple[int, bytes]:
+    async def _post(
+        self, line: Line, server: Server, body: dict, session: int
+    ) -> tuple[int, bytes]:
         """(status, body) of the answer; Lost when there is none or the server was dropped."""
         epoch = server.epoch
         limit = self.servers.config.request_seconds
-        task = asyncio.ensure_future(self._exchange(line.session, server, body, limit))
+        task = asyncio.ensure_future(self._exchange(line.session, server, body, session, limit))
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 if server.epoch != epoch:
@@ -247,11 +260,16 @@ class VllmEngine:
             task.cancel()
 
     async def _exchange(
-        self, session: aiohttp.ClientSession, server: Server, body: dict, limit: float
+        self,
+        connections: aiohttp.ClientSession,
+        server: Server,
+        body: dict,
+        session: int,
+        limit: float,
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
-        url = f"{server.url}{server.route}"
-        async with session.post(url, json=body, timeout=timeout) as answer:
+        url, named = f"{server.url}{server.route}", {SESSION: f"{self.servers.session}-{session}"}
+        async with connections.post(url, json=body, timeout=timeout, headers=named) as answer:
             return answer.status, await answer.read()
 
     def _line(self) -> Line:
@@ -261,5 +279,5 @@ class VllmEngine:
             # Shorter than the server's 5 s, or a request meets the end of its connection half way.
             connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
             session = aiohttp.ClientSession(connector=connector, headers=headers())
-            self._lines[loop] = Line(session, asyncio.Semaphore(room))
+            self._lines[loop] = Line(session, asyncio.Semaphore(room), asyncio.Lock())
         return self._lines[loop]

@@ -72,7 +72,8 @@ def open_vllm(
             servers.open()
             replay = config.rollout.router_replay
             routes = route_shape(parts.architecture) if replay else None
-            engine = VllmEngine(servers, adapters=adapters, routes=routes)
+            size = config.rollout.group_size
+            engine = VllmEngine(servers, adapters=adapters, routes=routes, group_size=size)
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
                 own = open_lora(servers, folder, config.run.output_dir, parts, config.model.path)

@@ -13,6 +13,7 @@ has come stands in `watch.py` and `servers.py`; this is their table, which any t
 
 import contextlib
 import dataclasses
+import math
 import secrets
 import threading
 import time
@@ -21,9 +22,11 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped
+from jaxtrain.rollout.vllm.choose import Candidate, choose, limit_load, weigh
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone
 from jaxtrain.rollout.vllm.discover import Found
 from jaxtrain.rollout.vllm.messages import GENERATE
+from jaxtrain.rollout.vllm.telemetry import Telemetry
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,8 +62,10 @@ class Server:
     """Whether its log-probs are of the distribution after temperature and truncation."""
     progressed: float = 0.0
     """When it was last seen to work on its requests (monotonic)."""
-    counted: tuple[float, ...] | None = None
-    """What it had counted of tokens then."""
+    told: Telemetry = Telemetry()
+    """What it said last of its work."""
+    told_at: float = -math.inf
+    """When that was (monotonic)."""
     short: bool = False
     """Whether it was told that max_model_len is short."""
     sync_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -103,6 +108,7 @@ class Pool:
         self.error: BaseException | None = None
         """What a watcher found that no waiting will mend."""
         self.asleep = False
+        self.clock = time.monotonic
         self._lock = threading.RLock()
         self._turn = 0
 
@@ -142,7 +148,7 @@ class Pool:
             server.listed = listed
             if server.state == "up":
                 self._set(server, "draining", why)
-                server.leaving = time.monotonic()
+                server.leaving = self.clock()
                 self.counters["servers_drained"] += 1
             elif server.state != "draining" and not listed:
                 self._forget(server, why)
@@ -153,7 +159,7 @@ class Pool:
         """Let go of a draining server once nothing is under way there, drain_seconds are over, or
         at once where it is `now` known to be dead; whether that was so."""
         with self._lock:
-            over = time.monotonic() - server.leaving >= self.config.drain_seconds
+            over = self.clock() - server.leaving >= self.config.drain_seconds
             if server.state != "draining" or (server.in_flight and not over and not now):
                 return False
             if server.in_flight:
@@ -210,15 +216,40 @@ class Pool:
         """
         with self._lock:
             ready = self.ready()
-            if not ready:
-                return None
             self._turn += 1
-            at = {id(server): i for i, server in enumerate(ready)}
-            chosen = min(ready, key=lambda s: (s.in_flight, (at[id(s)] - self._turn) % len(ready)))
-            if not chosen.in_flight:
-                chosen.progressed = time.monotonic()
-            chosen.in_flight += 1
-            return chosen
+            number = self._turn if session is None else session
+            chosen = choose(number, self._weigh(ready), sticky=session is not None)
+            if chosen is None:
+                return None
+            if session is not None:
+                self.counters["sessions_asked"] += 1
+                self.counters["sessions_at_first"] += chosen.first
+            server = ready[chosen.place]
+            if not server.in_flight:
+                server.progressed = self.clock()
+            server.in_flight += 1
+            return server
+
+    def _weigh(self, ready: list[Server]) -> list[Candidate]:
+        """The servers as `choose` sees them."""
+        weights = weigh([server.capacity or server.told.ranks for server in ready])
+        now, total = self.clock(), self.config.concurrency / max(1, len(ready))
+        return [
+            Candidate(
+                server.url,
+                weight,
+                server.in_flight,
+                limit_load(
+                    total * weight,
+                    running=server.told.running,
+                    waiting=server.told.waiting,
+                    ranks=server.told.ranks,
+                    age=now - server.told_at,
+                    own=server.in_flight,
+                ),
+            )
+            for server, weight in zip(ready, weights, strict=True)
+        ]
 
     def release(self, server: Server) -> None:
         """Give back what `acquire` counted."""
@@ -231,9 +262,14 @@ class Pool:
         with self._lock:
             self.counters[name] += number
 
+    def note_told(self, server: Server, told: Telemetry | None) -> None:
+        """What the server said of its work now; None: nothing that can be read."""
+        if told is not None:
+            server.told, server.told_at = told, self.clock()
+
     def note_progress(self, server: Server) -> None:
         """The server has answered, or is not expected to."""
-        server.progressed = time.monotonic()
+        server.progressed = self.clock()
 
     # -- weights
 
@@ -251,7 +287,7 @@ class Pool:
             returned = server.state == "down"
             if server.state != "draining":
                 self._set(server, "up", "")
-            server.progressed = time.monotonic()
+            server.progressed = self.clock()
             server.version, server.strikes = version, 0
             self.version = max(self.version, version)
         if returned:
@@ -286,12 +322,12 @@ class Pool:
 
     def wait_for(self, version: int) -> list[Server]:
         """The servers that hold a version, as soon as there is one; RunStopped after too long."""
-        deadline = time.monotonic() + self.config.wait_seconds
+        deadline = self.clock() + self.config.wait_seconds
         while True:
             found = [server for server in self.up() if server.version == version]
             if found:
                 return found
-            self.check(time.monotonic() > deadline)
+            self.check(self.clock() > deadline)
             time.sleep(0.1)
 
     def check(self, too_late: bool) -> None:

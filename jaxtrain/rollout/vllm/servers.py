@@ -42,6 +42,8 @@ class Servers(Pool):
         """Places of the sources that did not answer last time."""
         self._known: dict[int, set[str]] = {}
         """{place of a source: URLs that it listed last}"""
+        self.fixed = all(source.fixed for source in self.sources)
+        """Whether no other servers can come."""
         self._opened = False
         self.poll()
 
@@ -88,7 +90,7 @@ class Servers(Pool):
             self._opened = True
             for server in self.all:
                 self.watcher.start(server)
-        if not all(source.fixed for source in self.sources):
+        if not self.fixed:
             threading.Thread(target=self._poll_on, name="discover", daemon=True).start()
 
     def close(self) -> None:
@@ -140,6 +142,19 @@ class Servers(Pool):
     def tell_wait(self) -> str:
         """See Pool."""
         return "waiting for one to be listed" if self.waits_on() else super().tell_wait()
+
+    def measure(self) -> dict[str, float]:
+        """Totals since the start, and what there is now, by name."""
+        with self._lock:
+            found = {name: float(number) for name, number in self.counters.items()}
+        asked, first = found.pop("sessions_asked", 0.0), found.pop("sessions_at_first", 0.0)
+        if asked:
+            found["affinity"] = first / asked
+        found["servers_up"] = float(len(self.up()))
+        if not self.fixed:
+            draining = sum(server.state == "draining" for server in self.all)
+            found |= {"servers_draining": float(draining), "sources_silent": float(len(self.silent))}
+        return dict(sorted(found.items()))
 
     def check_length(self, server: Server, prompt: int, new: int) -> None:
         """See Inspector."""

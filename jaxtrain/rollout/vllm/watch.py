@@ -5,7 +5,7 @@ restarted server knows nothing of the run, so it is inspected, must draw a token
 weights again before it gets work.
 """
 
-import re
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,16 +14,13 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.inspect import PROBE_SECONDS, Inspector
 from jaxtrain.rollout.vllm.pool import Pool, Server
+from jaxtrain.rollout.vllm.telemetry import Telemetry, read_telemetry
 
 HEALTH_TIMEOUT_SECONDS = 20.0
 MAX_STRIKES = 3
 """Unanswered looks at /health before a server counts as stalled."""
-TOKEN_COUNTER = re.compile(
-    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens_total)"
-    r"_(?:total|sum)(?:\{.*\})? (\S+)",
-    re.MULTILINE,
-)
-"""Lines of /metrics that change with every step of an engine that works."""
+TELEMETRY_SECONDS = 1.0
+"""How often a server that works for us is asked what it does."""
 
 
 class Watcher:
@@ -51,23 +48,39 @@ class Watcher:
         self.inspector.inspect(server)
 
     def _watch(self, server: Server) -> None:
+        pause = self.pool.config.health_seconds
+        looked = -math.inf
         while not self.closed.is_set() and server.state != "gone":
-            server.nudge.wait(self.pool.config.health_seconds)
+            nudged = server.nudge.wait(min(pause, TELEMETRY_SECONDS))
             server.nudge.clear()
             if self.closed.is_set() or self.pool.end_drain(server):
                 continue
-            try:
-                call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
-            except (ServerGone, ServerRefused) as error:
-                self._note_failure(server, error)
-                continue
-            server.strikes = 0
-            if server.state == "new" and not server.model:
-                self._take_in(server)
-            elif self._wants_weights(server) and self.bring is not None:
-                self._take_back(server, self.bring)
-            elif server.state in ("up", "draining"):
-                self._check_progress(server)
+            if server.in_flight and server.state == "up":
+                self._read(server)
+            if nudged or self.pool.clock() - looked >= pause:
+                self._look_again(server)
+                looked = self.pool.clock()
+
+    def _read(self, server: Server) -> Telemetry | None:
+        """What it tells of its work, noted."""
+        before, told = server.told, read_telemetry(server.url)
+        self.pool.note_told(server, told)
+        if told is not None and told.tokens != before.tokens:
+            self.pool.note_progress(server)
+        return told
+
+    def _look_again(self, server: Server) -> None:
+        try:
+            call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        except (ServerGone, ServerRefused) as error:
+            return self._note_failure(server, error)
+        server.strikes = 0
+        if server.state == "new" and not server.model:
+            self._take_in(server)
+        elif self._wants_weights(server) and self.bring is not None:
+            self._take_back(server, self.bring)
+        elif server.state in ("up", "draining"):
+            self._check_progress(server)
 
     def _wants_weights(self, server: Server) -> bool:
         """Whether it waits for weights that no publish will bring it. A new one that was there
@@ -94,23 +107,20 @@ class Watcher:
             pool.note_progress(server)
             return
         epoch, limit = server.epoch, pool.config.progress_seconds
-        if time.monotonic() - server.progressed < limit / 4:
+        if self.pool.clock() - server.progressed < limit / 4:
             return
-        counted = read_token_counters(server.url)
-        if counted is not None and counted != server.counted:
-            server.counted = counted
-            pool.note_progress(server)
-        silent = time.monotonic() - server.progressed
+        told = self._read(server)
+        silent = self.pool.clock() - server.progressed
         if silent < limit:
             return
-        if counted is None:
+        if told is None or not told.tokens:
             # It does not tell what it does: ask for one token, behind what waits there.
             try:
                 seconds = min(limit, PROBE_SECONDS)
                 self.inspector.probe(server.route, server.url, server.model, seconds)
                 return pool.note_progress(server)
             except (ServerGone, ServerRefused, UserError):
-                if time.monotonic() - server.progressed < limit:
+                if self.pool.clock() - server.progressed < limit:
                     return
         if server.epoch == epoch and server.in_flight:
             pool.count("servers_hung")
@@ -153,18 +163,3 @@ class Watcher:
 def says_draining(error: ServerRefused) -> bool:
     """Whether a refused /health says that the server is about to leave."""
     return error.status == 503 and "draining" in error.message
-
-
-def read_token_counters(url: str) -> tuple[float, ...] | None:
-    """What a server has counted of tokens since its start; None where it does not say."""
-    try:
-        text = call(url, "GET", "/metrics", timeout=HEALTH_TIMEOUT_SECONDS)
-    except (ServerGone, ServerRefused):
-        return None
-    if not isinstance(text, str):
-        return None
-    found = TOKEN_COUNTER.findall(text)
-    try:
-        return tuple(float(number) for number in found) or None
-    except ValueError:
-        return None
