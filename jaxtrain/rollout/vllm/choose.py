@@ -2,8 +2,8 @@
 
 A session (the answers of a group, the turns of its episodes) prefers servers in an order that only
 its number, their URLs and their weights decide: weighted rendezvous hashing (Thaler and Ravishankar
-1998; Schindelhauer and Schomaker 2005). Whoever knows the same servers chooses the same one, without
-a shared table, and a server that joins or leaves moves only its own share of the sessions.
+1998; Schindelhauer and Schomaker 2005). Whoever knows the same servers chooses the same one,
+without a shared table, and a server that joins or leaves moves only its own share of the sessions.
 """
 
 import math
@@ -76,10 +76,10 @@ def limit_load(
 ) -> float:
     """How many requests of ours a server may have under way.
 
-    share: its part of rollout.vllm.concurrency. running, waiting: as its /metrics said `age` seconds
-    ago (infinity: never), in all its ranks. own: requests of ours there. Where nothing waits the
-    share alone counts; a server that others keep full still gets one request a rank. What it said
-    too long ago is passed over: a broken exporter starves nobody.
+    share: its part of rollout.vllm.concurrency. running, waiting: as its /metrics said `age`
+    seconds ago (infinity: never), in all its ranks. own: requests of ours there. Where nothing
+    waits the share alone counts; a server that others keep full still gets one request a rank. What
+    it said too long ago is passed over: a broken exporter starves nobody.
     """
     most = BOUND * share + SLACK
     if age > FRESH_SECONDS or not waiting:

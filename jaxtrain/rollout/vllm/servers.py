@@ -153,7 +153,10 @@ class Servers(Pool):
         found["servers_up"] = float(len(self.up()))
         if not self.fixed:
             draining = sum(server.state == "draining" for server in self.all)
-            found |= {"servers_draining": float(draining), "sources_silent": float(len(self.silent))}
+            found |= {
+                "servers_draining": float(draining),
+                "sources_silent": float(len(self.silent)),
+            }
         return dict(sorted(found.items()))
 
     def check_length(self, server: Server, prompt: int, new: int) -> None:

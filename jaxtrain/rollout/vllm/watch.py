@@ -7,7 +7,6 @@ weights again before it gets work.
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from jaxtrain.errors import RunStopped, UserError
