@@ -7,9 +7,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from jaxtrain.config.base import Place, Problems, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS
+from jaxtrain.config.gym import GymConfig, find_gym_conflicts
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
 
-BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "openenv")
+BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "nemo_gym", "openenv")
 
 
 class EnvConfig(Section):
@@ -20,11 +21,11 @@ class EnvConfig(Section):
     tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
     prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining
     turns, the assistant's drawn and the others as the data have them; the first answer alone is
-    trained (task.kind ebft). openenv: a game on an OpenEnv server (`openenv`). Or an own one: a
-    function `async run(row, chat,
-    **options)`, or a class, made with (tokenizer, **options), whose `async run(row, engine,
-    sampling, index)` plays an episode: an entry point's name, "package.module:name" or
-    "file.py:name"; or python, and that in path."""
+    trained (task.kind ebft). nemo_gym: an agent of NeMo Gym (section gym). openenv: a game on an
+    OpenEnv server (section openenv). Or an own one: a function `async run(row, chat, **options)`,
+    or a class, made with (tokenizer, **options), whose `async run(row, engine, sampling, index)`
+    plays an episode: an entry point's name, "package.module:name" or "file.py:name"; or python, and
+    that in path."""
     path: Place | None = None
     """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
@@ -59,6 +60,8 @@ class EnvConfig(Section):
     between two answers of the policy; then the episode counts as failed. null: any."""
     options: dict[str, Any] = {}
     """Of an own function or class: its further keyword arguments."""
+    gym: GymConfig = GymConfig()
+    """Of kind nemo_gym."""
     openenv: OpenEnvConfig = OpenEnvConfig()
     """Of kind openenv."""
 
@@ -89,9 +92,14 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
     for key in ("tools", "tool_seconds", "history"):
         others = ("single_turn",)
         if key != "history":
-            others = ("single_turn", "calculator", "dialogue", "openenv")
+            others = ("single_turn", "calculator", "dialogue", "nemo_gym", "openenv")
         if key in given and env.kind in others:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    if env.kind == "nemo_gym":
+        for key in ("max_turns", "history"):
+            if key in given:
+                yield f"env.{key} has no effect while env.kind is nemo_gym, whose agents decide it"
+    yield from find_gym_conflicts(env.gym, env.kind)
     yield from find_openenv_conflicts(env.openenv, env.kind)
     if env.kind == "tools" and not env.tools:
         yield 'env.kind tools needs functions: set env.tools, such as ["my_tools.py:search"]'

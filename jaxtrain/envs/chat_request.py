@@ -211,7 +211,7 @@ def read_input(given: Any) -> list[dict[str, Any]]:
                 messages.append(read_message(item, names))
             case "function_call":
                 call = read_tool_call({"id": item.get("call_id"), "function": item}, names)
-                last = messages[-1] if messages else {"role": ""}
+                last: dict[str, Any] = messages[-1] if messages else {"role": ""}
                 if last["role"] != "assistant":
                     last = {"role": "assistant", "content": ""}
                     messages.append(last)

@@ -16,6 +16,7 @@ BUILTIN = {
     "calculator": "jaxtrain.envs.calculator:CalculatorEnv",
     "tools": use_tools,
     "dialogue": play_dialogue,
+    "nemo_gym": "jaxtrain.envs.nemo_gym:NemoGym",
     "openenv": "jaxtrain.envs.openenv:OpenEnv",
 }
 
@@ -48,6 +49,8 @@ def open_env(
             return ChatEnv(
                 tokenizer, play, config, name="openenv", row_tokens=row_tokens, remote=True
             )
+        case "nemo_gym":
+            return made(tokenizer, config.gym, row_tokens, f"{section}.gym", folder)
     tools = load_tools(config.tools, f"{section}.tools")
     options, what = reveal(config.options, f"{section}.options"), f"{key} {name!r}"
     if config.kind in ("tools", "dialogue"):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain.data.template import TemplateFailed
 from jaxtrain.envs.chat_request import ChatRequest, Refused, message_key, read_request
-from jaxtrain.envs.history import History, Prompt, TurnTemplate
+from jaxtrain.envs.history import DrawnTurn, History, Prompt, TurnTemplate
 from jaxtrain.envs.tool_calls import split_calls
 from jaxtrain.envs.turns import OPENED
 from jaxtrain.errors import RunStopped, UserError
@@ -69,6 +69,7 @@ class Record:
         self.num_calls = 0
         """Tool calls that were drawn."""
         self._answered: dict[int, Answered] = {}
+        self._prompts: list[int] = []
         self._first: list[dict[str, Any]] = []
         self._last: list[dict[str, Any]] = []
         self._finish_reason = "stop"
@@ -82,7 +83,7 @@ class Record:
         request, drawn, prompt = self._prepare(body)
         completion = await self._generate(prompt.tokens, request.sampling)
         number = len(self.history.turns)
-        turn = self.history.add(prompt, completion)
+        turn = self._add(prompt, completion)
         shown = turn.tokens[:-1] if turn.finished else turn.tokens
         text = self.history.template.tokenizer.decode(shown)
         if prompt.opened and OPENED not in text.partition("</think>")[0]:
@@ -108,7 +109,7 @@ class Record:
         """The turn that is drawn behind these very tokens; Refused. sampling: the episode's, maybe
         cut (chat_request.limit)."""
         completion = await self._generate(list(tokens), sampling)
-        self.history.add(Prompt(list(tokens), []), completion)
+        self._add(Prompt(list(tokens), []), completion)
         return completion
 
     def render(self, body: Any) -> list[int]:
@@ -128,6 +129,14 @@ class Record:
             for one in (task, failed):
                 one.cancel()
             await asyncio.gather(task, failed, return_exceptions=True)
+
+    def drew(self, prompt: Any, tokens: Any) -> bool:
+        """Whether these ids are those of one of the turns, and of what it was drawn behind (None:
+        whatever that was)."""
+        return any(
+            turn.tokens == tokens and (prompt is None or hash(tuple(prompt)) == before)
+            for turn, before in zip(self.history.turns, self._prompts, strict=True)
+        )
 
     @property
     def num_turns(self) -> int:
@@ -188,6 +197,10 @@ class Record:
             cause = f"the chat template refuses what the agent says: {error}"
             self.fail(EpisodeFailed("chat template", cause=cause, again=False))
             raise Refused(400, cause) from None
+
+    def _add(self, prompt: Prompt, completion: Completion) -> DrawnTurn:
+        self._prompts.append(hash(tuple(prompt.tokens)))
+        return self.history.add(prompt, completion)
 
     async def _generate(self, tokens: list[int], sampling: Sampling) -> Completion:
         if self._closed:

@@ -1,0 +1,98 @@
+"""A calculator as a NeMo Gym environment: the agent may call the tool `calculator`, and is right
+when the last number that it says is the row's `answer`.
+
+Gym runs this file in its own virtual environment; nothing of jaxtrain is imported here.
+"""
+
+import ast
+import operator
+import re
+
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from nemo_gym.base_resources_server import (
+    BaseResourcesServerConfig,
+    BaseVerifyRequest,
+    BaseVerifyResponse,
+    SimpleResourcesServer,
+)
+from pydantic import BaseModel
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+LARGEST = 10**15
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+THINKING = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
+
+
+class Call(BaseModel):
+    """Arguments of the tool."""
+
+    expression: str
+
+
+class VerifyRequest(BaseVerifyRequest):
+    """A row that was answered."""
+
+    answer: str
+
+
+class VerifyResponse(VerifyRequest, BaseVerifyResponse):
+    """What the answer is worth."""
+
+    called: float
+    """Whether the tool was called."""
+
+
+def evaluate(node: ast.expr) -> float:
+    """Value of an arithmetic expression; ValueError for anything else."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            found = value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            found = -evaluate(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            found = OPERATORS[type(op)](evaluate(left), evaluate(right))
+        case _:
+            raise ValueError("not an arithmetic expression")
+    if not abs(found) <= LARGEST:
+        raise ValueError("number too large")
+    return found
+
+
+class CalculatorServer(SimpleResourcesServer):
+    """The tool and the judge."""
+
+    config: BaseResourcesServerConfig
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/calculator")(self.calculator)
+        return app
+
+    async def calculator(self, body: Call) -> PlainTextResponse:
+        """What the model reads as the result."""
+        try:
+            if len(body.expression) > 100:
+                raise ValueError("expression too long")
+            value = evaluate(ast.parse(body.expression.strip(), mode="eval").body)
+        except (SyntaxError, ValueError) as error:
+            reason = str(error) if type(error) is ValueError else "not an arithmetic expression"
+            return PlainTextResponse(f"error: {reason}")
+        return PlainTextResponse(f"{value:g}" if isinstance(value, float) else str(value))
+
+    async def verify(self, body: VerifyRequest) -> VerifyResponse:
+        """1.0 where the last message's last number is the answer."""
+        items = body.response.output
+        texts = [
+            "".join(part.text for part in item.content if part.type == "output_text")
+            for item in items
+            if item.type == "message" and item.role == "assistant"
+        ]
+        numbers = NUMBER.findall(THINKING.sub("", texts[-1])) if texts else []
+        right = bool(numbers) and float(numbers[-1]) == float(body.answer)
+        called = float(any(item.type == "function_call" for item in items))
+        return VerifyResponse(**body.model_dump(), reward=float(right), called=called)
+
+
+if __name__ == "__main__":
+    CalculatorServer.run_webserver()

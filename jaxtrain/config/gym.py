@@ -1,0 +1,82 @@
+"""Section env.gym: NeMo Gym servers as the world."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Place, Section
+from jaxtrain.config.bounds import SECONDS
+
+
+class GymConfig(Section):
+    """NeMo Gym (0.7): rows are its JSON lines, each the body of a POST /run."""
+
+    head: str | None = None
+    """URL of a Gym's head server that runs, such as "http://127.0.0.1:11000". Agents in it ask for
+    their answers where its policy_base_url points: that has to be this run, see host, port and
+    api_key."""
+    start: bool = False
+    """Instead of head: start the servers of `configs` with the run, and end them with it."""
+    python: Place | None = None
+    """start: the interpreter of the environment in which nemo-gym is installed."""
+    configs: list[Place] = []
+    """start: Gym's own config files, of its package (resources_servers/NAME/configs/NAME.yaml) or
+    below `directory`. The one of the policy's model server is added."""
+    directory: Place = "."
+    """start: where `resources_servers/NAME/app.py` of your own lie."""
+    overrides: dict[str, Any] = {}
+    """start: further keys of Gym's config, such as {jx_calc_agent = {responses_api_agents =
+    {simple_agent = {max_steps = 3}}}}."""
+    own_environments: bool = False
+    """start: let Gym build a virtual environment for each server with uv, as their requirements
+    say. False: all of them run in that of `python`."""
+    start_seconds: float = Field(600.0, gt=0, le=SECONDS)
+    """start: longest wait until all servers are up."""
+    agent: str | None = None
+    """Which agent plays, by its name in Gym's config; unset: the row's agent_ref. Several agents by
+    weights: a dataset each in data.datasets, with its own env."""
+    mode: Literal["agent", "verify"] = "agent"
+    """agent: its loop of answers and tools plays (POST /run). verify: one answer of the policy,
+    judged by the agent's resources server (POST /verify), which is cheaper."""
+    rewards: dict[str, float] = {}
+    """Which numbers of Gym's verdict are rewards, with their factors: `reward`, those of its
+    reward_components, and any other number by its name. Empty: reward alone."""
+    drop_nulls: bool = False
+    """Leave out keys that are null below responses_create_params: of rows from parquet files and
+    the Hub, whose readers add them where some rows have a key and others not."""
+    host: str = "127.0.0.1"
+    """Where the run listens for agents that ask for answers."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port. A Gym that runs has to know it: policy_base_url http://HOST:PORT/v1."""
+    api_key: str | None = None
+    """What agents have to send, Gym's policy_api_key: "$NAME" is that environment variable. Unset:
+    a random one."""
+
+
+def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
+    """One sentence for each impossible combination with env.kind."""
+    if kind != "nemo_gym":
+        if gym != GymConfig():
+            yield f"env.gym has no effect while env.kind is {kind}; remove it"
+        return
+    if gym.start == (gym.head is not None):
+        yield (
+            "env.kind nemo_gym needs either env.gym.head (the URL of a Gym that runs) or"
+            " env.gym.start with env.gym.python and env.gym.configs"
+        )
+        return
+    if gym.start:
+        for key in ("python", "configs"):
+            if not getattr(gym, key):
+                yield f"env.gym.start needs env.gym.{key}"
+        return
+    given = gym.model_dump(exclude_defaults=True)
+    for key in ("python", "configs", "directory", "overrides", "own_environments"):
+        if key in given:
+            yield f"env.gym.{key} goes with env.gym.start, not with env.gym.head; remove it"
+    if gym.mode == "agent" and not gym.port:
+        yield (
+            "env.gym.head with mode agent needs env.gym.port (and api_key): the port at which that"
+            " Gym's policy_base_url expects this run"
+        )

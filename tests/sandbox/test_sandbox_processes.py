@@ -1,0 +1,83 @@
+"""Server processes: nothing of them outlives the run, however it ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.sandbox.processes import ServerProcess
+
+# A server with a child that has daemonised and does not hear SIGTERM.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+TRAINER = """
+import sys, time
+from pathlib import Path
+from jaxtrain.sandbox.processes import ServerProcess
+one = ServerProcess([sys.executable, "-c", sys.argv[1]], None, Path(sys.argv[2]), 0)
+one.start()
+time.sleep(600)
+"""
+
+
+def wait_for(what, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+    return found
+
+
+def pids(log):
+    words = log.read_text().split() if log.exists() else []
+    return [int(word) for word in words] if len(words) == 2 else []
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stopped_with_all_that_it_started(tmp_path):
+    log = tmp_path / "logs" / "one.log"
+    one = ServerProcess([sys.executable, "-c", STUBBORN], None, log, 0)
+    one.start()
+    both = wait_for(lambda: pids(log))
+    assert one.poll() is None
+    assert one.stop(0.2) == 128 + signal.SIGKILL == one.stop()
+    assert not any(map(alive, both))
+
+
+def test_a_killed_run_leaves_nothing(tmp_path):
+    log = tmp_path / "one.log"
+    server = STUBBORN.replace("SIG_IGN", "SIG_DFL")
+    run = subprocess.Popen([sys.executable, "-c", TRAINER, server, str(log)])
+    both = wait_for(lambda: pids(log))
+    assert all(map(alive, both))
+    run.kill()
+    run.wait()
+    wait_for(lambda: not any(map(alive, both)))
+
+
+def test_what_ends_by_itself_says_how(tmp_path):
+    one = ServerProcess([sys.executable, "-c", "exit(7)"], None, tmp_path / "log", 0, tmp_path)
+    one.start()
+    assert wait_for(one.poll) == 7 == one.stop()
+    with pytest.raises(UserError, match="no such folder"):
+        ServerProcess(["true"], None, tmp_path / "log", 0, tmp_path / "none").start()
