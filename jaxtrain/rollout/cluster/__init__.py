@@ -1,0 +1,1 @@
+"""Rollouts in other processes, on other machines: a service, its episode workers, their servers."""

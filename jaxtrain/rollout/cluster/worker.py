@@ -1,0 +1,136 @@
+"""EpisodeWorker: the process that plays and judges a prompt's answers; no jax in it.
+
+    service ── draw(ask) ──> env.run x G ── engine ──> servers
+            <── episodes, rewards, failures ──┘
+    service ── beat(table) ──> which servers there are     (no answer: the service ends the worker)
+            <── reports ──     servers that failed a request, tokens' ages, counters
+
+Everything runs in the actor's one event loop, as in the trainer's process, so a world that blocks it
+also holds up the beat.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol
+
+from jaxtrain.config import SamplingConfig
+from jaxtrain.errors import Interrupted, RunStopped, UserError
+from jaxtrain.rollout.cluster.wire import (
+    pack_all,
+    pack_error,
+    pack_failure,
+    unpack_ask,
+)
+from jaxtrain.rollout.producer import GroupPlayer, Slot
+from jaxtrain.rollout.types import EpisodeFailed
+
+
+class Opened(Protocol):
+    """What plays, once opened."""
+
+    player: GroupPlayer
+
+    def update(self, table: Any) -> None:
+        """The servers, as the trainer's process sees them now."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """{"counters": numbers since it was opened, "reports": what the trainer's engine must
+        hear}."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Notes:
+    """`Failures` of one call: what is told and counted there, to be told and counted elsewhere."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.added: list[tuple[dict[str, Any] | None, int]] = []
+
+    def tell(self, failure: EpisodeFailed) -> None:
+        self.told.append(pack_failure(failure))
+
+    def add(self, failure: EpisodeFailed | None, count: int = 1) -> None:
+        self.added.append((None if failure is None else pack_failure(failure), count))
+
+
+class EpisodeWorker:
+    """Opened by whoever uses it first; a process that was started again is opened again."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._opened: Opened | None = None
+        self._running: dict[int, asyncio.Task] = {}
+
+    async def open(self, key: str, opener: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Be what `opener` ("package.module:function") makes of the settings; `key` names that."""
+        if self._key == key:
+            return {}
+        await self._close()
+        try:
+            make: Callable[[dict], Opened] = EntryPoint("opener", opener, "").load()
+            # Tokenizers are read there and processes started, which takes seconds.
+            self._opened = await asyncio.to_thread(make, settings)
+        except (UserError, RunStopped) as error:
+            return {"error": pack_error(error)}
+        self._key = key
+        return {}
+
+    async def draw(
+        self, key: str, number: int, ask: dict[str, Any], sampling: dict[str, Any], table: Any
+    ) -> dict[str, Any]:
+        """One prompt's episodes and rewards, packed; {"closed"} where it must be opened first."""
+        if self._opened is None or self._key != key:
+            return {"closed": True}
+        self._opened.update(table)
+        player, slot, notes = copy.copy(self._opened.player), Slot(None, []), Notes()
+        player.failures = notes  # type: ignore[assignment]
+        work = player.draw(unpack_ask(ask), slot, SamplingConfig(**sampling))
+        self._running[number] = task = asyncio.ensure_future(work)
+        try:
+            drawn = await task
+        except asyncio.CancelledError:
+            return {"cancelled": True}
+        except (UserError, RunStopped, Interrupted) as error:
+            return {"error": pack_error(error)}
+        finally:
+            self._running.pop(number, None)
+        return {
+            "drawn": pack_all(drawn),
+            "dropped": dict(slot.dropped),
+            "redone": slot.redone,
+            "told": notes.told,
+            "added": notes.added,
+        }
+
+    async def cancel(self, number: int) -> dict[str, Any]:
+        """Give up a prompt."""
+        if task := self._running.get(number):
+            task.cancel()
+        return {}
+
+    async def beat(self, key: str, table: Any) -> dict[str, Any]:
+        """That the event loop turns; takes the newest table, gives what there is to report."""
+        if self._opened is None or self._key != key:
+            return {}
+        self._opened.update(table)
+        return self._opened.report()
+
+    async def close(self) -> dict[str, Any]:
+        """Give up everything; it may be opened again."""
+        await self._close()
+        return {}
+
+    async def _close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        opened, self._opened, self._key = self._opened, None, ""
+        if opened is not None:
+            await opened.player.engine.close()
+            await asyncio.to_thread(opened.close)
+
+
