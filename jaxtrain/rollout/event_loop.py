@@ -67,6 +67,11 @@ class EventLoop:
                 raise Interrupted
             self._look()
 
+    def tell(self, work: Callable[[], Any]) -> None:
+        """Have something done there soon; nobody waits for it."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(work)
+
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Run a last coroutine and end the thread, both within CLOSE_SECONDS; a thread that is
         blocked is left behind."""

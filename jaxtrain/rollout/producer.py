@@ -15,9 +15,9 @@ tried again, then its group is dropped; failures.py ends the run where that pers
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.foreign import Unreadable
@@ -34,6 +34,9 @@ from jaxtrain.rollout.types import (
     Sampling,
     pause_before,
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -267,6 +270,14 @@ class Producer:
         """Go on from a cursor; before the first take()."""
         assert not self._started, "restore() comes before take()"
         self.prompts.restore(state)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns that shares the event loop of the episodes."""
+        return self._loop.run(work)
+
+    def tell(self, work: Callable[[], Any]) -> None:
+        """Have something done in that event loop soon; nobody waits for it."""
+        self._loop.tell(work)
 
     def close(self) -> None:
         """Cancel what is being played and stop the thread."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.data.order import Order
@@ -50,6 +50,8 @@ class Prompts:
         self._beyond: set[int] = set()
         self._again: deque[tuple[int, int]] = deque()
         self._retried: list[tuple[int, int]] = []
+        self._held: set[int] = set()
+        """Draws beyond `_next` that were handed out before this object was made."""
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
@@ -63,7 +65,8 @@ class Prompts:
                 draw, attempt = self._again.popleft()
                 self._retried.append((draw, attempt))
             else:
-                while self._next in self._beyond:
+                self._next = max(self._next, self._low)
+                while self._next in self._beyond or self._next in self._held:
                     self._next += 1
                 draw = self._next
                 self._next += 1
@@ -73,6 +76,7 @@ class Prompts:
         """A prompt is done; `again`: it shall be asked once more, later."""
         with self._lock:
             if ask.attempt == 0:
+                self._held.discard(ask.draw)
                 self._beyond.add(ask.draw)
                 while self._low in self._beyond:
                     self._beyond.remove(self._low)
@@ -114,6 +118,16 @@ class Prompts:
         self._beyond = set(state["beyond"])
         self._again = deque((draw, attempt) for draw, attempt in state["again"])
         self._retried = []
+
+    def hold(self, asks: Iterable[Ask]) -> None:
+        """After restore(): somebody has these, who will mark them done; they are not asked again."""
+        with self._lock:
+            for ask in asks:
+                if ask.attempt == 0:
+                    self._held.add(ask.draw)
+                else:
+                    self._again.remove((ask.draw, ask.attempt))
+                    self._retried.append((ask.draw, ask.attempt))
 
     def _ask(self, draw: int, attempt: int) -> Ask:
         dataset, index = self.order[draw]

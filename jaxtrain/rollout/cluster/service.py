@@ -107,11 +107,14 @@ class RolloutService:
             self._expires = self.clock() + self.lease_seconds
         return self._answer(held)
 
-    def restore(self, token: str, state: dict[str, Any], held: Sequence[dict]) -> dict[str, Any]:
-        """Go on from a cursor; `held`: prompts that the trainer has and did not mark done yet."""
+    def restore(
+        self, token: str, state: dict[str, Any] | None, held: Sequence[dict]
+    ) -> dict[str, Any]:
+        """Go on from a cursor (None: the start); `held`: prompts that the trainer has and did not mark done yet."""
 
         def work(mine: Held) -> dict[str, Any]:
-            mine.producer.restore(state)
+            if state is not None:
+                mine.producer.restore(state)
             mine.producer.prompts.hold([unpack_ask(ask) for ask in held])
             return {}
 

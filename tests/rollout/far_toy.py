@@ -1,0 +1,103 @@
+"""What the processes of a cluster open in tests: known answers to numbered prompts, no model."""
+
+import asyncio
+
+from jaxtrain.config import SamplingConfig
+from jaxtrain.rollout.cluster.crew import FarPlayer
+from jaxtrain.rollout.failures import Failures
+from jaxtrain.rollout.producer import GroupPlayer, Producer, Rules
+from jaxtrain.rollout.prompts import Prompts
+from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
+
+GROUP = 3
+SAMPLING = SamplingConfig(temperature=1.0, max_new_tokens=4)
+OPENER = "tests.rollout.far_toy:open_producer"
+
+
+def settings(rows=30, worker=None, **producer):
+    """Of RolloutService.attach."""
+    return {
+        "service": {"rows": rows, **producer},
+        "worker": ("tests.rollout.far_toy:open_worker", worker or {}),
+    }
+
+
+def rules(**options):
+    return Rules(GROUP, {"r": 1.0}, **{"retries": 1, **options})
+
+
+def make_prompts(rows):
+    return Prompts([[{"id": i, "name": f"row {i}"} for i in range(rows)]], seed=3)
+
+
+def open_producer(asked, crew, facts, say):
+    asked = dict(asked)
+    prompts, own = make_prompts(asked.pop("rows")), rules(**asked.pop("rules", {}))
+    return Producer(prompts, FarPlayer(crew, SAMPLING, own, Failures(say=say)), say=say, **asked)
+
+
+class Table:
+    """An engine that stamps its answers with the version of the table of servers."""
+
+    def __init__(self, version=0):
+        self.version, self.asked, self.closed = version, 0, False
+
+    async def generate(self, prompt, sampling, stop_ids=(), index=0):
+        self.asked += 1
+        await asyncio.sleep(0.001 * (index % 3))
+        tokens = [(prompt[0] * 7 + index * 13) % 50, 2]
+        return Completion(tokens, [-0.5, -0.25], "stop", [self.version] * 2)
+
+    def counters(self):
+        return {"vllm/requests": float(self.asked)}
+
+    async def close(self):
+        self.closed = True
+
+
+class World:
+    """One turn; a row may say how it goes wrong."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    async def run(self, row, engine, sampling, index):
+        if row["id"] == self.asked.get("fails"):
+            raise EpisodeFailed("no such world", cause="env.kind 'toy': no such world", again=False)
+        if row["id"] in self.asked.get("holds", ()):
+            await asyncio.sleep(1000)
+        found = await engine.generate([row["id"] % 50], sampling, (), index)
+        return Episode(
+            [row["id"] % 50, *found.tokens],
+            [False, True, True],
+            [0.0, *found.logprobs],
+            [-1, *found.versions],
+            "stop",
+            completion=row["name"],
+            metrics={"accuracy": (1, 3)},
+        )
+
+
+class Judge:
+    async def score(self, episodes, row):
+        return [{"r": float(one.tokens[1]), "none": None} for one in episodes]
+
+
+class Opened:
+    def __init__(self, asked):
+        self.engine, self.reported = Table(), list(asked.get("reports", ()))
+        self.player = GroupPlayer(World(asked), self.engine, Judge(), SAMPLING, rules())
+
+    def update(self, table):
+        self.engine.version = table["version"] if table else 0
+
+    def report(self):
+        reports, self.reported = self.reported, []
+        return {"counters": self.engine.counters(), "reports": reports}
+
+    def close(self):
+        pass
+
+
+def open_worker(asked):
+    return Opened(asked)
