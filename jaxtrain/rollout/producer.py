@@ -35,7 +35,6 @@ from jaxtrain.rollout.types import (
     pause_before,
 )
 
-
 T = TypeVar("T")
 
 

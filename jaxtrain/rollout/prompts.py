@@ -120,7 +120,7 @@ class Prompts:
         self._retried = []
 
     def hold(self, asks: Iterable[Ask]) -> None:
-        """After restore(): somebody has these, who will mark them done; they are not asked again."""
+        """After restore(): somebody has these and will mark them done; they are not asked again."""
         with self._lock:
             for ask in asks:
                 if ask.attempt == 0:

@@ -46,7 +46,10 @@ class Inline:
         if inspect.iscoroutinefunction(method):
             task = asyncio.run_coroutine_threadsafe(method(*arguments), loop)
             task.add_done_callback(
-                lambda t: t.cancelled() or give(*((None, t.exception()) if t.exception() else (t.result(),)))
+                lambda t: (
+                    t.cancelled()
+                    or give(*((None, t.exception()) if t.exception() else (t.result(),)))
+                )
             )
         else:
 

@@ -1,11 +1,11 @@
 """Crew: the service's episode workers, and the player that has prompts played by them.
 
-    FarPlayer.draw(ask) ─> the worker with the fewest prompts ──> episodes, rewards
-         ^                        │
-         │   lost: EpisodeFailed("worker lost"), another worker plays the prompt (rollout.retries)
-         └────────────────────────┘
-    beat, every BEAT seconds and whenever the table of servers changes ──> reports, counters
-         no answer for episode_seconds: the process is ended; whoever keeps it starts another
+FarPlayer.draw(ask) ─> the worker with the fewest prompts ──> episodes, rewards
+     ^                        │
+     │   lost: EpisodeFailed("worker lost"), another worker plays the prompt (rollout.retries)
+     └────────────────────────┘
+beat, every BEAT seconds and whenever the table of servers changes ──> reports, counters
+     no answer for episode_seconds: the process is ended; whoever keeps it starts another
 """
 
 import asyncio

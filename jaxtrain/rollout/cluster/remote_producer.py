@@ -1,11 +1,11 @@
 """RemoteProducer: the trainer's end of a rollout service, in the place of a Producer.
 
     RoundSource ── next_slots, mark_done, state ──> here ──> service (another process)
-    a thread, every LOOK seconds: table of servers there, reports and lines back, the lease renewed
+    a thread, every LOOK seconds: table of servers there, reports and lines back, lease renewed
 
-It keeps what the service may lose: the cursor of what was marked done, and which prompts were handed
-out and are not done yet. A service that was started again gets both and asks for the rest anew, so
-nothing is lost and nothing is trained twice.
+It keeps what the service may lose: the cursor of what was marked done, and which prompts were
+handed out and are not done yet. A service that was started again gets both and asks for the rest
+anew, so nothing is lost and nothing is trained twice.
 """
 
 import secrets

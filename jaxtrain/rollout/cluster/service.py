@@ -110,7 +110,8 @@ class RolloutService:
     def restore(
         self, token: str, state: dict[str, Any] | None, held: Sequence[dict]
     ) -> dict[str, Any]:
-        """Go on from a cursor (None: the start); `held`: prompts that the trainer has and did not mark done yet."""
+        """Go on from a cursor (None: the start); `held`: prompts that the trainer has and did not
+        mark done yet."""
 
         def work(mine: Held) -> dict[str, Any]:
             if state is not None:
@@ -181,9 +182,7 @@ class RolloutService:
         if held is None:  # it was started anew and knows nobody
             return {"gone": True}
         if held.token != token:
-            return refuse(
-                RunStopped(f"the rollout service serves another run now: {held.who}")
-            )
+            return refuse(RunStopped(f"the rollout service serves another run now: {held.who}"))
         self._expires = self.clock() + self.lease_seconds
         try:
             found = work(held)

@@ -5,8 +5,8 @@
     service ── beat(table) ──> which servers there are     (no answer: the service ends the worker)
             <── reports ──     servers that failed a request, tokens' ages, counters
 
-Everything runs in the actor's one event loop, as in the trainer's process, so a world that blocks it
-also holds up the beat.
+Everything runs in the actor's one event loop, as in the trainer's process, so a world that blocks
+it also holds up the beat.
 """
 
 import asyncio
@@ -132,5 +132,3 @@ class EpisodeWorker:
         if opened is not None:
             await opened.player.engine.close()
             await asyncio.to_thread(opened.close)
-
-
