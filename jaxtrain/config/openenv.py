@@ -38,7 +38,7 @@ class OpenEnvConfig(Section):
 def find_openenv_conflicts(config: OpenEnvConfig, kind: str) -> Iterator[str]:
     """One sentence for each impossible combination, of a section env of this kind."""
     if kind != "openenv":
-        if config.model_fields_set:
+        if config != OpenEnvConfig():
             yield f"env.openenv has no effect while env.kind is {kind}; remove it"
         return
     if not config.url:
@@ -46,7 +46,8 @@ def find_openenv_conflicts(config: OpenEnvConfig, kind: str) -> Iterator[str]:
     for url in config.url:
         if not url.startswith(SCHEMES):
             yield f"env.openenv.url {url!r} is no URL; write http://HOST:PORT"
-    if "text_field" in config.model_fields_set and config.action != "text":
+    given = config.model_dump(exclude_defaults=True)
+    if "text_field" in given and config.action != "text":
         yield (
             f"env.openenv.text_field has no effect while env.openenv.action is {config.action};"
             " remove it"
