@@ -79,7 +79,9 @@ class OpenEnv:
                 chat.schemas = await session.list_tools()
             while not (session.done or chat.full or chat.num_turns >= self.config.max_turns):
                 answer = await chat.draw()
-                if not answer.finished or not await self._act(session, chat, answer):
+                # A text that was cut off is an answer all the same; calls and JSON are not.
+                whole = answer.finished or self.options.action == "text"
+                if not whole or not await self._act(session, chat, answer):
                     break
             return chat.finish(session.reward(self.options.reward_of), **session.counts)
 
@@ -241,11 +243,9 @@ class Session:
             self.count("tool_errors")
             return f"error: {shorten(str(error), MAX_ERROR)}"
 
-    def reward(self, of: str) -> float | None:
-        """The episode's; None where no step had one."""
-        if not self.rewards:
-            return None
-        return sum(self.rewards) if of == "sum" else self.rewards[-1]
+    def reward(self, of: str) -> float:
+        """The episode's: of an agent that never got so far 0, lest it escape judgement."""
+        return sum(self.rewards) if of == "sum" else [0.0, *self.rewards][-1]
 
     def count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + 1.0

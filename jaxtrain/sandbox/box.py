@@ -6,10 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxtrain.sandbox.confine import Limits
-from jaxtrain.sandbox.tester import PASSED, READY
+from jaxtrain.sandbox.tester import ENDED, PASSED, READY
 
 START_SECONDS = 30.0
 """A cell that has not started after so long never will; an honest one takes some milliseconds."""
@@ -19,12 +22,21 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from jaxtrain.sandbox.keep
 START += "main(int(sys.argv[2]), sys.argv[3])"
 
 
+class Ran(NamedTuple):
+    """What became of a program."""
+
+    output: str
+    """What it printed, and the traceback of what it raised."""
+    finished: bool
+    """Whether it came to its end; False: out of time or memory, killed, or too much was printed."""
+
+
 class SandboxFailed(RuntimeError):
     """The sandbox itself did not work: no verdict about any program."""
 
 
 class Box:
-    """A context manager; `passes` runs one test against one program, in fresh processes."""
+    """A context manager; each call has fresh processes. Threads may call side by side."""
 
     def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,44 +76,95 @@ class Box:
         verdict, their_verdict = socket.socketpair()
         source, their_source = socket.socketpair()
         with life, verdict, source:
-            with their_life, their_verdict, their_source:
-                theirs = [one.fileno() for one in (their_life, their_verdict, their_source)]
-                try:
-                    socket.send_fds(self.control, [limits.to_json()], theirs)
-                except OSError as error:
-                    raise SandboxFailed(f"its first process is gone: {error}") from None
+            self.begin(limits, their_life, their_verdict, their_source)
             try:
                 return self.wait_for_verdict(verdict, source, program, test, limits)
             finally:
                 self.end(life)
 
-    def wait_for_verdict(self, verdict, source, program: str, test: str, limits: Limits) -> bool:
-        for connection, text in ((verdict, test), (source, program)):
+    def run(self, program: str, limits: Limits, longest: int = 10_000) -> Ran:
+        """What a program prints, up to `longest` bytes; it may read nothing.
+
+        Raises SandboxFailed where no cell could be started, never for what a program does.
+        """
+        life, their_life = socket.socketpair()
+        output, their_output = socket.socketpair()
+        with life, output:
+            self.begin(limits, their_life, their_output)
+            try:
+                self.send([(output, program)])
+                text, read = self.read_output(output, limits, longest)
+                if read:
+                    with suppress(OSError):
+                        life.send(ENDED)
+            finally:
+                ended = self.end(life)
+        return Ran(text.decode("utf-8", "replace"), ended == ENDED)
+
+    def begin(self, limits: Limits, *theirs: socket.socket) -> None:
+        """Have the keeper start a case, with these connections."""
+        try:
+            socket.send_fds(self.control, [limits.to_json()], [one.fileno() for one in theirs])
+        except OSError as error:
+            raise SandboxFailed(f"its first process is gone: {error}") from None
+        finally:
+            for one in theirs:
+                one.close()
+
+    def send(self, texts: Iterable[tuple[socket.socket, str]]) -> None:
+        """What cells read before they do anything."""
+        for connection, text in texts:
             connection.settimeout(START_SECONDS)
             try:
                 connection.sendall(text.encode("utf-8", "replace"))
                 connection.shutdown(socket.SHUT_WR)
             except OSError as error:
                 raise SandboxFailed(f"a cell does not start: {error}") from None
+
+    def wait_until_ready(self, connection: socket.socket, limits: Limits) -> float:
+        """When a cell has begun: the time by which it has to end."""
         try:
-            first = verdict.recv(1)
+            first = connection.recv(1)
         except OSError as error:
             raise SandboxFailed(f"a cell does not start: {error}") from None
         if first != READY:
             raise SandboxFailed("a cell ended before it ran anything: the machine refuses it")
-        deadline = time.monotonic() + limits.seconds + 1
+        return time.monotonic() + limits.seconds + 1
+
+    def wait_for_verdict(self, verdict, source, program: str, test: str, limits: Limits) -> bool:
+        self.send([(verdict, test), (source, program)])
+        deadline = self.wait_until_ready(verdict, limits)
         verdict.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             return verdict.recv(1) == PASSED
         except OSError:
             return False
 
-    def end(self, life: socket.socket) -> None:
-        """Have everything of a case killed, and wait until it is."""
+    def read_output(self, output, limits: Limits, longest: int) -> tuple[bytes, bool]:
+        """(what comes, whether all of it came)."""
+        deadline, found = self.wait_until_ready(output, limits), b""
+        try:
+            while len(found) <= longest:
+                output.settimeout(max(0.01, deadline - time.monotonic()))
+                part = output.recv(1 << 16)
+                if not part:
+                    return found, True
+                found += part
+        except OSError:
+            pass
+        return found[:longest], False
+
+    def end(self, life: socket.socket) -> bytes:
+        """Have everything of a case killed, and wait until it is; what its guard said."""
         life.settimeout(START_SECONDS)
+        said = b""
         try:
             life.shutdown(socket.SHUT_WR)
-            life.recv(1)
+            while part := life.recv(64):
+                said += part
+            return said
+        except ConnectionError:  # the guard had ended all of it before
+            return said
         except OSError as error:
             raise SandboxFailed(f"a case does not end: {error}") from None
 

@@ -44,6 +44,9 @@ class Limits(NamedTuple):
     """Size of its folder, where it may be a memory file system of its own."""
     namespaces: bool = True
     """False: as where the kernel allows none."""
+    together_mib: int | None = None
+    """Memory of all processes of a case together, looked at 20 times a second; None: twice
+    memory_mib, and 512."""
 
     def to_json(self) -> bytes:
         return json.dumps(self).encode()

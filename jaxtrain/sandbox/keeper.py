@@ -5,6 +5,7 @@
                                |- cell of the program    own user, limits, namespaces, no files
                                '- cell of the test       the same, and the verdict's connection
 
+A case without a test (`run_alone`) has the program's cell alone, whose output the caller reads.
 The guard ends everything when the caller closes the case's `life`, and closes its own end only when
 all processes are gone. A cell in a process namespace dies as a whole with its first process; where
 there is none, the guard adopts orphans and kills until there are none left.
@@ -24,10 +25,12 @@ import time
 
 from jaxtrain.sandbox import confine
 from jaxtrain.sandbox.confine import Limits
-from jaxtrain.sandbox.program import Program
-from jaxtrain.sandbox.tester import READY, judge
+from jaxtrain.sandbox.program import Program, show
+from jaxtrain.sandbox.tester import ENDED, READY, judge
 
 FAILED_TO_CONFINE = 97
+LOOK_SECONDS = 0.05
+"""Between two looks at what the processes of a case use together."""
 
 
 def main(descriptor: int, folders: str) -> None:
@@ -82,8 +85,9 @@ def reap(block: bool) -> bool:
             return True
 
 
-def guard(limits: Limits, namespaces: bool, life: int, test: int, program: int) -> None:
-    """Run one case until `life` is closed by the caller; never returns."""
+def guard(limits: Limits, namespaces: bool, life: int, *given: int) -> None:
+    """Run one case until `life` is closed by the caller, or its processes use too much memory
+    together; never returns. given: descriptors of test and program, or of a program alone."""
     folder = None
     try:
         os.setsid()
@@ -92,29 +96,52 @@ def guard(limits: Limits, namespaces: bool, life: int, test: int, program: int) 
         folder = tempfile.mkdtemp(prefix="jaxtrain_cell_")
         os.chmod(folder, 0o700)
         namespaces = namespaces and limits.namespaces
-        of_test, of_program = socket.socketpair()
-        start_cell(
-            limits,
-            namespaces,
-            None,
-            [test, of_test.fileno()],
-            lambda: run_test(test, of_test),
-        )
-        start_cell(
-            limits,
-            namespaces,
-            folder,
-            [program, of_program.fileno()],
-            lambda: Program(read_text(program)).serve(of_program),
-        )
-        for one in (test, program, of_test.fileno(), of_program.fileno()):
+        cell = start_cells(limits, namespaces, folder, *given)
+        for one in given:
             os.close(one)
-        select.select([life], [], [])
+        most = limits.together_mib or 2 * limits.memory_mib + 512
+        while not select.select([life], [], [], LOOK_SECONDS)[0]:
+            if used_mib() > most:
+                break
+        else:
+            if os.read(life, 1) == ENDED and wait_for_end(cell):
+                os.write(life, ENDED)
     finally:
         kill_all()
         if folder is not None:
             remove(folder)
         os._exit(0)
+
+
+def start_cells(
+    limits: Limits, namespaces: bool, folder: str, first: int, program: int | None = None
+) -> int:
+    """The cells of test and program, or that of a program alone; the pid of the program's."""
+    if program is None:
+        return start_cell(limits, namespaces, folder, [first], lambda: run_alone(first))
+    of_test, of_program = socket.socketpair()
+    with of_test, of_program:
+        held = [first, of_test.fileno()]
+        start_cell(limits, namespaces, None, held, lambda: run_test(first, of_test))
+        held = [program, of_program.fileno()]
+        return start_cell(
+            limits,
+            namespaces,
+            folder,
+            held,
+            lambda: Program(read_text(program)).serve(of_program),
+        )
+
+
+def run_alone(descriptor: int) -> None:
+    """What the cell of a program without a test does: run it; its output goes to the caller."""
+    text = read_text(descriptor)
+    os.write(descriptor, READY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    show(text)
+    os._exit(0)
 
 
 def run_test(test: int, program: socket.socket) -> None:
@@ -133,10 +160,10 @@ def read_text(descriptor: int) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def start_cell(limits: Limits, namespaces: bool, folder, descriptors: list[int], work) -> None:
-    """Fork a process that does `work` confined, with these descriptors alone."""
-    if os.fork():
-        return
+def start_cell(limits: Limits, namespaces: bool, folder, descriptors: list[int], work) -> int:
+    """Fork a process that does `work` confined, with these descriptors alone; its pid."""
+    if child := os.fork():
+        return child
     try:
         confine.prctl(confine.PDEATHSIG, signal.SIGKILL)
         number = os.getpid()
@@ -159,13 +186,22 @@ def start_cell(limits: Limits, namespaces: bool, folder, descriptors: list[int],
 
 
 def wait_for_child() -> None:
-    """Return in a forked child; the parent ends with it."""
+    """Return in a forked child; the parent ends with it, and as it: 0, or not."""
     child = os.fork()
     if child:
         confine.prctl(confine.DUMPABLE, 0)
         keep_only([])
-        os.waitpid(child, 0)
-        os._exit(0)
+        os._exit(os.waitpid(child, 0)[1] != 0)
+
+
+def wait_for_end(pid: int) -> bool:
+    """Whether a child ends by itself within a second, with code 0."""
+    for _ in range(1000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.001)
+    return False
 
 
 def confine_here(limits: Limits, namespaces: bool, folder, number: int) -> None:
@@ -225,6 +261,23 @@ def kill_all() -> None:
         if not reap(block=False):
             return
         time.sleep(0.001)
+
+
+def used_mib() -> float:
+    """Memory of its own that everything below this process holds; what processes share since a
+    fork counts for each."""
+    pages, below = 0, children()
+    for pid in below:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                _, resident, shared, *_ = map(int, file.read().split())
+            pages += resident - shared
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    below += map(int, file.read().split())
+        except OSError:  # it has ended
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def children() -> list[int]:

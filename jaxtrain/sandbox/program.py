@@ -5,7 +5,9 @@ It knows the program and the arguments of the calls, never what is expected of t
 
 import asyncio
 import io
+import linecache
 import sys
+import traceback
 import types
 from collections import deque
 
@@ -91,6 +93,23 @@ class Program:
 
     def do_await(self, coroutine):
         return asyncio.run(coroutine), []
+
+
+def show(source: str) -> None:
+    """Run a program with its output, and the traceback of what it raises, on descriptor 1."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = module, ["program.py"]
+    sys.stdout = sys.stderr = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    linecache.cache["program.py"] = (len(source), None, source.splitlines(True), "program.py")
+    try:
+        exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
+    except SystemExit:
+        pass
+    except BaseException as error:
+        frames = error.__traceback__
+        traceback.print_exception(type(error), error, frames and frames.tb_next)
+    finally:
+        sys.stdout.flush()
 
 
 def is_mutable(value) -> bool:

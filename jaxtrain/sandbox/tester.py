@@ -15,6 +15,8 @@ from jaxtrain.sandbox.remote import OPERATIONS, Remote
 from jaxtrain.sandbox.wire import Closed, Peer, find_stdlib
 
 READY, PASSED = b"R", b"P"
+ENDED = b"E"
+"""To a case's guard: all that its program printed was read. From it: it ended by itself."""
 OWN_WORDS = {
     *("isinstance", "issubclass", "type", "callable", "hasattr", "getattr", "bool", "object"),
     *("id", "repr", "super", "exec", "eval", "compile"),

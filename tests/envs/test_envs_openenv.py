@@ -4,10 +4,17 @@ real package's server."""
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
+from toy_run import MODEL
 
 from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.data.template import load_tokenizer
@@ -16,6 +23,7 @@ from jaxtrain.envs.open import open_env
 from jaxtrain.envs.openenv import make_socket_url, seed_of, show
 from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
 from jaxtrain.rollout.types import EpisodeFailed
 
 SAMPLING = SamplingConfig(max_new_tokens=200)
@@ -188,6 +196,22 @@ def test_json_actions_and_what_is_wrong_with_them():
     assert episode.metrics == {"turns": 3.0, "invalid_actions": 2.0}
 
 
+def test_a_text_that_was_cut_off_is_an_answer_and_other_actions_are_not():
+    class Short(Script):
+        async def generate(self, *given, **named):
+            found = await super().generate(*given, **named)
+            return found._replace(tokens=found.tokens[:-1], logprobs=[-1.0], finish_reason="length")
+
+    async def go(text, **section):
+        async with serving(Server()) as url:
+            world = make([url], {"max_turns": 1}, **section)
+            engine = Short(world.template.tokenizer, [text])
+            return await world.run({"seed": 7}, engine, SAMPLING, 0)
+
+    assert asyncio.run(go("7", **TEXT)).rewards == {"openenv": 1.0}
+    assert asyncio.run(go("7", action="json")).rewards == {"openenv": 0.0}
+
+
 def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -201,7 +225,7 @@ def test_tools_of_the_environment():
         "error: no tool nope",
         "error: tool call is not valid JSON",
     ]
-    assert episode.rewards == {}  # no step had a reward: section rewards judges
+    assert episode.rewards == {"openenv": 0.0}  # no step had one
     assert episode.metrics == {"turns": 4.0, "tool_calls": 3.0, "tool_errors": 2.0}
     shown = load_tokenizer("builtin").decode(episode.tokens)
     assert "Say it again." in shown and "secret" not in shown
@@ -330,3 +354,106 @@ def test_what_is_shown_of_an_observation():
 def test_sections_that_cannot_work(section, match):
     with pytest.raises(ValidationError, match=match):
         EnvConfig(**section)
+
+
+PYTHON = os.environ.get("JAXTRAIN_OPENENV_PYTHON", "")
+real = pytest.mark.skipif(
+    not PYTHON, reason="JAXTRAIN_OPENENV_PYTHON names no Python with openenv 0.10"
+)
+
+
+@pytest.fixture(scope="module")
+def package():
+    """{name: base URL} of environments served by the openenv package itself."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    script = Path(__file__).parent / "openenv_worlds.py"
+    child = subprocess.Popen([PYTHON, str(script), str(port)])
+    try:
+        for _ in range(240):
+            assert child.poll() is None, "the server did not start"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/guess/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield {name: f"http://127.0.0.1:{port}/{name}" for name in ("guess", "tools", "even")}
+    finally:
+        child.terminate()
+        child.wait()
+
+
+@pytest.mark.slow
+@real
+def test_the_packages_own_server_plays_the_same_games(package):
+    async def go():
+        world = make([package["guess"]], **TEXT)
+        tokenizer = world.template.tokenizer
+        rows = [{"seed": n} for n in range(16)]
+        episodes = [
+            world.run(row, Script(tokenizer, ["3", "many", "7"]), SAMPLING, n)
+            for n, row in enumerate(rows)
+        ]
+        tools = make([package["tools"]])
+        texts = [call("add", a=3, b=4), call("nope"), call("add", a="x"), "7"]
+        row = {"prompt": "3 + 4?"}
+        return await asyncio.gather(
+            *episodes, tools.run(row, Script(tokenizer, texts), SAMPLING, 0)
+        )
+
+    *games, tools = asyncio.run(go())
+    for number, game in enumerate(games):
+        tries = {3: 1, 7: 3}.get(number % 10, 3)
+        assert len([m for m in game.completion if m["role"] == "assistant"]) == tries
+        assert game.rewards == {"openenv": float(number % 10 in (3, 7))}
+    told = [m["content"] for m in tools.completion if m["role"] == "tool"]
+    assert told[0] == "7" and all(text.startswith("error: ") for text in told[1:])
+    assert tools.metrics == {"turns": 4.0, "tool_calls": 3.0, "tool_errors": 2.0}
+
+
+@pytest.mark.slow
+@real
+def test_a_policy_learns_on_the_packages_own_server(package, tmp_path):
+    """The reward is the share of characters with an even code: about half for random weights."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"seed": {n}}}\n' for n in range(8)))
+    (tmp_path / "run.toml").write_text(f"""{MODEL}
+[[data.datasets]]
+path = "{tmp_path}/rows.jsonl"
+
+[data]
+sequence_len = 64
+micro_batch_size = 8
+
+[task]
+kind = "rl"
+
+[rollout]
+prompts_per_step = 4
+group_size = 8
+
+[env]
+kind = "openenv"
+max_turns = 1
+openenv = {{ url = ["{package["even"]}"], action = "text", text_field = "text" }}
+
+[sampling]
+temperature = 1.0
+max_new_tokens = 8
+
+[optim]
+learning_rate = 0.02
+lr_scheduler = "constant"
+
+[run]
+output_dir = "{tmp_path}/run"
+max_steps = 20
+export = false
+
+[log]
+plot = false
+""")
+    assert main(["--config", str(tmp_path / "run.toml")]) == 0
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["rewards/openenv/mean"] for line in lines if "loss" in line]
+    print([round(reward, 2) for reward in rewards])
+    assert len(rewards) == 20 and sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
