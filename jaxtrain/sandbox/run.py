@@ -1,7 +1,7 @@
-"""For environments and tools: run a program that the model wrote, without waiting in the event loop.
+"""For environments and tools: run a program that the model wrote, beside the event loop.
 
-    ran = await run_python(answer_code)
-    chat.say(ran.output or "(it printed nothing)")
+ran = await run_python(answer_code)
+chat.say(ran.output or "(it printed nothing)")
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Three OpenEnv environments behind one port: `python openenv_worlds.py PORT`, in an environment with
-the openenv package. guess: a number; tools: an MCP tool; even: characters with an even code."""
+"""Three OpenEnv environments behind one port: `python openenv_worlds.py PORT`, where the package
+openenv is. guess: a number; tools: an MCP tool; even: characters with an even code."""
 
 import sys
 

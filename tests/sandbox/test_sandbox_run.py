@@ -1,4 +1,4 @@
-"""Programs that are run for their output: what they print, and each limit against one that tests it."""
+"""Programs run for their output: what they print, and each limit against one that tests it."""
 
 import asyncio
 import os
