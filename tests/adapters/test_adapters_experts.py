@@ -132,11 +132,7 @@ def test_no_layer_keeps_its_unpacked_matrices():
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [
-        ("nf4", {"expert": 2, "tensor": 2}),
-        ("nf4", {"fsdp": 2, "tensor": 2}),
-        ("int8", {"expert": 2, "fsdp": 2}),
-    ],
+    [("nf4", {"expert": 2, "tensor": 2}), ("int8", {"expert": 2, "fsdp": 2})],
     ids=str,
 )
 @pytest.mark.slow

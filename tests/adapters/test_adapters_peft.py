@@ -138,11 +138,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "slot"),
-    [
-        (["attention"], {}),
-        (["attention.z", "attention.b"], {"rslora": True}),
-        (["attention"], {"dora": True}),
-    ],
+    [(["attention.z", "attention.b"], {"rslora": True}), (["attention"], {"dora": True})],
     ids=str,
 )
 @pytest.mark.slow

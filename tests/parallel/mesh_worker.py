@@ -156,13 +156,11 @@ def compare(name: str, model: str, kind: str, adapter: str, microsteps: int, mes
 
 
 def main() -> None:
-    compare("documents", "qwen3", "documents", "", 2, ["fsdp", "context", "all"])
+    compare("documents", "qwen3", "documents", "", 2, ["all"])
     compare("trees", "qwen3_yarn", "trees", "", 2, list(MESHES))
-    compare("trees, LoRA", "qwen3", "trees", "lora", 2, ["hsdp", "fsdp+tensor", "context+tensor"])
     compare("pairs", "qwen3_even", "pairs", "", 2, ["context", "all"])
     compare("documents, DoRA", "llama_bias", "documents", "dora", 2, ["all"])
-    for model in ("llama", "qwen2", "qwen2_window", "mistral"):
-        compare(f"{model}, trees", model, "trees", "", 1, ["all"])
+    compare("biases and windows, trees", "qwen2_window", "trees", "", 1, ["all"])
 
 
 if __name__ == "__main__":
