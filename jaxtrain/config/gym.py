@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import SECONDS
+from jaxtrain.config.bounds import ITEMS, SECONDS
 
 
 class GymConfig(Section):
@@ -39,6 +39,9 @@ class GymConfig(Section):
     mode: Literal["agent", "verify"] = "agent"
     """agent: its loop of answers and tools plays (POST /run). verify: one answer of the policy,
     judged by the agent's resources server (POST /verify), which is cheaper."""
+    concurrency: int = Field(256, ge=1, le=ITEMS)
+    """Most episodes that play at once; the others wait. Gym's servers want a limit of open files
+    (ulimit -n) of several times as many."""
     rewards: dict[str, float] = {}
     """Which numbers of Gym's verdict are rewards, with their factors: `reward`, those of its
     reward_components, and any other number by its name. Empty: reward alone."""
@@ -75,8 +78,8 @@ def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
     for key in ("python", "configs", "directory", "overrides", "own_environments"):
         if key in given:
             yield f"env.gym.{key} goes with env.gym.start, not with env.gym.head; remove it"
-    if gym.mode == "agent" and not gym.port:
+    if gym.mode == "agent" and not (gym.port and gym.api_key):
         yield (
-            "env.gym.head with mode agent needs env.gym.port (and api_key): the port at which that"
-            " Gym's policy_base_url expects this run"
+            "env.gym.head with mode agent needs env.gym.port and env.gym.api_key: those of that"
+            " Gym's policy_base_url (http://HOST:PORT/v1) and policy_api_key"
         )

@@ -10,7 +10,8 @@ What goes wrong is raised as EpisodeFailed, with the key and the name of the env
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jaxtrain import plugins
@@ -129,6 +130,17 @@ class Watched:
         self.asking += 1
         try:
             return await self._engine.generate(prompt, sampling, stop_ids, index)
+        finally:
+            self.asking -= 1
+            self.since = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For environments: what is waited for within it (a place in somebody's queue, servers that
+        start) does not count as a step of theirs."""
+        self.asking += 1
+        try:
+            yield
         finally:
             self.asking -= 1
             self.since = time.monotonic()

@@ -210,7 +210,7 @@ def share_servers(
 ) -> GymServers:
     """The servers that a section names, one for all environments of a run that name the same.
     Each who asks for them closes them."""
-    own = {"agent", "mode", "rewards", "drop_nulls"}
+    own = {"agent", "mode", "rewards", "drop_nulls", "concurrency"}
     place = json.dumps(
         [config.model_dump(mode="json", exclude=own), max_model_len, str(folder), id(tokenizer)],
         sort_keys=True,

@@ -12,7 +12,9 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -48,19 +50,28 @@ class NemoGym:
         """row_tokens: longest sequence. key: the section's. folder: the run's, for Gym's log."""
         self.config, self.key = config, key
         self.servers = share_servers(tokenizer, config, row_tokens or 1 << 20, key, folder)
+        self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._rooms = WeakKeyDictionary()
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
         """One episode: see the module's docstring."""
         params = self._read(row)
+        waiting = getattr(engine, "waiting", nullcontext)
         if not self.servers.is_ready:
-            await asyncio.to_thread(self.servers.ready, self.config.mode == "agent")
+            with waiting():
+                await asyncio.to_thread(self.servers.ready, self.config.mode == "agent")
         name = self.config.agent or _agent_of(row)
         if name is None:
             raise UserError(
                 f"{self.key}.agent is not set, and a row has no agent_ref.name: name the agent"
             )
+        room = self._rooms.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency)
+        )
+        with waiting():
+            await room.acquire()
         record = self.servers.policy.begin(engine, sampling, index)
         try:
             if self.config.mode == "verify":
@@ -71,6 +82,7 @@ class NemoGym:
                 answer = await record.watch(self._play(url, row, params, record))
             return self._finish(row, answer, record)
         finally:
+            room.release()
             self.servers.policy.end(record.id)
 
     def close(self) -> None:

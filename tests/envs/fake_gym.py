@@ -20,6 +20,7 @@ class FakeGym:
         self.policy_url, self.token = "", ""
         self.verdict, self.behave, self.max_steps = verdict or {}, behave, max_steps
         self.runs, self.seeded, self.sessions = [], [], []
+        self.now = self.most = 0
 
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 26)
@@ -61,8 +62,11 @@ class FakeGym:
         instead = self.behave(body)
         if isinstance(instead, int):
             return web.json_response("Hit an exception calling an inner server", status=instead)
+        self.now += 1
+        self.most = max(self.most, self.now)
         async with aiohttp.ClientSession() as session:
             response = await self.play(session, body["responses_create_params"])
+        self.now -= 1
         if response is None:
             return web.json_response("Hit an exception calling an inner server", status=500)
         answer = {"mask_sample": False, "failure_kind": None, "reward": 1.0, **self.verdict}

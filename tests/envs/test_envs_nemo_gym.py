@@ -25,6 +25,7 @@ TOOL = {
     "strict": True,
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
 }
+HEAD = {"agent": "calc_agent", "api_key": "of the test"}
 ROW = {
     "responses_create_params": {
         "input": [{"role": "user", "content": "What is 2 + 2?"}],
@@ -47,7 +48,7 @@ def play(tokenizer, texts, fake=None, row=ROW, times=1, row_tokens=400, sampling
 
     async def work():
         async with fake or FakeGym() as found:
-            section = {"head": found.url, "agent": "calc_agent", "port": find_free_port(), **gym}
+            section = {**HEAD, "head": found.url, "port": find_free_port(), **gym}
             env = open_guarded(EnvConfig(kind="nemo_gym", gym=section), tokenizer, row_tokens)
             try:
                 policy = env.env.servers.policy
@@ -87,7 +88,9 @@ def test_many_at_once_each_with_its_own_turns(tokenizer):
     """The agent may also come from the row; an answer cut short counts as such."""
     row = ROW | {"agent_ref": {"name": "calc_agent"}}
     row["responses_create_params"] = row["responses_create_params"] | {"max_output_tokens": 32}
-    episodes, fake = play(tokenizer, [CALL, "It is 4."], row=row, times=8, agent=None)
+    fake = FakeGym()
+    episodes, _ = play(tokenizer, [CALL, "It is 4."], fake, row, 8, agent=None, concurrency=3)
+    assert fake.most == 3
     assert [episode.metrics["turns"] for episode in episodes] == [2] * 8 and len(fake.runs) == 8
     assert fake.runs[0][1]["responses_create_params"]["max_output_tokens"] == 32
 
@@ -163,17 +166,15 @@ def test_a_client_that_gives_up_frees_gym_and_the_engine(tokenizer):
 
     async def work():
         async with FakeGym() as fake:
-            gym = {"head": fake.url, "agent": "calc_agent", "port": find_free_port()}
+            gym = {**HEAD, "head": fake.url, "port": find_free_port()}
             env = open_guarded(EnvConfig(kind="nemo_gym", gym=gym, timeout=0.3), tokenizer, 400)
             fake.policy_url = env.env.servers.policy.base_url
             fake.token = env.env.servers.policy.token
-            try:
-                with pytest.raises(EpisodeFailed, match="timed out"):
-                    await env.run(ROW, Slow(tokenizer, []), SAMPLING, 0)
-            finally:
-                env.close()
+            with pytest.raises(EpisodeFailed, match="timed out"):
+                await env.run(ROW, Slow(tokenizer, []), SAMPLING, 0)
+            return env
 
-    asyncio.run(work())
+    asyncio.run(work()).close()
     assert freed == [True]
 
 
@@ -212,7 +213,8 @@ def test_nulls_that_a_parquet_reader_added_are_left_out(tokenizer):
         ({"start": True}, "env.gym.python"),
         ({"head": "http://x:1", "start": True}, "needs either"),
         ({"head": "http://x:1"}, "env.gym.port"),
-        ({"head": "http://x:1", "port": 7, "configs": ["a.yaml"]}, "env.gym.configs"),
+        ({"head": "http://x:1", "port": 7}, "env.gym.api_key"),
+        ({"head": "http://x:1", **HEAD, "port": 7, "configs": ["a.yaml"]}, "env.gym.configs"),
     ],
 )
 def test_keys_that_do_not_go_together(gym, text):

@@ -1,0 +1,130 @@
+"""A real NeMo Gym 0.7: an own environment and one of its package, by agent and by verdict.
+
+Skipped without JAXTRAIN_GYM_PYTHON, the interpreter of an environment with nemo-gym in it.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.data.calculator import CalculatorRows
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.guard import open_guarded
+from jaxtrain.envs.gym_servers import find_packages
+from jaxtrain.envs.scripted import Script
+
+PYTHON = os.environ.get("JAXTRAIN_GYM_PYTHON", "")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "nemo_gym"
+CONFIGS = ("jx_calc", "example_multi_step")
+SAMPLING = SamplingConfig(max_new_tokens=200, temperature=1.0)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="JAXTRAIN_GYM_PYTHON names no environment of NeMo Gym"),
+]
+
+
+def call(name, **arguments):
+    found = json.dumps({"name": name, "arguments": arguments})
+    return f"<think>I need {name}.</think>\n<tool_call>{found}</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(scope="module")
+def gym(tokenizer, tmp_path_factory):
+    """(mode, agent) -> an environment; all of them of one Gym."""
+    folder, opened = tmp_path_factory.mktemp("run"), []
+    section = {
+        "start": True,
+        "python": PYTHON,
+        "directory": str(EXAMPLE),
+        "configs": [f"resources_servers/{name}/configs/{name}.yaml" for name in CONFIGS],
+    }
+
+    def open_one(**more):
+        config = EnvConfig(kind="nemo_gym", gym=section | more)
+        opened.append(open_guarded(config, tokenizer, 8192, "env", None, str(folder)))
+        return opened[-1]
+
+    yield open_one
+    for env in opened:
+        env.close()
+    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout
+    assert not left, f"processes outlived the run: {left}"
+
+
+def play(env, tokenizer, rows, texts):
+    async def work():
+        pairs = zip(rows, texts, strict=True)
+        return await asyncio.gather(
+            *(
+                env.run(row, Script(tokenizer, list(t)), SAMPLING, i)
+                for i, (row, t) in enumerate(pairs)
+            )
+        )
+
+    return asyncio.run(work())
+
+
+def check(tokenizer, episodes, texts):
+    """One sequence each, whose drawn tokens are what the policy said, to the token."""
+    (end,) = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
+    for episode, said in zip(episodes, texts, strict=True):
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+        assert episode.drawn_tokens == [token for ids in encoded for token in [*ids, end]]
+        assert episode.metrics["branches"] == 1 and episode.metrics["turns"] == len(said)
+
+
+def test_own_environment_by_its_agent(gym, tokenizer):
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from make_rows import make_row
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    found = [CalculatorRows(6, follow_up=0)[i] for i in range(6)]
+    rows = [make_row(row) for row in found]
+    texts = [
+        [
+            call("calculator", expression="2 + 3"),
+            f"The answer is {row['answer'] if i % 2 else 'no'}.",
+        ]
+        for i, row in enumerate(rows)
+    ]
+    episodes = play(gym(agent="jx_calc_agent"), tokenizer, rows, texts)
+    check(tokenizer, episodes, texts)
+    assert [episode.rewards for episode in episodes] == [{"gym": float(i % 2)} for i in range(6)]
+    assert all("<tool_response>5<" in tokenizer.decode(episode.tokens) for episode in episodes)
+    assert [episode.metrics["called"] for episode in episodes] == [1.0] * 6
+    answers = [said[-1:] for said in texts]
+    judged = play(gym(agent="jx_calc_agent", mode="verify"), tokenizer, rows, answers)
+    check(tokenizer, judged, answers)
+    assert [episode.rewards["gym"] for episode in judged] == [float(i % 2) for i in range(6)]
+    assert [episode.metrics["called"] for episode in judged] == [0.0] * 6
+
+
+def test_an_environment_of_the_package_with_many_turns(gym, tokenizer):
+    place = "resources_servers/example_multi_step/data/example.jsonl"
+    lines = (find_packages(Path(PYTHON), "") / place).read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:2]]
+    texts = [
+        [
+            *(call("get_synonym_value", synonym=word) for word in row["expected_synonyms"]),
+            call("extract_synonym_values", synonym_values=row["expected_synonym_values"]),
+            "Done.",
+        ]
+        for row in rows
+    ]
+    texts[1] = ["I do not know."]
+    episodes = play(gym(agent="example_multi_step_simple_agent"), tokenizer, rows, texts)
+    check(tokenizer, episodes, texts)
+    assert [episode.rewards["gym"] for episode in episodes] == [1.0, 0.0]
