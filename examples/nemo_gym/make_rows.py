@@ -1,6 +1,7 @@
 """Rows for the environment jx_calc, one a line, each the body of a POST /run to its agent.
 
-python examples/nemo_gym/make_rows.py 2000 > rows.jsonl
+python examples/nemo_gym/make_rows.py train 2000 > train.jsonl
+python examples/nemo_gym/make_rows.py test 128 > test.jsonl
 """
 
 import json
@@ -24,5 +25,6 @@ def make_row(row: dict) -> dict:
 
 
 if __name__ == "__main__":
-    for found in CalculatorRows(int(sys.argv[1]), follow_up=0):
+    split, count = sys.argv[1:]
+    for found in CalculatorRows(int(count), split=split, follow_up=0):
         print(json.dumps(make_row(found)))

@@ -13,7 +13,7 @@ the version of every token. Which episode a request belongs to, the first of the
     X-Session-ID: ID
     "metadata": {"episode": "ID"}    NeMo Gym passes it on
 
-Every request needs `Authorization: Bearer TOKEN`. docs/environments.md has the routes.
+Every request needs `Authorization: Bearer TOKEN`. docs/nemo_gym.md has the routes.
 """
 
 import asyncio

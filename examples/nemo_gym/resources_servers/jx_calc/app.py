@@ -1,12 +1,15 @@
 """A calculator as a NeMo Gym environment: the agent may call the tool `calculator`, and is right
-when the last number that it says is the row's `answer`.
+when the last number that it says is the row's `answer`. What ends in a call is judged by what the
+call comes to, so that one answer without an agent (mode = "verify") can be right, too.
 
 Gym runs this file in its own virtual environment; nothing of jaxtrain is imported here.
 """
 
 import ast
+import json
 import operator
 import re
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
@@ -59,6 +62,30 @@ def evaluate(node: ast.expr) -> float:
     return found
 
 
+def compute(expression: str) -> str:
+    """What the tool says to an expression."""
+    try:
+        if len(expression) > 100:
+            raise ValueError("expression too long")
+        value = evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError) as error:
+        reason = str(error) if type(error) is ValueError else "not an arithmetic expression"
+        return f"error: {reason}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def read_text(item: Any) -> str:
+    """What the last item of a response says, or what its call comes to."""
+    if item.type == "function_call":
+        try:
+            return compute(str(json.loads(item.arguments)["expression"]))
+        except (ValueError, KeyError, TypeError):
+            return ""
+    if item.type == "message" and item.role == "assistant":
+        return "".join(part.text for part in item.content if part.type == "output_text")
+    return ""
+
+
 class CalculatorServer(SimpleResourcesServer):
     """The tool and the judge."""
 
@@ -71,24 +98,13 @@ class CalculatorServer(SimpleResourcesServer):
 
     async def calculator(self, body: Call) -> PlainTextResponse:
         """What the model reads as the result."""
-        try:
-            if len(body.expression) > 100:
-                raise ValueError("expression too long")
-            value = evaluate(ast.parse(body.expression.strip(), mode="eval").body)
-        except (SyntaxError, ValueError) as error:
-            reason = str(error) if type(error) is ValueError else "not an arithmetic expression"
-            return PlainTextResponse(f"error: {reason}")
-        return PlainTextResponse(f"{value:g}" if isinstance(value, float) else str(value))
+        return PlainTextResponse(compute(body.expression))
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        """1.0 where the last message's last number is the answer."""
+        """1.0 where the last number is the answer."""
         items = body.response.output
-        texts = [
-            "".join(part.text for part in item.content if part.type == "output_text")
-            for item in items
-            if item.type == "message" and item.role == "assistant"
-        ]
-        numbers = NUMBER.findall(THINKING.sub("", texts[-1])) if texts else []
+        text = read_text(items[-1]) if items else ""
+        numbers = NUMBER.findall(THINKING.sub("", text))
         right = bool(numbers) and float(numbers[-1]) == float(body.answer)
         called = float(any(item.type == "function_call" for item in items))
         return VerifyResponse(**body.model_dump(), reward=float(right), called=called)
