@@ -10,6 +10,7 @@ happens before the first episode: then `ready` starts or asks, and everybody wai
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import urllib.error
@@ -51,9 +52,10 @@ class GymServers:
         key: str = "env.gym",
         folder: str | None = None,
     ):
-        """key: the section's, for messages. folder: the run's, for Gym's config and log."""
+        """key: the section's, for messages. folder: the run's, for Gym's config and log;
+        None: a temporary one."""
         self.config, self.key = config, key
-        self.folder = Path(folder or ".").absolute()
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="jaxtrain_gym_")).absolute()
         given = reveal({"api_key": config.api_key}, key) if config.api_key else {}
         self.policy = PolicyServer(
             tokenizer,

@@ -11,9 +11,9 @@ hands token ids back they have to be the recorded ones.
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -26,6 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.types import Engine, Episode, EpisodeFailed, Sampling
 
+T = TypeVar("T")
 PARAMS = "responses_create_params"
 MOST_BYTES = 1 << 27
 REWARD = "gym"
@@ -79,7 +80,7 @@ class NemoGym:
                 answer = await self._verify(url, row, params, record)
             else:
                 url = self.servers.agent_url(name)
-                answer = await record.watch(self._play(url, row, params, record))
+                answer = await self._explain(self._play(url, row, params, record), record)
             return self._finish(row, answer, record)
         finally:
             room.release()
@@ -88,6 +89,15 @@ class NemoGym:
     def close(self) -> None:
         """Leave the servers; the last one who does ends what was started."""
         self.servers.close()
+
+    async def _explain(self, work: Coroutine[Any, Any, T], record: Record) -> T:
+        """What Gym answers; where it fails because the endpoint refused a request, that says so."""
+        try:
+            return await record.watch(work)
+        except EpisodeFailed as failure:
+            if record.refused:
+                failure.cause += f"; the policy endpoint had refused a request: {record.refused}"
+            raise
 
     def _read(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row's responses_create_params; UserError where it is no row of Gym."""

@@ -237,7 +237,8 @@ class PolicyServer:
             raise Refused(410, f"episode {record.id} has ended") from None
         try:
             return await asyncio.wrap_future(future)
-        except Refused:
+        except Refused as error:
+            record.refused = str(error)
             raise
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -68,6 +68,8 @@ class Record:
         self.history = History(template)
         self.num_calls = 0
         """Tool calls that were drawn."""
+        self.refused = ""
+        """Why a request was last refused, where that is nobody's fault but the agent's."""
         self._answered: dict[int, Answered] = {}
         self._prompts: list[int] = []
         self._first: list[dict[str, Any]] = []

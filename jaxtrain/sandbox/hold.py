@@ -3,8 +3,9 @@
     python hold.py COMMAND ...      its standard input is a pipe that the wanting process holds open
 
 The pipe's end (closed on purpose, or because that process is gone, however it went) ends the
-command: SIGTERM to its group, then, after the seconds that were last written into the pipe, SIGKILL
-to all that is left of it, what has daemonised included: orphans become this process's children.
+command: SIGTERM to it, then, once it has ended or after the seconds that were last written into the
+pipe, SIGKILL to all that is left, what has daemonised included: orphans become this process's
+children.
 Run as a file, by itself: it imports nothing of jaxtrain.
 """
 
@@ -84,7 +85,7 @@ def main(command: list[str]) -> int:
                     grace = float(text.split()[-1])
                 else:
                     end = time.monotonic() + grace
-                    send(list_children(os.getpid()), signal.SIGTERM)
+                    send([child], signal.SIGTERM)
         else:
             time.sleep(LOOK_SECONDS)
             if time.monotonic() > end:

@@ -139,6 +139,13 @@ def test_what_fails_an_episode(tokenizer, instead, reason, again, mistake):
     assert failed.cause.startswith(("NeMo Gym: ", "env.kind 'nemo_gym'"))
 
 
+def test_a_failure_says_what_the_endpoint_refused(tokenizer):
+    """Of Gym comes only that some inner server answered by an error."""
+    params = {**ROW["responses_create_params"], "tool_choice": "required"}
+    (failed,), _ = play(tokenizer, ["4"], row={**ROW, "responses_create_params": params})
+    assert str(failed) == "gym: HTTP 500" and "forced tool_choice" in failed.cause
+
+
 def test_what_the_engine_raises_is_no_failure_of_gym(tokenizer):
     (failed,), _ = play(tokenizer, [])
     assert str(failed) == "the script has ended"

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -286,6 +288,32 @@ def test_a_client_that_leaves_and_an_episode_that_ends_free_their_requests(serve
         return statuses
 
     assert asyncio.run(play()) == [410]
+
+
+def test_the_page_shows_an_environment_of_ones_own(server):
+    """docs/nemo_gym.md, as it stands there, with an agent that asks twice."""
+    page = (Path(__file__).parents[2] / "docs" / "nemo_gym.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    async def my_agent(base_url, token, row):
+        headers, said = {"Authorization": f"Bearer {token}"}, []
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for question in row["questions"]:
+                said.append({"role": "user", "content": question})
+                url = f"{base_url}/chat/completions"
+                async with session.post(url, json={"messages": said}) as answer:
+                    said.append((await answer.json())["choices"][0]["message"])
+        return float(said[-1]["content"] == "B.")
+
+    names = {"PolicyServer": PolicyServer, "my_agent": my_agent}
+    exec(code, names)
+    tokenizer = server.template.tokenizer
+    env, row = names["Remote"](tokenizer), {"questions": ["A?", "B?"]}
+    try:
+        episode = asyncio.run(env.run(row, Script(tokenizer, ["A.", "B."]), SAMPLING, 0))
+    finally:
+        env.close()
+    assert episode.rewards == {"mine": 1.0} and episode.metrics["turns"] == 2
 
 
 @pytest.mark.parametrize(
