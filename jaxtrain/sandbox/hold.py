@@ -3,9 +3,9 @@
     python hold.py COMMAND ...      its standard input is a pipe that the wanting process holds open
 
 The pipe's end (closed on purpose, or because that process is gone, however it went) ends the
-command: SIGTERM to it, then, once it has ended or after the seconds that were last written into the
-pipe, SIGKILL to all that is left, what has daemonised included: orphans become this process's
-children.
+command, and so does that process's end where a fork of it still holds the pipe: SIGTERM to it, then,
+once it has ended or after the seconds that were last written into the pipe, SIGKILL to all that is
+left, what has daemonised included: orphans become this process's children.
 Run as a file, by itself: it imports nothing of jaxtrain.
 """
 
@@ -66,6 +66,7 @@ def reap() -> dict[int, int]:
 
 def main(command: list[str]) -> int:
     """Status of the command; 128 + N where signal N ended it."""
+    wanted_by = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe alone says when it is over
     prctl(SUBREAPER, 1)
@@ -79,13 +80,14 @@ def main(command: list[str]) -> int:
     grace, end, status = GRACE_SECONDS, None, None
     while status is None:
         if end is None:
-            if select.select([0], [], [], LOOK_SECONDS)[0]:
+            over = os.getppid() != wanted_by
+            if not over and select.select([0], [], [], LOOK_SECONDS)[0]:
                 text = os.read(0, 4096).decode("ascii", "replace").strip()
-                if text:
-                    grace = float(text.split()[-1])
-                else:
-                    end = time.monotonic() + grace
-                    send([child], signal.SIGTERM)
+                grace = float(text.split()[-1]) if text else grace
+                over = not text
+            if over:
+                end = time.monotonic() + grace
+                send([child], signal.SIGTERM)
         else:
             time.sleep(LOOK_SECONDS)
             if time.monotonic() > end:

@@ -1,0 +1,88 @@
+"""Servers that outlived both their run and the process that holds them: found and ended.
+
+A note is a small JSON file that names the session of a server, the process that wanted it, and when
+both began. A number of a process alone says little: numbers come again.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+END_SECONDS = 10.0
+LOOK_SECONDS = 0.05
+
+
+def read_stat(pid: int) -> tuple[str, int, int] | None:
+    """(state, session, ticks from boot to its start) of a process; None where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[3]), int(fields[19])
+
+
+def read_boot() -> str:
+    """What tells this start of this machine from all others."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def list_session(session: int) -> list[int]:
+    """Processes of this user in a session, those that have ended left out."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        stat = read_stat(int(name))
+        if stat is not None and stat[1] == session and stat[0] != "Z":
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                    found.append(int(name))
+    return found
+
+
+def write_note(path: Path, session: int) -> None:
+    """Note a session that this process has just begun; OSError."""
+    pids = {"session": session, "run": os.getpid()}
+    starts = {name: (read_stat(pid) or ("", 0, 0))[2] for name, pid in pids.items()}
+    path.write_text(json.dumps({"boot": read_boot(), "pids": pids, "starts": starts}))
+
+
+def end_left(path: Path, seconds: float = END_SECONDS) -> int:
+    """End what is left of a noted session whose run is gone, SIGTERM first, and remove the note.
+    Number of processes ended; 0 too where the run is still there, which keeps its servers."""
+    try:
+        note = json.loads(path.read_text())
+        pids, starts = dict(note["pids"]), dict(note["starts"])
+        session, run = int(pids["session"]), int(pids["run"])
+        began = int(starts["session"])
+    except (OSError, ValueError, KeyError, TypeError):
+        path.unlink(missing_ok=True)
+        return 0
+    alive = read_stat(run)
+    if note.get("boot") != read_boot():
+        path.unlink(missing_ok=True)
+        return 0
+    if alive is not None and alive[0] != "Z" and alive[2] == starts["run"]:
+        return 0
+    leader = read_stat(session)
+    # A process that began at another time has only got the same number.
+    ours = leader is None or leader[2] == began
+    left = list_session(session) if ours else []
+    count = len(left)
+    end = time.monotonic() + seconds
+    number = signal.SIGTERM
+    while left:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        number = signal.SIGKILL if time.monotonic() > end else 0
+        time.sleep(LOOK_SECONDS)
+        left = list_session(session)
+    path.unlink(missing_ok=True)
+    return count
