@@ -3,9 +3,9 @@
     python hold.py COMMAND ...      its standard input is a pipe that the wanting process holds open
 
 The pipe's end (closed on purpose, or because that process is gone, however it went) ends the
-command, and so does that process's end where a fork of it still holds the pipe: SIGTERM to it, then,
-once it has ended or after the seconds that were last written into the pipe, SIGKILL to all that is
-left, what has daemonised included: orphans become this process's children.
+command, and so does that process's end where a fork of it still holds the pipe: SIGTERM to it,
+then, once it has ended or after the seconds that were last written into the pipe, SIGKILL to all
+that is left, what has daemonised included: orphans become this process's children.
 Run as a file, by itself: it imports nothing of jaxtrain.
 """
 
