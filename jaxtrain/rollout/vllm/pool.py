@@ -258,6 +258,15 @@ class Pool:
             if server.state == "draining" and not server.in_flight:
                 server.nudge.set()
 
+    def add_load(self, server: Server, change: int) -> None:
+        """So many requests more, or fewer, are under way there from elsewhere."""
+        with self._lock:
+            if change > 0 and not server.in_flight:
+                server.progressed = self.clock()
+            server.in_flight += change
+            if server.state == "draining" and not server.in_flight:
+                server.nudge.set()
+
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
             self.counters[name] += number
