@@ -55,8 +55,11 @@ WITHOUT_JAX = [
     "rewards",
     "sandbox",
     "rollout.types",
+    "rollout.cluster.actors",
+    "rollout.cluster.open",
     "rollout.mismatch",
     "rollout.vllm.engine",
+    "rollout.vllm.far",
     "rollout.vllm.publish_lora",
     "rollout.vllm.publish_weights",
 ]

@@ -60,5 +60,5 @@ def find_ray_conflicts(rollout: Any) -> Iterator[str]:
             ' local engine: set rollout.engine to "vllm" or rollout.service to "process"'
         )
     given = rollout.ray.model_dump(exclude_defaults=True)
-    if service == "process" and rollout.vllm.launch != "ray" and given:
+    if service == "process" and getattr(rollout.vllm, "launch", "none") != "ray" and given:
         yield f'rollout.ray.{next(iter(given))} has no effect while rollout.service is "process"'

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
+from jaxtrain.config.ray import RayConfig, find_ray_conflicts
 from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
@@ -83,6 +84,12 @@ class RolloutConfig(Section):
     """Processes that run the reward functions."""
     vllm: VllmConfig = VllmConfig()
     """Servers and weight sync; only with engine vllm."""
+    service: str = "process"
+    """Where episodes are played and judged. process: in that of the trainer. ray: in a service and
+    workers on a Ray cluster that the run starts. ray://NAME: in those that jaxtrain serve-rollouts
+    has started, which outlive the run."""
+    ray: RayConfig = RayConfig()
+    """The cluster; only with service ray."""
 
 
 def find_drawing_conflicts(config: Any) -> Iterator[str]:
@@ -115,6 +122,7 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             f' "local"{own if rollout.engine == "vllm" else ""}'
         )
     yield from find_refresh_conflicts(config)
+    yield from find_ray_conflicts(rollout)
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):

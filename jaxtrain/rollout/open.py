@@ -1,9 +1,15 @@
-"""Engines, by rollout.engine: how one is opened, and what a run must know of it beforehand."""
+"""What a run samples with, opened: its kind of engine by rollout.engine, its environments."""
+
+from contextlib import ExitStack
+from typing import Any
 
 from jaxtrain import plugins
-from jaxtrain.config import Config
+from jaxtrain.config import Config, EnvConfig
 from jaxtrain.config.secrets import reveal, reveal_url
-from jaxtrain.rollout.types import EngineKind, Sampling
+from jaxtrain.data.text_only import MediaTokens
+from jaxtrain.envs.guard import Guarded, open_guarded
+from jaxtrain.rewards import Rewards
+from jaxtrain.rollout.types import EngineKind, Env, Sampling
 
 ENGINES = {
     "local": "jaxtrain.rollout.local.open:Local",
@@ -31,3 +37,34 @@ def seed_sampling(config: Config) -> Sampling:
     """Section sampling with a seed that run.seed changes, too."""
     seed = (config.sampling.seed + 1_000_003 * config.run.seed) % 2**31
     return config.sampling.model_copy(update={"seed": seed})
+
+
+def open_envs(
+    config: Config,
+    tokenizer: Any,
+    rewards: Rewards,
+    row_tokens: int,
+    stack: ExitStack,
+    media: MediaTokens | None = None,
+) -> tuple[Env, list[tuple[Env, Rewards]]]:
+    """(the run's environment, environment and rewards of each dataset where one has its own).
+    row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: as for
+    Guarded."""
+    datasets = config.data.datasets
+
+    def open_one(section: EnvConfig, key: str) -> Guarded:
+        folder = config.run.output_dir
+        env = open_guarded(section, tokenizer, row_tokens, key, media, folder)
+        stack.callback(env.close)
+        return env
+
+    env = open_one(config.env, "env")
+    if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
+        return env, []
+    return env, [
+        (
+            env if dataset.env is None else open_one(dataset.env, f"data.datasets.{index}.env"),
+            rewards.only(dataset.rewards),
+        )
+        for index, dataset in enumerate(datasets)
+    ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.config import Config, SamplingConfig
+from jaxtrain.errors import UserError
 
 Sampling = SamplingConfig
 """How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
@@ -100,6 +101,18 @@ class DraftPublisher(Publisher, Protocol):
         ...
 
 
+class Shared(NamedTuple):
+    """How processes elsewhere ask the same servers as an engine."""
+
+    sender: Any
+    """Has `table()`, (number, plain data), and `hear(reports)`: what travels between them."""
+    opener: str
+    """"package.module:Class" of (settings, the process's name): its `engine`, `update(table)` and
+    `reports()`."""
+    settings: Any
+    """Plain data."""
+
+
 class EngineKind(ABC):
     """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
 
@@ -117,6 +130,13 @@ class EngineKind(ABC):
     def check(self, config: Config, parts: Any) -> None:
         """UserError for what cannot work, as far as it shows without weights; in a dry run, too."""
         return
+
+    def share(self, engine: Any, workers: int) -> Shared:
+        """For so many workers in other processes; UserError where only this process can ask it."""
+        raise UserError(
+            f"rollout.service: an engine of kind {type(self).__name__} is this process's alone; set"
+            ' rollout.service to "process"'
+        )
 
     @abstractmethod
     def open(

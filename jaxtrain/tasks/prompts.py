@@ -5,6 +5,7 @@ part where weights are gathered for the engine.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,29 +14,32 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig, EnvConfig
+from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
-from jaxtrain.data.text_only import MediaTokens
-from jaxtrain.envs.guard import Guarded, open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.relay import broadcast
-from jaxtrain.rewards import Rewards, open_rewards
+from jaxtrain.rewards import open_rewards
+from jaxtrain.rollout.cluster.open import open_remote
+from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
-from jaxtrain.rollout.open import find_engine, seed_sampling, with_secrets
+from jaxtrain.rollout.open import find_engine, open_envs, seed_sampling, with_secrets
 from jaxtrain.rollout.producer import Given, GroupPlayer, Producer, Rules, Truths
 from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.prompts import Prompts
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.rounds import Estimator, RoundSource
 from jaxtrain.rollout.shared_rounds import SharedRounds
-from jaxtrain.rollout.types import Engine, Env, Publisher
+from jaxtrain.rollout.types import Engine, Publisher
 from jaxtrain.tasks.rehearsal import rehearse
+
+OPENER = "jaxtrain.tasks.service:open_producer"
+"""What makes the producer in a rollout service."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,7 @@ class PromptData:
         `stack` closes what was opened."""
         config, plan, say = self.config, self.plan, self.say
         data, rollout, estimator = config.data, config.rollout, plan.estimator
-        prompts = Prompts(
-            self._open_prompts(),
-            [dataset.weight for dataset in data.datasets],
-            seed=config.run.seed,
-            shuffle=data.shuffle,
-        )
+        prompts = self.make_prompts()
         max_prompts, rounds = None, math.inf
         if config.run.num_epochs:
             max_prompts = config.run.num_epochs * len(prompts)
@@ -122,43 +121,35 @@ class PromptData:
         engine, publisher = kind.open(with_secrets(config), parts, say)
         assert engine is not None, "process 0 samples"
         stack.callback(publisher.close)
-        compares = estimator.baseline in ("group", "leave_one_out")
-        rules = Rules(
-            rollout.group_size,
-            rewards.weights,
-            estimator.combine,
-            estimator.clip,
-            drop_flat=plan.judged and compares and rollout.zero_advantage != "keep",
-            max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
-            retries=rollout.retries,
-            datasets=label_datasets(data.datasets),
-        )
-        ahead = {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
-        # What fails takes longer than what does not: a window holds all that is under way.
-        window = (2 + ahead) * rollout.prompts_per_step * rollout.group_size
-        failures = Failures(rollout.max_failures, window, say)
         second_tries = SecondTries(rollout.reroll_start, rollout.reroll_max_groups)
-        producer = Producer(
-            prompts,
-            GroupPlayer(
+        rules = self.make_rules()
+        if rollout.service == "process":
+            player = GroupPlayer(
                 env,
                 engine,
                 rewards,
                 seed_sampling(config),
                 rules,
-                failures,
+                self.make_failures(say),
                 own,
                 given=plan.given,
                 judged=plan.judged,
                 truths=plan.truths,
-            ),
-            ahead=ahead * rollout.prompts_per_step,
-            ordered=rollout.mode != "async",
-            streaming=rollout.streaming,
-            choose_again=second_tries,
-            patience=config.env.step_timeout,
-            say=say,
-        )
+            )
+            producer = self.make_producer(prompts, player, second_tries, say)
+        else:
+            producer = open_remote(
+                config,
+                parts.tokenizer,
+                kind.share(engine, rollout.ray.episode_workers),
+                OPENER,
+                rules,
+                room=room,
+                media=media,
+                facts=second_tries.tell_facts,
+                stack=stack,
+                say=say,
+            )
         source = RoundSource(
             producer,
             plan.labels(data.micro_batch_size * row_shards(parts.mesh)),
@@ -168,13 +159,70 @@ class PromptData:
             max_lag=rollout.max_lag if rollout.mode == "async" else None,
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             num_samples=None if rollout.samples == "all" else rollout.samples,
-            counters=lambda: {**count_failures(rewards.counters), **engine.counters()},
+            counters=lambda: count_all(rewards.counters, engine, producer),
             max_idle=rollout.max_idle_rounds,
             max_prompts=max_prompts,
         )
         second_tries.source = source
         stack.callback(source.close)
         return engine, publisher, source, total_steps
+
+    def make_prompts(self) -> Prompts:
+        """The order of the prompts, whose rows are opened."""
+        config = self.config
+        return Prompts(
+            self._open_prompts(),
+            [dataset.weight for dataset in config.data.datasets],
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+        )
+
+    def make_rules(self) -> Rules:
+        """What becomes of a group."""
+        rollout, estimator = self.config.rollout, self.plan.estimator
+        compares = estimator.baseline in ("group", "leave_one_out")
+        return Rules(
+            rollout.group_size,
+            {one.label: one.weight for one in self.config.rewards if one.model is None},
+            estimator.combine,
+            estimator.clip,
+            drop_flat=self.plan.judged and compares and rollout.zero_advantage != "keep",
+            max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
+            retries=rollout.retries,
+            datasets=label_datasets(self.config.data.datasets),
+        )
+
+    def make_failures(self, say: Callable[[str], None]) -> Failures:
+        """How many failures end a run. What fails takes longer than what does not: the window
+        holds all that is under way."""
+        rollout = self.config.rollout
+        window = (2 + self._rounds_ahead) * rollout.prompts_per_step * rollout.group_size
+        return Failures(rollout.max_failures, window, say)
+
+    def make_producer(
+        self,
+        prompts: Prompts,
+        player: GroupPlayer,
+        second_tries: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> Producer:
+        """The producer of the config's rollout.mode."""
+        rollout = self.config.rollout
+        return Producer(
+            prompts,
+            player,
+            ahead=self._rounds_ahead * rollout.prompts_per_step,
+            ordered=rollout.mode != "async",
+            streaming=rollout.streaming,
+            choose_again=second_tries,
+            patience=self.config.env.step_timeout,
+            say=say,
+        )
+
+    @property
+    def _rounds_ahead(self) -> int:
+        rollout = self.config.rollout
+        return {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
 
     def eval_batches(self, dataset: DatasetConfig, parts: Parts) -> Iterator[Batch]:
         """There are none: the config refuses data.eval_datasets."""
@@ -231,37 +279,6 @@ class PromptData:
                 say(text)
 
 
-def open_envs(
-    config: Config,
-    tokenizer: Any,
-    rewards: Rewards,
-    row_tokens: int,
-    stack: ExitStack,
-    media: MediaTokens | None = None,
-) -> tuple[Env, list[tuple[Env, Rewards]]]:
-    """(the run's environment, environment and rewards of each dataset where one has its own).
-    row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: as for
-    Guarded."""
-    datasets = config.data.datasets
-
-    def open_one(section: EnvConfig, key: str) -> Guarded:
-        folder = config.run.output_dir
-        env = open_guarded(section, tokenizer, row_tokens, key, media, folder)
-        stack.callback(env.close)
-        return env
-
-    env = open_one(config.env, "env")
-    if all(dataset.env is None and dataset.rewards is None for dataset in datasets):
-        return env, []
-    return env, [
-        (
-            env if dataset.env is None else open_one(dataset.env, f"data.datasets.{index}.env"),
-            rewards.only(dataset.rewards),
-        )
-        for index, dataset in enumerate(datasets)
-    ]
-
-
 def label_datasets(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
     """What metrics call the datasets; nothing where there is one."""
     labels = [dataset.label(datasets[:index]) for index, dataset in enumerate(datasets)]
@@ -271,6 +288,16 @@ def label_datasets(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
 def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
     """What went wrong in reward functions so far; nothing while all is well."""
     return {name: float(n) for name, n in counters.items() if not name.endswith("/calls")}
+
+
+def count_all(rewards: Mapping[str, int], engine: Engine, producer: Any) -> dict[str, float]:
+    """Numbers of reward functions and engines so far, wherever they work."""
+    found = Counter(count_failures(rewards))
+    found.update(engine.counters())
+    if isinstance(producer, RemoteProducer):
+        elsewhere = producer.counters()
+        found.update({name: n for name, n in elsewhere.items() if not name.endswith("/calls")})
+    return dict(found)
 
 
 class SecondTries:
@@ -290,3 +317,7 @@ class SecondTries:
             self._round, self._count = source.rounds_begun, 0
         self._count += 1
         return self._count <= self.per_round
+
+    def tell_facts(self) -> dict[str, Any]:
+        """What the source says, for a process that has none."""
+        return {"progress": self.source.progress, "rounds_begun": self.source.rounds_begun}

@@ -1,19 +1,30 @@
 """What a trainer sends to its service and the workers, and what these make of it.
 
-    trainer: settings(config, tokenizer, ...) ──> service ──> worker: open_worker(settings)
-                                                              environment, rewards, engine: no jax
+trainer: settings(config, tokenizer, ...) ──> service ──> worker: open_worker(settings)
+                                                          environment, rewards, engine: no jax
 """
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import Config, DataConfig, EnvConfig, RewardConfig, RolloutConfig
-from jaxtrain.config import RunConfig
-from jaxtrain.config.data import DatasetConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    EnvConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from jaxtrain.config.ray import service_name
 from jaxtrain.rewards import open_rewards
+from jaxtrain.rollout.cluster.actors import start_service
+from jaxtrain.rollout.cluster.ray_cluster import join
+from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.open import open_envs, seed_sampling
 from jaxtrain.rollout.producer import GroupPlayer, Rules
 from jaxtrain.rollout.types import Shared
@@ -26,15 +37,59 @@ def worker_settings(
 ) -> dict[str, Any]:
     """What `open_worker` reads. room: tokens of the longest episode. media: of open_envs."""
     dumped = config.model_dump(mode="json")
-    sections = ("run", "env", "rewards", "sampling", "data", "rollout")
+    rollout = ("group_size", "reward_workers", "retries")
     return {
-        **{name: dumped[name] for name in sections},
+        **{name: dumped[name] for name in ("env", "rewards", "sampling", "data")},
+        "run": {name: dumped["run"][name] for name in ("output_dir", "seed")},
+        "rollout": {name: dumped["rollout"][name] for name in rollout},
         "engine": (shared.opener, shared.settings),
         "tokenizer": tokenizer,
         "room": room,
         "media": dict(media or {}),
         "folder": os.getcwd(),
     }
+
+
+def open_remote(
+    config: Config,
+    tokenizer: Any,
+    shared: Shared,
+    opener: str,
+    rules: Rules,
+    *,
+    room: int,
+    media: Any,
+    facts: Callable[[], dict[str, Any]],
+    stack: ExitStack,
+    say: Callable[[str], None],
+) -> RemoteProducer:
+    """The run's service on Ray: its own, or the one that rollout.service names. opener: makes the
+    service's producer. stack: leaves the cluster. UserError, also where another run holds it."""
+    ray, name = config.rollout.ray, service_name(config.rollout.service)
+    cluster = join(ray)
+    stack.callback(cluster.close)
+    service = start_service(cluster) if name is None else cluster.find(name)
+    settings = {
+        "service": {
+            "config": config.model_dump(mode="json"),
+            "tokenizer": tokenizer,
+            "folder": os.getcwd(),
+        },
+        "worker": (WORKER, worker_settings(config, tokenizer, shared, room, media)),
+    }
+    who = f"{config.run.output_dir} on {os.uname().nodename}, process {os.getpid()}"
+    say(f"episodes are played by {ray.episode_workers} workers on Ray, {cluster.describe()}")
+    return RemoteProducer(
+        service,
+        who,
+        opener,
+        settings,
+        rules,
+        engine=shared.sender,
+        facts=facts,
+        wait_seconds=ray.wait_seconds,
+        say=say,
+    )
 
 
 class OpenedWorker:
@@ -84,7 +139,7 @@ def read_sections(settings: dict[str, Any]) -> Config:
         run=RunConfig(**settings["run"]),
         env=EnvConfig(**settings["env"]),
         rewards=[RewardConfig(**one) for one in settings["rewards"]],
-        sampling=settings["sampling"],
+        sampling=SamplingConfig(**settings["sampling"]),
         data=DataConfig(**settings["data"]),
         rollout=RolloutConfig(**settings["rollout"]),
     )

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.cluster.far import Lost
 
 LOOK_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+_JOINED: list["RayCluster"] = []
 GONE_SECONDS = 20.0
 """Without an answer of the head for so long, the cluster is lost."""
 LOST_CLUSTER = (
-    "Ray cluster lost: its head does not answer any more. Start it again (ray start --head) and then"
-    " the same command: the run goes on from its last checkpoint"
+    "Ray cluster lost: its head does not answer any more. Start it again (ray start --head) and"
+    " then the same command: the run goes on from its last checkpoint"
 )
 
 
@@ -83,10 +85,21 @@ class RayCluster:
             if main and before is not None:
                 signal.signal(signal.SIGTERM, before)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def describe(self) -> str:
+        """For people: where it is and how large."""
+        alive = [node for node in self.ray.nodes() if node["Alive"]]
+        where = "of this machine alone" if self.own else f"at {self.config.address}"
+        return f"{where} ({len(alive)} node{'s' if len(alive) > 1 else ''})"
+
     def close(self) -> None:
         """Leave it; actors that are not detached end with that, and a Ray of its own does."""
-        self._closed.set()
-        self.ray.shutdown()
+        if not self.closed:
+            self._closed.set()
+            self.ray.shutdown()
 
     def environment(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """runtime_env of an actor: this package on its path, and the variables to pass."""
@@ -99,7 +112,11 @@ class RayCluster:
         return given
 
     def start(
-        self, kind: type, arguments: Sequence[Any], named: Mapping[str, Any] | None = None, **options: Any
+        self,
+        kind: type,
+        arguments: Sequence[Any],
+        named: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> "RayFar":
         """An actor of this class, that is started again wherever there is room for it."""
         options = {"max_restarts": -1, "max_task_retries": 0, **options}
@@ -130,7 +147,13 @@ class RayCluster:
                     self.error = RunStopped(LOST_CLUSTER)
 
 
-LOOPBACK = "127.0.0.1"
+def join(config: RayConfig) -> RayCluster:
+    """The cluster of this process, joined by the first who asks."""
+    # The service, and room for what its workers and servers say that they take.
+    cpus = 2 + config.episode_workers * config.worker_cpus
+    if not _JOINED or _JOINED[0].closed:
+        _JOINED[:] = [RayCluster(config, cpus)]
+    return _JOINED[0]
 
 
 class RayFar:
@@ -184,5 +207,3 @@ def translate(error: BaseException, ray: Any) -> BaseException:
     if isinstance(error, (kinds.RaySystemError, kinds.RpcError, ConnectionError)):
         return RunStopped(f"{LOST_CLUSTER} ({str(error)[:200]})")
     return error
-
-

@@ -7,8 +7,8 @@
                                                       │
     trainer: TableSender.hear(reports) <──────────────┘ suspect, drop, requests under way
 
-There is one writer, the trainer's `Servers`: it alone watches, inspects and brings weights. A worker
-chooses for itself (`choose.py`), by its own requests alone.
+There is one writer, the trainer's `Servers`: it alone watches, inspects and brings weights. A
+worker chooses for itself (`choose.py`), by its own requests alone.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.rollout.types import Sampling
+from jaxtrain.rollout.types import Sampling, Shared
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.inspect import Inspector
 from jaxtrain.rollout.vllm.pool import Pool, Server
@@ -183,16 +183,14 @@ class FarVllm:
         self.update, self.reports = self.pool.update, self.pool.reports
 
 
-def share(engine: VllmEngine, workers: int) -> dict[str, Any]:
-    """What makes this engine in a worker, of so many: "open" names the class, "settings" are its."""
+def share(engine: VllmEngine, workers: int) -> Shared:
+    """How so many workers ask the servers of this engine."""
     config = engine.servers.config
     fair = math.ceil(config.concurrency / workers)
-    return {
-        "open": "jaxtrain.rollout.vllm.far:FarVllm",
-        "settings": {
-            "config": config.model_copy(update={"concurrency": fair, "servers": []}).model_dump(),
-            "adapters": engine.adapters,
-            "routes": None if engine.routes is None else engine.routes._asdict(),
-            "group_size": engine.group_size,
-        },
+    settings = {
+        "config": config.model_copy(update={"concurrency": fair, "servers": []}).model_dump(),
+        "adapters": engine.adapters,
+        "routes": None if engine.routes is None else engine.routes._asdict(),
+        "group_size": engine.group_size,
     }
+    return Shared(TableSender(engine.servers), "jaxtrain.rollout.vllm.far:FarVllm", settings)

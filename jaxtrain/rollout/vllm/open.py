@@ -24,11 +24,12 @@ from jaxtrain.models.parameters import Params
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
-from jaxtrain.rollout.types import EngineKind, Publisher
+from jaxtrain.rollout.types import EngineKind, Publisher, Shared
 from jaxtrain.rollout.vllm.device_image import DeviceImage
 from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces, list_rows
 from jaxtrain.rollout.vllm.discover import open_sources
 from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.far import share
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
@@ -43,6 +44,10 @@ class Vllm(EngineKind):
     ) -> tuple[VllmEngine | None, Publisher]:
         """See EngineKind."""
         return open_vllm(config, parts, say)
+
+    def share(self, engine: VllmEngine, workers: int) -> Shared:
+        """See EngineKind."""
+        return share(engine, workers)
 
 
 def open_vllm(
