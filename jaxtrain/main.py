@@ -29,6 +29,7 @@ usage:
   jaxtrain score RUN|MODEL DATA --output FILE         scores of a reward model, row by row
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
+  jaxtrain watch RUN [RUN ...]                        dashboard in the terminal, live or afterwards
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
   jaxtrain convert FILE [--output FILE]               a config of Axolotl, TRL or prime-rl as ours
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
         "score": run_score,
         "export": run_export,
         "merge": run_merge,
+        "watch": run_watch,
         "plot": run_plot,
         "convert": run_convert,
         "docs": run_docs,
@@ -409,6 +411,53 @@ def run_plot(argv: list[str]) -> None:
         require_writable(output, args.overwrite)
     plot_runs(args.runs, output)
     print(output)
+
+
+def run_watch(argv: list[str]) -> None:
+    """Runs on a dashboard in the terminal, live or finished: metrics, samples, log, servers."""
+    parser = Parser("jaxtrain watch", description=run_watch.__doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=expand_path, help="output_dirs, or folders with runs in them"
+    )
+    parser.add_argument("--once", action="store_true", help="print one picture as text and end")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON and end")
+    parser.add_argument("--svg", type=expand_path, help="write one picture to this file and end")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --svg if it is there"
+    )
+    parser.add_argument(
+        "--screen",
+        choices=("metrics", "samples", "log", "runs", "servers"),
+        default="metrics",
+        help="what is shown first (default metrics)",
+    )
+    parser.add_argument(
+        "--size",
+        type=read_size,
+        default=(120, 40),
+        metavar="COLUMNSxROWS",
+        help="of one picture (default 120x40)",
+    )
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.watch.print import watch
+
+    watch(
+        args.runs,
+        args.size,
+        screen=args.screen,
+        once=args.once,
+        as_json=args.json,
+        svg=args.svg,
+        overwrite=args.overwrite,
+    )
+
+
+def read_size(word: str) -> tuple[int, int]:
+    """120x40."""
+    columns, _, rows = word.partition("x")
+    if columns.isdigit() and rows.isdigit() and int(columns) <= 1000 and int(rows) <= 1000:
+        return int(columns), int(rows)
+    raise argparse.ArgumentTypeError(f"{word!r} is no size such as 120x40")
 
 
 def run_convert(argv: list[str]) -> int:

@@ -32,6 +32,7 @@ from jaxtrain.run.belongings import delete_own, read_names, require_own, take_na
 from jaxtrain.run.checkpoint_folder import find_steps
 from jaxtrain.run.manifest import write_atomically
 from jaxtrain.run.records import Record, ends_whole, read_records
+from jaxtrain.run.saved_config import flatten
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -259,20 +260,6 @@ def find_changes(
         shown.append(line)
         refused.append(line + " (without data.global_batch_size a step's batch follows them)")
     return shown, refused
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables and lists of tables as {"data.datasets.0.path": value}."""
-    if isinstance(value, dict) and value:
-        pairs = value.items()
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        pairs = enumerate(value)
-    else:
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in pairs:
-        flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def take_lock(path: Path, folder: Path) -> int:

@@ -12,7 +12,8 @@ from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
 from jaxtrain.run.belongings import take_names
-from jaxtrain.run.folder import RunFolder, cut_lines, find_changes, flatten
+from jaxtrain.run.folder import RunFolder, cut_lines, find_changes
+from jaxtrain.run.saved_config import flatten
 
 REPO = Path(__file__).parents[2]
 

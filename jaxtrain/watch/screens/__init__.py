@@ -1,0 +1,1 @@
+"""The five screens: (look, width, height) -> a Frame of exactly that size."""

@@ -1,0 +1,104 @@
+"""What the hosts' accelerators, memory and disk do: a panel, or one line."""
+
+import time
+from typing import Any
+
+from rich.text import Text
+
+from jaxtrain.run.console import format_count
+from jaxtrain.watch.facts import number
+from jaxtrain.watch.look import Look
+from jaxtrain.watch.text import bar, box, flat
+
+GIB = 2**30
+
+
+def newest(look: Look) -> dict[str, dict[str, Any]]:
+    """The last line of each host of the chosen run."""
+    run = look.first
+    return {host: lines[-1] for host, lines in run.hardware.items() if lines} if run else {}
+
+
+def draw_hardware(look: Look, width: int, height: int) -> list[Text]:
+    """A row for each GPU while there is space, else one for each host's; then CPUs."""
+    hosts = newest(look)
+    gpus = [(host, gpu) for host, line in hosts.items() for gpu in list_gpus(line)]
+    space = height - 2 - len(hosts)
+    lines: list[Text] = []
+    if gpus and len(gpus) + 1 <= space:
+        lines.append(Text(f" gpu  use{' ' * 13}memory{' ' * 11}°C     W", style="bright_black"))
+        lines += [draw_gpu(gpu) for _, gpu in gpus]
+    elif gpus:
+        lines += [Text(" " + sum_up(list_gpus(line), host)) for host, line in hosts.items()]
+    for host, line in hosts.items():
+        lines.append(draw_host(host, line))
+    if not hosts:
+        lines = [Text(" nothing is recorded (log.hardware_seconds)", style="bright_black")]
+    title = "hardware"
+    if hosts:
+        age = (look.now or time.time()) - max(number(line.get("time")) for line in hosts.values())
+        title = "hardware" if age < 120 else "hardware, when last seen"
+    return box(lines, width, height, title)
+
+
+def list_gpus(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The accelerators of a line."""
+    gpus = line.get("gpus")
+    return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+
+
+def draw_gpu(gpu: dict[str, Any]) -> Text:
+    """use, memory, temperature, power of one; blanks where it does not tell."""
+    use, memory, total = gpu.get("use"), gpu.get("memory"), number(gpu.get("memory_total"))
+    line = Text(f" {flat(gpu.get('index', '?'))[:3]:<4} ")
+    line.append_text(bar(number(use), 8) if use is not None else Text(" " * 8))
+    line.append(f" {number(use):>5.0%}  " if use is not None else " " * 8)
+    share = number(memory) / total if total else None
+    line.append_text(bar(share, 6))
+    line.append(f" {number(memory) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(14))
+    temperature, power = gpu.get("temperature"), gpu.get("power")
+    line.append(f"{number(temperature):>3.0f}" if temperature is not None else "   ")
+    return line.append(f" {number(power):>5.0f}" if power is not None else "")
+
+
+def draw_host(host: str, line: dict[str, Any]) -> Text:
+    """CPU, memory and disk of a host."""
+    cpu = line.get("cpu")
+    text = Text(" cpu  ").append_text(bar(number(cpu), 8))
+    text.append(f" {number(cpu):>5.0%}  " if cpu is not None else " " * 8)
+    total = number(line.get("memory_total"))
+    text.append_text(bar(number(line.get("memory")) / total if total else None, 6))
+    text.append(f" {number(line.get('memory')) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(14))
+    disk = number(line.get("disk_free"))
+    return text.append(f"{flat(host)}, disk {format_count(disk / GIB)} G", "bright_black")
+
+
+def sum_up(gpus: list[dict[str, Any]], host: str = "") -> str:
+    """gpu 91-94 %  60.1/143 G  64 °C"""
+    uses = [100 * number(gpu["use"]) for gpu in gpus if gpu.get("use") is not None]
+    parts = [f"{len(gpus)} gpus {flat(host)}".rstrip() if len(gpus) > 1 else "gpu"]
+    if uses:
+        low, high = f"{min(uses):.0f}", f"{max(uses):.0f}"
+        parts.append(f"{low} %" if low == high else f"{low}-{high} %")
+    most = max(number(gpu.get("memory")) for gpu in gpus) / GIB
+    parts.append(f"{most:.1f}/{max(number(gpu.get('memory_total')) for gpu in gpus) / GIB:.0f} G")
+    heat = max(number(gpu.get("temperature")) for gpu in gpus)
+    return "  ".join([*parts, f"{heat:.0f} °C"] if heat else parts)
+
+
+def one_line(look: Look) -> Text:
+    """Hardware and speed in one line, for small screens."""
+    parts = []
+    for line in list(newest(look).values())[:1]:
+        if gpus := list_gpus(line):
+            parts.append(sum_up(gpus))
+        total = number(line.get("memory_total")) / GIB
+        memory = f"{number(line.get('memory')) / GIB:.0f}/{total:.0f} G"
+        parts.append(f"cpu {number(line.get('cpu')):.0%}  {memory}")
+    run = look.first
+    if run is not None:
+        if speed := run.last("tokens_per_second_per_device"):
+            parts.append(f"{format_count(speed)} tok/s/dev")
+        if mfu := run.last("mfu"):
+            parts.append(f"MFU {mfu:.0%}")
+    return Text(" " + "   ".join(parts))

@@ -1,0 +1,75 @@
+"""A file that somebody else is writing, read from where one stopped."""
+
+import os
+from pathlib import Path
+
+MOST_READ = 8 * 2**20
+"""Bytes of one reading."""
+MOST_LINE = 64 * 2**20
+"""Bytes of a line; a longer one is dropped."""
+SEAM = 64
+"""Bytes before the offset by which the file is known again."""
+
+
+class Tail:
+    """New whole lines of a file, each time it is asked.
+
+    A file that became shorter, was replaced (as a resumed run does with its metrics) or no longer
+    holds what was read is read from its start again: `restarted` then counts up, and the lines that
+    come replace all before.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.restarted = 0
+        self.behind = False
+        """Whether more is there to read at once."""
+        self._forget()
+
+    def read(self) -> list[bytes]:
+        """Whole lines that came since the last call, without their ends; at most MOST_READ bytes of
+        them. A file that is missing has none."""
+        try:
+            with open(self.path, "rb", opener=_open_regular) as file:
+                found = os.fstat(file.fileno())
+                if self._inode is not None and not self._goes_on(file, found):
+                    self.restarted += 1
+                    self._forget()
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                new = file.read(MOST_READ)
+        except OSError:
+            if self._inode is not None and not os.path.lexists(self.path):
+                self.restarted += 1
+                self._forget()
+            self.behind = False
+            return []
+        self.behind = len(new) == MOST_READ
+        self._offset += len(new)
+        self._seam = (self._seam + new)[-SEAM:]
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        if self._skipping and lines:
+            lines, self._skipping = lines[1:], False
+        if len(self._rest) > MOST_LINE:
+            self._rest, self._skipping = b"", True
+        return lines
+
+    def _goes_on(self, file, found: os.stat_result) -> bool:
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            return False
+        file.seek(self._offset - len(self._seam))
+        return file.read(len(self._seam)) == self._seam
+
+    def _forget(self) -> None:
+        self._offset, self._inode = 0, None
+        self._rest, self._seam = b"", b""
+        self._skipping = False
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Not to wait for a writer, should it be a pipe."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not os.path.isfile(path):
+        os.close(descriptor)
+        raise OSError("no regular file")
+    return descriptor
