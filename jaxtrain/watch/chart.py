@@ -275,16 +275,3 @@ def spark(values: np.ndarray, width: int) -> str:
         0 if apart <= 1e-12 * max(abs(high), abs(low), 1e-300) else (p - low) / apart for p in parts
     ]
     return "".join(BARS[min(int(share * 8), 7)] for share in level).rjust(width)
-
-
-def smooth(values: np.ndarray, share: float) -> np.ndarray:
-    """Exponential average over about `share` of the curve (0: as it is), [points]."""
-    if share <= 0 or len(values) < 3:
-        return values
-    decay = 1 - 1 / max(share * len(values), 1)
-    total = weight = 0.0
-    result = np.empty(len(values))
-    for i, value in enumerate(values.tolist()):
-        total, weight = decay * total + value, decay * weight + 1
-        result[i] = total / weight
-    return result

@@ -223,8 +223,8 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-def elapsed_and_left(run: Run) -> str:
+def elapsed_and_left(run: Run, live: bool) -> str:
     """0:05:12   ETA 0:02:36"""
-    state, left = read_state(run), time_left(run)
-    ending = f"   ETA {format_time(left)}" if state.live and left is not None else ""
+    left = time_left(run) if live else None
+    ending = f"   ETA {format_time(left)}" if left is not None else ""
     return format_time(time_passed(run)) + ending

@@ -99,7 +99,7 @@ def draw_head(look: Look, width: int) -> tuple[list[Text], list[Spot]]:
         elif width >= 70:
             first.append(f"  {describe(run).partition(' · ')[0]}")
         first.append(f"  step {step:,}/{total:,}" if total else f"  step {step:,}")
-        first.append(f"   {elapsed_and_left(run)}")
+        first.append(f"   {elapsed_and_left(run, state.live)}")
         if state.text:
             first.append(f"   {state.text}", color if not state.live else "bright_black")
     percent = "" if share is None else f" {min(share, 1):>4.0%} "

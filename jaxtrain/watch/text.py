@@ -19,8 +19,8 @@ def flat(text: object) -> str:
 
 def fit(line: Text | str, width: int, style: str = "") -> Text:
     """A line of exactly `width` cells: cut with an ellipsis, or filled with spaces."""
-    text = line.copy() if isinstance(line, Text) else Text(line, style=style)
     width = max(width, 0)
+    text = line.copy() if isinstance(line, Text) else Text(line[: 4 * width + 16], style=style)
     if cell_len(text.plain) > width:
         text.truncate(max(width - 1, 0))
         text.append("…" if width else "")
@@ -45,7 +45,7 @@ def wrap(text: str, width: int, most: int = 2000) -> list[str]:
     lines: list[str] = []
     width = max(width, 2)
     for line in printable(text).expandtabs(4).split("\n"):
-        while cell_len(line) > width:
+        while len(line) > width or cell_len(line) > width:
             end = _reach(line, width)
             space = line.rfind(" ", width // 2, end + 1)
             end = space if space > 0 else end

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from jaxtrain.watch.chart import Curve, chart, label_ticks, pick_ticks, smooth, spark
+from jaxtrain.watch.chart import Curve, chart, label_ticks, pick_ticks, spark
 
 
 def draw(y, width=20, height=5, x=None, **options) -> list[str]:
@@ -112,9 +112,6 @@ def test_ticks_are_few_and_told_apart(a, b, most):
         assert len(set(label_ticks(ticks))) == len(ticks)
 
 
-def test_sparks_and_smoothing():
+def test_sparks():
     assert spark(np.array([1.0, 2.0, 3.0]), 3) == "▁▅█" and spark(np.ones(9), 4) == "▁▁▁▁"
     assert spark(np.zeros(0), 3) == "   "
-    y = np.sin(np.arange(100.0))
-    assert np.abs(np.diff(smooth(y, 0.2))).max() < np.abs(np.diff(y)).max() / 4
-    assert smooth(y, 0.0) is y

@@ -26,7 +26,7 @@ def draw_hardware(look: Look, width: int, height: int) -> list[Text]:
     space = height - 2 - len(hosts)
     lines: list[Text] = []
     if gpus and len(gpus) + 1 <= space:
-        lines.append(Text(f" gpu  use{' ' * 13}memory{' ' * 11}°C     W", style="bright_black"))
+        lines.append(Text(f" gpu  use{' ' * 12}memory{' ' * 10}°C    W", style="bright_black"))
         lines += [draw_gpu(gpu) for _, gpu in gpus]
     elif gpus:
         lines += [Text(" " + sum_up(list_gpus(line), host)) for host, line in hosts.items()]
@@ -52,31 +52,30 @@ def draw_gpu(gpu: dict[str, Any]) -> Text:
     use, memory, total = gpu.get("use"), gpu.get("memory"), number(gpu.get("memory_total"))
     line = Text(f" {flat(gpu.get('index', '?'))[:3]:<4} ")
     line.append_text(bar(number(use), 8) if use is not None else Text(" " * 8))
-    line.append(f" {number(use):>5.0%}  " if use is not None else " " * 8)
+    line.append(f" {number(use):>4.0%}  " if use is not None else " " * 7)
     share = number(memory) / total if total else None
     line.append_text(bar(share, 6))
-    line.append(f" {number(memory) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(14))
+    line.append(f" {number(memory) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(13))
     temperature, power = gpu.get("temperature"), gpu.get("power")
     line.append(f"{number(temperature):>3.0f}" if temperature is not None else "   ")
-    return line.append(f" {number(power):>5.0f}" if power is not None else "")
+    return line.append(f" {number(power):>4.0f}" if power is not None else "")
 
 
 def draw_host(host: str, line: dict[str, Any]) -> Text:
-    """CPU, memory and disk of a host."""
+    """CPU and memory of a host."""
     cpu = line.get("cpu")
     text = Text(" cpu  ").append_text(bar(number(cpu), 8))
-    text.append(f" {number(cpu):>5.0%}  " if cpu is not None else " " * 8)
+    text.append(f" {number(cpu):>4.0%}  " if cpu is not None else " " * 7)
     total = number(line.get("memory_total"))
     text.append_text(bar(number(line.get("memory")) / total if total else None, 6))
-    text.append(f" {number(line.get('memory')) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(14))
-    disk = number(line.get("disk_free"))
-    return text.append(f"{flat(host)}, disk {format_count(disk / GIB)} G", "bright_black")
+    text.append(f" {number(line.get('memory')) / GIB:>5.1f}/{total / GIB:.0f} G".ljust(13))
+    return text.append(f" {flat(host)}", "bright_black")
 
 
 def sum_up(gpus: list[dict[str, Any]], host: str = "") -> str:
     """gpu 91-94 %  60.1/143 G  64 °C"""
     uses = [100 * number(gpu["use"]) for gpu in gpus if gpu.get("use") is not None]
-    parts = [f"{len(gpus)} gpus {flat(host)}".rstrip() if len(gpus) > 1 else "gpu"]
+    parts = [f"{flat(host)} {len(gpus)} gpus" if host else "gpu"]
     if uses:
         low, high = f"{min(uses):.0f}", f"{max(uses):.0f}"
         parts.append(f"{low} %" if low == high else f"{low}-{high} %")
@@ -101,4 +100,4 @@ def one_line(look: Look) -> Text:
             parts.append(f"{format_count(speed)} tok/s/dev")
         if mfu := run.last("mfu"):
             parts.append(f"MFU {mfu:.0%}")
-    return Text(" " + "   ".join(parts))
+    return Text(" " + "  ".join(parts))

@@ -7,7 +7,8 @@ import numpy as np
 from rich.text import Text
 
 from jaxtrain.run.console import format_number
-from jaxtrain.watch.chart import Curve, Window, chart, label_place, smooth, spark
+from jaxtrain.run.plot import smooth
+from jaxtrain.watch.chart import Curve, Window, chart, label_place, spark
 from jaxtrain.watch.facts import is_step, is_warning
 from jaxtrain.watch.look import SMOOTH, X_AXES, Frame, Look, Spot
 from jaxtrain.watch.names import group, label, order_charts
@@ -111,7 +112,8 @@ def read_curve(look: Look, run: Run, name: str) -> Curve | None:
     if name not in run.metrics:
         return None
     x, y = run.curve(name, X_AXES[look.choice.x])
-    return Curve(x, smooth(y, SMOOTH[look.choice.smooth]), look.color(run))
+    share = SMOOTH[look.choice.smooth]
+    return Curve(x, np.array(smooth(y.tolist(), share)) if share else y, look.color(run))
 
 
 def plain(value: float | None) -> str:

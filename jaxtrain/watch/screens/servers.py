@@ -61,5 +61,5 @@ def draw_numbers(run: Run | None, width: int, height: int) -> list[Text]:
             value = plain(run.last(name)) if run else ""
             line = fit(" " + cut_left(flat(name), wide - 16), wide - 14)
             lines.append(line.append(f"{value:>11}", "cyan"))
-        columns.append(box(lines, wide, height, "weights and answers" if wide == half else ""))
+        columns.append(box(lines, wide, height, "" if columns else "weights and answers"))
     return beside(*columns)
