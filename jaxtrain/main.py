@@ -11,9 +11,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jaxtrain
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.shown import printable, show
 
@@ -38,13 +39,6 @@ RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own o
 `python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key, `--version`
 what is installed.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are a UserError: one line, without control characters."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}; {self.prog} -h tells what it takes")
 
 
 def main(argv: list[str]) -> int:
@@ -414,50 +408,10 @@ def run_plot(argv: list[str]) -> None:
 
 
 def run_watch(argv: list[str]) -> None:
-    """Runs on a dashboard in the terminal, live or finished: metrics, samples, log, servers."""
-    parser = Parser("jaxtrain watch", description=run_watch.__doc__)
-    parser.add_argument(
-        "runs", nargs="+", type=expand_path, help="output_dirs, or folders with runs in them"
-    )
-    parser.add_argument("--once", action="store_true", help="print one picture as text and end")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON and end")
-    parser.add_argument("--svg", type=expand_path, help="write one picture to this file and end")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the file --svg if it is there"
-    )
-    parser.add_argument(
-        "--screen",
-        choices=("metrics", "samples", "log", "runs", "servers"),
-        default="metrics",
-        help="what is shown first (default metrics)",
-    )
-    parser.add_argument(
-        "--size",
-        type=read_size,
-        default=(120, 40),
-        metavar="COLUMNSxROWS",
-        help="of one picture (default 120x40)",
-    )
-    args = parser.parse_intermixed_args(argv)
-    from jaxtrain.watch.print import watch
+    """Runs on a dashboard in the terminal."""
+    from jaxtrain.watch.open import watch_command
 
-    watch(
-        args.runs,
-        args.size,
-        screen=args.screen,
-        once=args.once,
-        as_json=args.json,
-        svg=args.svg,
-        overwrite=args.overwrite,
-    )
-
-
-def read_size(word: str) -> tuple[int, int]:
-    """120x40."""
-    columns, _, rows = word.partition("x")
-    if columns.isdigit() and rows.isdigit() and int(columns) <= 1000 and int(rows) <= 1000:
-        return int(columns), int(rows)
-    raise argparse.ArgumentTypeError(f"{word!r} is no size such as 120x40")
+    watch_command(argv)
 
 
 def run_convert(argv: list[str]) -> int:
@@ -489,11 +443,6 @@ def run_schema(argv: list[str]) -> None:
     from jaxtrain.config import Config
 
     print(json.dumps(Config.model_json_schema(), indent=2))
-
-
-def expand_path(text: str) -> Path:
-    """A path of the command line; a leading ~ is somebody's home, also after `--output=`."""
-    return Path(os.path.expanduser(text))
 
 
 def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # the room itself; inside a room no two modules may need each other.
 LAYERS = [
     ["jaxtrain_kernels"],
-    ["errors", "shown", "foreign", "batch"],
+    ["errors", "shown", "foreign", "batch", "arguments"],
     ["plugins", "sandbox", "convert"],
     ["config"],
     ["hf", "parallel"],
@@ -40,6 +40,7 @@ RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}
 WITHOUT_JAX = [
     "config",
     "convert",
+    "arguments",
     "errors",
     "shown",
     "foreign",
@@ -51,7 +52,7 @@ WITHOUT_JAX = [
     "run.hardware",
     "run.samples",
     "run.sinks",
-    "watch.print",
+    "watch.open",
     "watch.app",
     "data",
     "envs",

@@ -3,6 +3,7 @@
 import io
 from fnmatch import filter as matching
 from pathlib import Path
+from typing import TypeGuard
 
 from jaxtrain.errors import UserError
 from jaxtrain.run.belongings import write_output
@@ -117,7 +118,7 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
     return curves
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value can be drawn: finite, and of a size that a scale can have."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

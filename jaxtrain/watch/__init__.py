@@ -4,5 +4,5 @@ folders -> tail.py, run.py: what runs wrote so far     facts.py: state, time lef
         -> screens/: pure functions of (runs, what the person chose, size) -> lines of text
         -> frame.py: the whole screen as lines
 keys    -> choice.py: what the person chose
-app.py brings keys and lines to a terminal (Textual); print.py writes one frame or JSON.
+app.py brings keys and lines to a terminal (Textual); open.py is the verb.
 """

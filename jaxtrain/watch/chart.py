@@ -129,9 +129,14 @@ def pick_ticks(low: float, high: float, most: int, log: bool = False) -> list[fl
     if log:
         found = pick_ticks(10**low, 10**high, most)
         return [math.log10(t) for t in found if t > 0]
-    step = round_step((high - low) / max(most, 1))
-    first = math.ceil(low / step)
-    return [(first + i) * step for i in range(max(math.floor(high / step) - first + 1, 0))]
+    found: list[float] = []
+    for parts in (2 * most, 1.5 * most, most):  # as many as there is space for
+        step = round_step((high - low) / max(parts, 1))
+        first = math.ceil(low / step)
+        found = [(first + i) * step for i in range(max(math.floor(high / step) - first + 1, 0))]
+        if len(found) <= most + 1:
+            break
+    return found
 
 
 def round_step(step: float, whole: bool = False) -> float:

@@ -91,7 +91,7 @@ def draw_head(look: Look, width: int) -> tuple[list[Text], list[Spot]]:
         state, step, total = read_state(run, look.now), current_step(run), total_steps(run)
         share = step / total if total else None
         mark, word, color = MARKS[state.kind]
-        first = Text(f" {mark} {word}  ", style=f"bold {color}")
+        first = Text().append(f" {mark} {word}  ", f"bold {color}")
         needed = len(word) + 40
         first.append(cut_left(str(run.name), max(width - needed, 10)), "bold")
         if width >= 100:

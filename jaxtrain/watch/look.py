@@ -89,7 +89,7 @@ class Look:
         self.runs, self.choice = runs, choice or Choice()
         self.now = now
         """Unix time for everything that is told relative to it; None: the clock."""
-        self.grid = (2, 3)
+        self.grid: tuple[int, int] = (2, 3)
         """Columns and rows of charts on the last picture."""
         self._drawn: dict[Hashable, Any] = {}
 

@@ -90,8 +90,11 @@ class Run:
         if series is None:
             return np.zeros(0), np.zeros(0)
         rows = np.array(series.rows, dtype=np.int64)
-        along = {"step": self.steps, "time": self.times, "tokens": self.tokens}[x]
-        return np.array(along)[rows], np.array(series.values)
+        return np.array(self.along(x))[rows], np.array(series.values)
+
+    def along(self, x: str) -> array:
+        """Where each line of metrics.jsonl stands on an x axis: "step", "time" or "tokens"."""
+        return {"step": self.steps, "time": self.times, "tokens": self.tokens}[x]
 
     def points(self, name: str) -> tuple[int, int]:
         """(times that metrics.jsonl began anew, points of a metric): what its curve hangs on."""

@@ -88,7 +88,19 @@ def test_a_real_terminal(tmp_path):
             time.sleep(0.1)
 
     environment = os.environ | {"PYTHONPATH": ".:kernels", "LANG": "C.UTF-8", "TERM": "xterm"}
-    start = [*socket, "-f", "/dev/null", "-u", "new-session", "-d", "-x", "100", "-y", "30", program]
+    start = [
+        *socket,
+        "-f",
+        "/dev/null",
+        "-u",
+        "new-session",
+        "-d",
+        "-x",
+        "100",
+        "-y",
+        "30",
+        program,
+    ]
     subprocess.run(start, check=True, cwd=REPO, env=environment)
     try:
         wait_for(lambda: "finished  agent" in screen() and "q quit" in screen())

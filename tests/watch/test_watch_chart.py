@@ -14,7 +14,9 @@ from jaxtrain.watch.chart import Curve, chart, label_ticks, pick_ticks, spark
 def draw(y, width=20, height=5, x=None, **options) -> list[str]:
     y = np.asarray(y, float)
     x = np.arange(1, len(y) + 1) if x is None else x
-    return [line.plain for line in chart([Curve(np.asarray(x, float), y)], width, height, **options)]
+    return [
+        line.plain for line in chart([Curve(np.asarray(x, float), y)], width, height, **options)
+    ]
 
 
 # fmt: off
@@ -27,17 +29,17 @@ PICTURES = {
         2          4
 """),
     "constant": (dict(y=[5, 5, 5]), """
-5.25┤
-5.00┤⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀
-    │
-4.75┤
-     1      2      3
+5.2┤
+5.0┤⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀
+   │
+4.8┤
+    1       2      3
 """),
     "point": (dict(y=[3]), """
- │
-3┤                 ⢀
- │
- │
+3.1┤
+3.0┤               ⢀
+   │
+2.9┤
                    1
 """),
     "log": (dict(y=[1, 10, 100, 1000], log=True), """

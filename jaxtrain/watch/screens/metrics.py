@@ -94,17 +94,28 @@ def draw_chart(
     """One metric of all shown runs in a frame; its newest value at the bottom."""
     choice, runs = look.choice, look.shown
     state = tuple((str(run.path), run.points(name), look.color(run)) for run in runs)
+    state += tuple(len(run.steps) for run in runs)  # all charts reach to the newest line
     options = (choice.log_y, choice.smooth, choice.x)
 
     def make() -> list[Text]:
         curves = [curve for run in runs if (curve := read_curve(look, run, name))]
         last = next((v for run in runs if (v := run.last(name)) is not None), None)
-        inside = chart(curves, width - 2, height - 2, choice.log_y, X_AXES[choice.x])
+        window = whole_extent(look) if curves else None
+        inside = chart(curves, width - 2, height - 2, choice.log_y, X_AXES[choice.x], window)
         title = cut_left(name, width - 6)
         footer = "  ".join(filter(None, [note, plain(last)]))
         return box(inside, width, height, title, footer, "cyan" if chosen else "bright_black")
 
     return look.remember(("chart", name, width, height, chosen, note, state, options), make)
+
+
+def whole_extent(look: Look) -> Window | None:
+    """The part of the x axis that all lines of the shown runs cover."""
+    kind = X_AXES[look.choice.x]
+    places = [along for run in look.shown if len(along := run.along(kind))]
+    if not places:
+        return None
+    return Window(min(min(a[0], a[-1]) for a in places), max(max(a[0], a[-1]) for a in places))
 
 
 def read_curve(look: Look, run: Run, name: str) -> Curve | None:

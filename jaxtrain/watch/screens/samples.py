@@ -58,7 +58,9 @@ def listed(look: Look) -> list[Sample]:
         return []
 
     def make() -> list[Sample]:
-        found = [s for s in run.samples if pattern is None or pattern.search(whole_text(s))]
+        found: list[Sample] = [
+            s for s in run.samples if pattern is None or pattern.search(whole_text(s))
+        ]
         found.reverse()
         if order != "newest":
             sign = -1 if order == "best" else 1
