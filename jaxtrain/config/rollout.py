@@ -7,6 +7,7 @@ from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ITEMS, ROWS, WORKERS
+from jaxtrain.config.launch import find_launch_conflicts
 from jaxtrain.config.ray import RayConfig, find_ray_conflicts
 from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
@@ -125,6 +126,7 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
     yield from find_ray_conflicts(rollout)
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
+        yield from find_launch_conflicts(config)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
     if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:

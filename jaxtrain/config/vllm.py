@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from jaxtrain.config.base import Place, Section
-from jaxtrain.config.bounds import ITEMS, ROWS, SECONDS
+from jaxtrain.config.bounds import ITEMS, ROWS, SECONDS, WORKERS
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("", "0.0.0.0", "::")
@@ -15,8 +15,22 @@ EVERYWHERE = ("", "0.0.0.0", "::")
 
 class VllmConfig(Section):
     """vLLM servers; only rollout.engine vllm reads it. Start one with python -m
-    jaxtrain_vllm.serve."""
+    jaxtrain_vllm.serve, or let launch do so."""
 
+    launch: Literal["none", "local"] = "none"
+    """none: they run already. local: jaxtrain starts them on this machine, starts again one that
+    ends, and ends them with the run. Those that servers names are used beside them."""
+    python: Place | None = None
+    """launch: Python of the environment with vLLM. Unset: the environment variable VLLM_PYTHON, or
+    the Python of this run."""
+    replicas: int = Field(1, ge=1, le=WORKERS)
+    """launch: how many servers."""
+    gpus: int | None = Field(None, ge=0, le=ROWS)
+    """launch: GPUs for all of them together, split evenly (tensor parallel); on this machine the
+    last ones, which the trainer then leaves alone (with sleep it shares them). Unset: one a replica
+    where there are GPUs. 0: they compute on the CPU."""
+    args: list[str] = []
+    """launch: further options for vLLM, such as ["--max-model-len", "4096"]."""
     servers: list[str] = []
     """Base URLs such as "http://127.0.0.1:8000"; several share the work."""
     sync: Literal["lora", "full", "delta"] = "full"
@@ -72,10 +86,11 @@ class VllmConfig(Section):
 
 def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Iterator[str]:
     """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
-    if not vllm.servers:
+    if not vllm.servers and vllm.launch == "none":
         yield (
-            'rollout.engine vllm needs rollout.vllm.servers, such as ["http://127.0.0.1:8000"];'
-            " start one with python -m jaxtrain_vllm.serve"
+            'rollout.engine vllm needs rollout.vllm.servers, such as ["http://127.0.0.1:8000"]:'
+            " start one with python -m jaxtrain_vllm.serve, or have jaxtrain start them with"
+            ' rollout.vllm.launch = "local"'
         )
     for url in vllm.servers:
         if not url.startswith(("http://", "https://")):

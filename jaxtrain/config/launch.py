@@ -1,0 +1,44 @@
+"""What keys of section rollout.vllm that have jaxtrain start its servers may not say together."""
+
+from collections.abc import Iterator
+from typing import Any
+
+OWN_ARGS = {
+    "--model": "model.path",
+    "--served-model-name": "model.path",
+    "--host": "nothing: it listens where the trainer reaches it",
+    "--port": "nothing: a free one is taken",
+    "--api-key": "the environment variable VLLM_API_KEY",
+    "--tensor-parallel-size": "rollout.vllm.gpus divided by rollout.vllm.replicas",
+    "-tp": "rollout.vllm.gpus divided by rollout.vllm.replicas",
+}
+"""Options of a server that follow from the config: by what."""
+WITHOUT_EFFECT = ("python", "replicas", "gpus", "args")
+
+
+def find_launch_conflicts(config: Any) -> Iterator[str]:
+    """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
+    vllm = config.rollout.vllm
+    if vllm.launch == "none":
+        fields = type(vllm).model_fields
+        for name in WITHOUT_EFFECT:
+            if getattr(vllm, name) != fields[name].get_default(call_default_factory=True):
+                yield (
+                    f"rollout.vllm.{name} is for servers that jaxtrain starts; set"
+                    ' rollout.vllm.launch to "local" or remove it'
+                )
+        return
+    if config.model.path is None:
+        yield (
+            f"rollout.vllm.launch {vllm.launch} starts servers with the model of model.path, which"
+            " is not set; name a folder or Hub id there"
+        )
+    if vllm.gpus and vllm.gpus % vllm.replicas:
+        yield (
+            f"rollout.vllm.gpus {vllm.gpus} cannot be split evenly over rollout.vllm.replicas"
+            f" {vllm.replicas}; make it a multiple"
+        )
+    for one in vllm.args:
+        name = one.partition("=")[0].replace("_", "-")
+        if name in OWN_ARGS:
+            yield f"rollout.vllm.args {one!r} is set by {OWN_ARGS[name]}; remove it"
