@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jaxtrain_vllm
@@ -97,8 +97,7 @@ def build_environment(
     paths = [str(folder.absolute())]
     if find_python(python) == sys.executable:
         paths += filter(None, [os.environ.get("PYTHONPATH")])
-    made: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    env = dict(made)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if key is not None:
         env[KEY_VARIABLE] = key
     if gpus is not None:
