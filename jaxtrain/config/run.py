@@ -28,6 +28,10 @@ class RunConfig(Section):
     """Delete what the run in output_dir made, by its run.json, and start again."""
     allow_config_change: bool = False
     """Resume although the saved config differs in keys that shape the result."""
+    compile_cache: bool = True
+    """Keep what is compiled for GPUs and TPUs in $JAX_COMPILATION_CACHE_DIR, else in
+    jaxtrain/compiled of $XDG_CACHE_HOME or ~/.cache (20 GiB at most): the same run started again
+    begins at once."""
     export: bool = True
     """Write the Hugging Face model folder <output_dir>/model when training ends."""
 

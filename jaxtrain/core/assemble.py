@@ -33,6 +33,7 @@ from jaxtrain.models import build
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
 from jaxtrain.models.scores import ScoreHead
+from jaxtrain.parallel.compile_cache import keep_compiled
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.parallel.rules import shardings
@@ -70,6 +71,8 @@ def assemble(
     reserved: devices, the last ones, that are left out of the mesh, as `key` says. score: the head
     that the method trains in the place of the language model's.
     """
+    if config.run.compile_cache:
+        keep_compiled()
     folder, raw = find_architecture(config.model)
     if folder is not None and is_main_process() and (problem := find_problem(folder)):
         print(f"warning: {problem}", file=sys.stderr, flush=True)

@@ -45,6 +45,7 @@ FREE_KEYS = (
     "run.resume",
     "run.overwrite",
     "run.allow_config_change",
+    "run.compile_cache",
     "run.export",
     "log.*",
     "checkpoint.*",
