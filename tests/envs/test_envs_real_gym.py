@@ -21,7 +21,10 @@ from jaxtrain.envs.scripted import Script
 
 PYTHON = os.environ.get("JAXTRAIN_GYM_PYTHON", "")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nemo_gym"
-CONFIGS = ("jx_calc", "example_multi_step")
+PACKAGES = find_packages(Path(PYTHON), "") if PYTHON else Path()
+CONFIGS = ["jx_calc", "example_multi_step", "workplace_assistant"]
+if (PACKAGES / "math_verify").exists():  # what this one requires
+    CONFIGS.append("math_with_judge")
 SAMPLING = SamplingConfig(max_new_tokens=200, temperature=1.0)
 
 pytestmark = [
@@ -53,7 +56,7 @@ def gym(tokenizer, tmp_path_factory):
 
     def open_one(**more):
         config = EnvConfig(kind="nemo_gym", gym=section | more)
-        opened.append(open_guarded(config, tokenizer, 8192, "env", None, str(folder)))
+        opened.append(open_guarded(config, tokenizer, 32768, "env", None, str(folder)))
         return opened[-1]
 
     yield open_one
@@ -85,6 +88,11 @@ def check(tokenizer, episodes, texts):
         assert episode.metrics["branches"] == 1 and episode.metrics["turns"] == len(said)
 
 
+def example_rows(name, count):
+    place = PACKAGES / "resources_servers" / name / "data" / "example.jsonl"
+    return [json.loads(line) for line in place.read_text().splitlines()[:count]]
+
+
 def test_own_environment_by_its_agent(gym, tokenizer):
     sys.path.insert(0, str(EXAMPLE))
     try:
@@ -113,9 +121,7 @@ def test_own_environment_by_its_agent(gym, tokenizer):
 
 
 def test_an_environment_of_the_package_with_many_turns(gym, tokenizer):
-    place = "resources_servers/example_multi_step/data/example.jsonl"
-    lines = (find_packages(Path(PYTHON), "") / place).read_text().splitlines()
-    rows = [json.loads(line) for line in lines[:2]]
+    rows = example_rows("example_multi_step", 2)
     texts = [
         [
             *(call("get_synonym_value", synonym=word) for word in row["expected_synonyms"]),
@@ -126,5 +132,28 @@ def test_an_environment_of_the_package_with_many_turns(gym, tokenizer):
     ]
     texts[1] = ["I do not know."]
     episodes = play(gym(agent="example_multi_step_simple_agent"), tokenizer, rows, texts)
+    check(tokenizer, episodes, texts)
+    assert [episode.rewards["gym"] for episode in episodes] == [1.0, 0.0]
+
+
+def test_twenty_seven_tools(gym, tokenizer):
+    """workplace_assistant: what a call changes in its databases is judged."""
+    (row,) = example_rows("workplace_assistant", 1)
+    rows, texts = [row, row], [["Done."], []]
+    for wanted in json.loads(json.dumps(row["ground_truth"])):
+        texts[1].append(call(wanted["name"], **json.loads(wanted["arguments"])))
+    texts[1].append("Done.")
+    episodes = play(gym(agent="workplace_assistant_simple_agent"), tokenizer, rows, texts)
+    check(tokenizer, episodes, texts)
+    assert [episode.rewards["gym"] for episode in episodes] == [0.0, 1.0]
+
+
+@pytest.mark.skipif("math_with_judge" not in CONFIGS, reason="math_verify is not installed there")
+def test_mathematics_by_its_verdict(gym, tokenizer):
+    """Rows like those of GSM8K, one answer, no agent."""
+    rows = example_rows("math_with_judge", 1) * 2
+    texts = [[r"<think>31?</think>It is \boxed{32}."], [r"It is \boxed{31}."]]
+    env = gym(agent="math_with_judge_simple_agent", mode="verify")
+    episodes = play(env, tokenizer, rows, texts)
     check(tokenizer, episodes, texts)
     assert [episode.rewards["gym"] for episode in episodes] == [1.0, 0.0]
