@@ -154,7 +154,7 @@ class GymServers:
         if not config.own_environments:
             directory = Path(config.directory)
             link_environments(folder / "environments", python, (packages, directory))
-        place, log = folder / "gym.yaml", self.folder / "gym.log"
+        place, log = folder / f"gym_{port}.yaml", self.folder / "gym.log"
         place.touch(mode=0o600)  # it holds the key of the policy endpoint
         place.write_text(json.dumps(made, indent=1), encoding="utf-8")
         env = {
@@ -268,6 +268,8 @@ def link_environments(folder: Path, python: Path, places: tuple[Path, ...]) -> N
         for kind in KINDS:
             for server in sorted((place / kind).glob("*/")):
                 link = folder / kind / server.name / ".venv"
+                if link.is_symlink() and link.readlink() == python.parent.parent:
+                    continue
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.unlink(missing_ok=True)
                 link.symlink_to(python.parent.parent)

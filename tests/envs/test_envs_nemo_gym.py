@@ -303,7 +303,8 @@ def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer,
     assert isinstance(train, Guarded) and servers is held_out.env.servers
     servers.ready()
     process = servers._process
-    assert process.poll() is None and (tmp_path / "run/gym/gym.yaml").stat().st_mode & 0o77 == 0
+    (config,) = (tmp_path / "run/gym").glob("gym_*.yaml")
+    assert process.poll() is None and config.stat().st_mode & 0o77 == 0
     held_out.close()
     assert process.poll() is None, "somebody still needs it"
     train.close()
