@@ -36,7 +36,7 @@ from jaxtrain.train.early_stop import EarlyStop, read_values
 from jaxtrain.train.evaluate import Evaluation
 from jaxtrain.train.saving import Saves, is_due
 from jaxtrain.train.session import Session, open_session, start_state
-from jaxtrain.train.step_metrics import Pending, StepReader
+from jaxtrain.train.step_metrics import Crowding, Pending, StepReader
 
 
 def train(config: Config, command: list[str]) -> int:
@@ -139,7 +139,7 @@ class Loop:
         self.session, self.config = session, session.config
         self.sinks, self.watchdog, self.signals = sinks, watchdog, signals
         self.saves, self.evaluation = Saves(session, checkpoints, sinks.say), evaluation
-        self.reader = StepReader(session)
+        self.reader, self.crowding = StepReader(session), Crowding()
         self.pending: Pending | None = None
         self.shapes: set[tuple[int, ...]] = set()
         self.evaluated = -1
@@ -283,6 +283,8 @@ class Loop:
     def read(self, pending: Pending) -> None:
         """Read and report a step; raises NotFinite."""
         self.latest = self.reader.read(pending)
+        if (warning := self.crowding.look(self.latest)) is not None:
+            self.sinks.say(warning)
         self.watchdog.beat(pending.step)
         self.round |= pending.round
         if (

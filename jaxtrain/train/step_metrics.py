@@ -122,6 +122,33 @@ class StepReader:
         )
 
 
+class Crowding:
+    """Says once that experts on other devices get more tokens than fit into a round."""
+
+    MOST_ROUNDS = 1.5
+    STEPS = 10
+    """So many are looked at together."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def look(self, values: dict[str, float]) -> str | None:
+        """A warning, the first time that a layer took too many rounds over the last steps."""
+        if "expert_rounds" not in values or len(self.seen) > self.STEPS:
+            return None
+        self.seen = [*self.seen[1 - self.STEPS :], values["expert_rounds"]]
+        rounds = sum(self.seen) / len(self.seen)
+        if len(self.seen) < self.STEPS or rounds <= self.MOST_ROUNDS:
+            return None
+        self.seen = [rounds] * (self.STEPS + 1)
+        return (
+            f"warning: experts took {rounds:.2f} rounds a layer over the last {self.STEPS} steps,"
+            " for some devices get far more tokens than others: balance the router"
+            " (model.router_aux_loss_coef, model.router_bias_update_rate), or raise"
+            " parallel.expert_buffer, which takes memory"
+        )
+
+
 def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
     """Weights that multiply a token: those of the layers, as they say, and of the output head.
 

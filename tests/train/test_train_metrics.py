@@ -16,6 +16,7 @@ from jaxtrain.core.metrics import (
     peak_flops,
 )
 from jaxtrain.models import build
+from jaxtrain.train.step_metrics import Crowding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW
@@ -58,3 +59,13 @@ def test_peak_is_known_or_left_out():
     assert peak_flops("NVIDIA H200", "float32", None) is None
     assert peak_flops("cpu", "bfloat16", None) is None
     assert peak_flops("cpu", "float32", 2.0) == 2e12
+
+
+def test_crowded_experts_are_told_once():
+    look = Crowding().look
+    assert look({"loss": 1.0}) is None
+    calm = [look({"expert_rounds": 1.4}) for _ in range(20)]
+    crowded = [look({"expert_rounds": 1.7}) for _ in range(30)]
+    assert not any(calm)
+    assert [i for i, line in enumerate(crowded) if line] == [3]  # mean of 4 x 1.7 and 6 x 1.4
+    assert "1.52 rounds" in crowded[3] and "parallel.expert_buffer" in crowded[3]
