@@ -4,6 +4,7 @@ Heavy imports happen inside the verb that needs them, so `--help` and mistakes a
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -116,6 +117,7 @@ def run_train(argv: list[str]) -> int:
     if args.print_config:
         print(json.dumps(config.saved(), indent=2))
         return 0
+    leave_gpus(config)
     from jaxtrain.verbs.dry_run import dry_run
 
     dry_run(config)
@@ -133,20 +135,31 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
     def join(config):
         return config.parallel, Path(config.run.output_dir)
 
-    return run_together(lambda: read_config(args), join, work)
+    return run_together(lambda: leave_gpus(read_config(args)), join, work)
+
+
+def leave_gpus(config):
+    """The config; the GPUs of servers that it has started are theirs from now on. Before jax."""
+    from jaxtrain.rollout.vllm.gpus import leave_gpus
+
+    leave_gpus(config)
+    return config
 
 
 def run_together(read: Callable, join: Callable, work: Callable) -> int:
     """work(read()) on all processes that join(read()), a section `parallel` and the run's folder,
     and the environment tell of; what ends one of them is told once."""
+    wanted = mistake = None
+    try:
+        wanted = read()  # before jax, which takes all devices that it sees
+    except UserError as error:
+        mistake = error
     from jaxtrain.parallel.processes import join_by_config, report, shutdown
 
     try:
-        try:
-            wanted = read()
-        except UserError:
+        if mistake is not None:
             join_by_config(None)  # so that this, too, is told once
-            raise
+            raise mistake
         join_by_config(*join(wanted))
         code = work(wanted)
         shutdown()
@@ -193,10 +206,13 @@ def run_eval(argv: list[str]) -> int:
 
     def read():
         from jaxtrain.config import ParallelConfig, load_config
-        from jaxtrain.config.load import apply_overrides
+        from jaxtrain.config.load import apply_overrides, read_saved, validate_config
 
         if args.config:
-            return load_config(args.config, overrides).parallel
+            return leave_gpus(load_config(args.config, overrides)).parallel
+        with contextlib.suppress(UserError):  # told where all of the config is read
+            saved = f"{runs[0]}/config.json"
+            leave_gpus(validate_config(apply_overrides(read_saved(saved), overrides), saved))
         # Not as the run's own config says: that is how its first process was started.
         own = [word for word in overrides if word.startswith("parallel.")]
         try:

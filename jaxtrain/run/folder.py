@@ -56,6 +56,8 @@ FREE_KEYS = (
     "env.step_timeout",
     "rewards.*.timeout",
     "rollout.retries",
+    *(f"rollout.vllm.{name}" for name in "servers launch python replicas gpus args".split()),
+    *(f"rollout.vllm.{name}" for name in "listen listen_port concurrency *_seconds".split()),
     "rollout.max_failures",
     "rollout.max_idle_rounds",
     "rollout.samples",
@@ -216,6 +218,7 @@ class RunFolder:
 def list_names(config: Config) -> list[str]:
     """What a run with this config makes in its folder."""
     log, vllm = config.log, config.rollout.vllm
+    samples_there = config.rollout.engine == "vllm"
     made = {
         "curves.png": log.plot,
         "tensorboard": log.tensorboard,
@@ -223,7 +226,8 @@ def list_names(config: Config) -> list[str]:
         "wandb_id": log.wandb_project,
         "profile": log.profile_start,
         "model": config.run.export,
-        "adapters": config.rollout.engine == "vllm" and vllm.sync == "lora",
+        "adapters": samples_there and vllm.sync == "lora",
+        "servers": samples_there and vllm.launch == "local",
     }
     return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
 

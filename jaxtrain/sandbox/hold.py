@@ -76,7 +76,9 @@ def main(command: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         prctl(PDEATHSIG, signal.SIGKILL)
 
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=restore).pid
+    # Kept: without it Python would take the status of a command that has ended already.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=restore)
+    child = process.pid
     grace, end, status = GRACE_SECONDS, None, None
     while status is None:
         if end is None:

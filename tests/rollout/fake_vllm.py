@@ -48,6 +48,7 @@ class FakeVllm:
         processed=True,
         version=None,
         open_lent=None,
+        port=0,
     ):
         self.held, self.open_lent = tensors or {}, open_lent
         self.world_size, self.scale_out, self.processed = world_size, scale_out, processed
@@ -70,7 +71,7 @@ class FakeVllm:
         self.tokenise = None
         self.while_loading = None
         """What happens just then."""
-        self.port = 0
+        self.port = port
         self.start()
 
     # -- life

@@ -82,6 +82,9 @@ def test_what_ends_by_itself_says_how(tmp_path):
     one = ServerProcess([sys.executable, "-c", "exit(7)"], None, tmp_path / "log", 0, tmp_path)
     one.start()
     assert wait_for(one.poll) == 7 == one.stop()
+    quick = ServerProcess(["/bin/false"], None, tmp_path / "log", 0)
+    quick.start()
+    assert wait_for(quick.poll) == 1
     with pytest.raises(UserError, match="no such folder"):
         ServerProcess(["true"], None, tmp_path / "log", 0, tmp_path / "none").start()
 

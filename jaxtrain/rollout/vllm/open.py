@@ -25,11 +25,13 @@ from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher, Shared
+from jaxtrain.rollout.vllm.command import check_python
 from jaxtrain.rollout.vllm.device_image import DeviceImage
 from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces, list_rows
 from jaxtrain.rollout.vllm.discover import open_sources
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.far import share
+from jaxtrain.rollout.vllm.launch import FOLDER, open_launcher
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
@@ -38,6 +40,18 @@ from jaxtrain_vllm.cuda import Cuda, CudaError
 
 class Vllm(EngineKind):
     """vLLM servers over HTTP."""
+
+    def check(self, config: Config, parts: Parts) -> None:
+        """See EngineKind."""
+        vllm = config.rollout.vllm
+        if vllm.launch == "local":
+            if jax.process_count() > 1:
+                raise UserError(
+                    'rollout.vllm.launch "local" is for a trainer of one process, which may use'
+                    " several GPUs; start the servers yourself and name them in"
+                    " rollout.vllm.servers"
+                )
+            check_python(vllm.python)
 
     def open(
         self, config: Config, parts: Parts, say: Callable[[str], None]
@@ -65,16 +79,26 @@ def open_vllm(
         check_adapter(parts)
     engine = own = None
     if is_main_process():
-        servers = Servers(
-            vllm,
-            config.sampling,
-            say,
-            lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
-            open_sources(vllm),
-        )
         with ExitStack() as stack:
+            sources, launcher = open_sources(vllm), None
+            if vllm.launch == "local":
+                home = Path(config.run.output_dir) / FOLDER
+                launcher = open_launcher(config, home, say, parts.architecture.longest)
+                stack.callback(launcher.close)
+                launcher.start()
+                sources.append(launcher)
+            servers = Servers(
+                vllm,
+                config.sampling,
+                say,
+                lambda text: parts.tokenizer.encode(text, add_special_tokens=False),
+                sources,
+            )
             stack.callback(servers.close)
             servers.open()
+            if launcher is not None:
+                servers.closing.callback(launcher.close)
+                launcher.watch(servers.lose, servers.fail)
             replay = config.rollout.router_replay
             routes = route_shape(parts.architecture) if replay else None
             size = config.rollout.group_size

@@ -8,6 +8,7 @@ sources ──poll each health_seconds──> join / leave ──> Pool (who may
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
@@ -44,6 +45,8 @@ class Servers(Pool):
         """{place of a source: URLs that it listed last}"""
         self.fixed = all(source.fixed for source in self.sources)
         """Whether no other servers can come."""
+        self.closing = ExitStack()
+        """What ends with them."""
         self._opened = False
         self.poll()
 
@@ -95,6 +98,17 @@ class Servers(Pool):
 
     def close(self) -> None:
         self.watcher.close()
+        self.closing.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with that, as soon as it asks for a server."""
+        self.error = error
+
+    def lose(self, url: str, why: str) -> None:
+        """Drop a server that is known to have ended."""
+        for server in self.all:
+            if server.url == url:
+                self.drop(server, why)
 
     def give_up_at_start(self, server: Server) -> None:
         """Begin without a server that did not come."""

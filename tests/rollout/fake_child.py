@@ -1,0 +1,26 @@
+"""A scripted vLLM server as a process of its own: FAKE_CHILD --model ... --port N ..., as serve is
+called. `write_python` makes what rollout.vllm.python may name."""
+
+import shlex
+import sys
+import threading
+from pathlib import Path
+
+
+def write_python(folder: Path, code: str = "") -> Path:
+    """A "Python with vLLM" whose servers are scripted; code: shell that a server runs first."""
+    path = folder / "python"
+    ours, root = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).parents[2]))
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{code}\n'
+        f'export PYTHONPATH="$PYTHONPATH:{root}"\nexec {ours} {shlex.quote(__file__)} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+if __name__ == "__main__":
+    from fake_vllm import FakeVllm
+
+    FakeVllm(port=int(sys.argv[sys.argv.index("--port") + 1]))
+    threading.Event().wait()
