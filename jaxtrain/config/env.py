@@ -9,8 +9,9 @@ from jaxtrain.config.base import Place, Problems, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS
 from jaxtrain.config.gym import GymConfig, find_gym_conflicts
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts
+from jaxtrain.config.verifiers import VerifiersConfig, find_verifiers_conflicts
 
-BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "nemo_gym", "openenv")
+BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "nemo_gym", "openenv", "verifiers")
 
 
 class EnvConfig(Section):
@@ -22,10 +23,10 @@ class EnvConfig(Section):
     prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining
     turns, the assistant's drawn and the others as the data have them; the first answer alone is
     trained (task.kind ebft). nemo_gym: an agent of NeMo Gym (section gym). openenv: a game on an
-    OpenEnv server (section openenv). Or an own one: a function `async run(row, chat, **options)`,
-    or a class, made with (tokenizer, **options), whose `async run(row, engine, sampling, index)`
-    plays an episode: an entry point's name, "package.module:name" or "file.py:name"; or python, and
-    that in path."""
+    OpenEnv server (section openenv). verifiers: a task of a verifiers taskset (section verifiers).
+    Or an own one: a function `async run(row, chat, **options)`, or a class, made with (tokenizer,
+    **options), whose `async run(row, engine, sampling, index)` plays an episode: an entry point's
+    name, "package.module:name" or "file.py:name"; or python, and that in path."""
     path: Place | None = None
     """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
@@ -64,6 +65,8 @@ class EnvConfig(Section):
     """Of kind nemo_gym."""
     openenv: OpenEnvConfig = OpenEnvConfig()
     """Of kind openenv."""
+    verifiers: VerifiersConfig = VerifiersConfig()
+    """Of kind verifiers."""
 
     @model_validator(mode="after")
     def check_keys_together(self) -> "EnvConfig":
@@ -92,15 +95,18 @@ def find_env_conflicts(env: EnvConfig) -> Iterator[str]:
     for key in ("tools", "tool_seconds", "history"):
         others = ("single_turn",)
         if key != "history":
-            others = ("single_turn", "calculator", "dialogue", "nemo_gym", "openenv")
+            others = ("single_turn", "calculator", "dialogue", "nemo_gym", "openenv", "verifiers")
         if key in given and env.kind in others:
             yield f"env.{key} has no effect while env.kind is {env.kind}; remove it"
+    if env.kind == "verifiers" and "history" in given:
+        yield "env.history has no effect while env.kind is verifiers, whose agents decide it"
     if env.kind == "nemo_gym":
         for key in ("max_turns", "history"):
             if key in given:
                 yield f"env.{key} has no effect while env.kind is nemo_gym, whose agents decide it"
     yield from find_gym_conflicts(env.gym, env.kind)
     yield from find_openenv_conflicts(env.openenv, env.kind)
+    yield from find_verifiers_conflicts(env.verifiers, env.kind)
     if env.kind == "tools" and not env.tools:
         yield 'env.kind tools needs functions: set env.tools, such as ["my_tools.py:search"]'
     if env.raw and env.system is not None:

@@ -18,6 +18,7 @@ BUILTIN = {
     "dialogue": play_dialogue,
     "nemo_gym": "jaxtrain.envs.nemo_gym:NemoGym",
     "openenv": "jaxtrain.envs.openenv:OpenEnv",
+    "verifiers": "jaxtrain.envs.verifiers:Verifiers",
 }
 
 
@@ -49,6 +50,8 @@ def open_env(
             return ChatEnv(
                 tokenizer, play, config, name="openenv", row_tokens=row_tokens, remote=True
             )
+        case "verifiers":
+            return made(tokenizer, config, row_tokens, section)
         case "nemo_gym":
             return made(tokenizer, config.gym, row_tokens, f"{section}.gym", folder)
     tools = load_tools(config.tools, f"{section}.tools")

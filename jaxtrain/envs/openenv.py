@@ -73,7 +73,7 @@ class OpenEnv:
     async def run(self, row: Mapping[str, Any], chat: Conversation) -> Episode:
         """One episode. UserError for a row that cannot be played, EpisodeFailed for what the
         server did."""
-        async with self._connect(self._reset_data(row)) as (session, found):
+        async with self._connect(self._reset_data(row), chat) as (session, found):
             self._begin(row, chat, found)
             if self.options.action == "tools":
                 chat.schemas = await session.list_tools()
@@ -135,7 +135,9 @@ class OpenEnv:
         return {"seed": seed, **self.options.reset, **given}
 
     @contextlib.asynccontextmanager
-    async def _connect(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple["Session", Seen]]:
+    async def _connect(
+        self, reset: Mapping[str, Any], chat: Conversation
+    ) -> AsyncIterator[tuple["Session", Seen]]:
         """A session on the server with the fewest, and its first observation; waits where all are
         full."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
@@ -151,7 +153,8 @@ class OpenEnv:
                                 return
                     finally:
                         self.sessions[url] -= 1
-                await asyncio.sleep(pause)
+                with getattr(chat.engine, "waiting", contextlib.nullcontext)():
+                    await asyncio.sleep(pause)
                 pause = min(2 * pause, FULL_PAUSE_MOST)
 
 

@@ -115,6 +115,12 @@ class PolicyServer:
             self._records[name] = record
         return record
 
+    def also(self, record: Record, episode_id: str) -> None:
+        """Let requests name an episode by this id, too; `end` it like the first. Called from any
+        thread."""
+        with self._lock:
+            self._records[episode_id] = record
+
     def end(self, episode_id: str) -> None:
         """Forget an episode; requests for it are refused from now on."""
         with self._lock:

@@ -1,0 +1,194 @@
+"""Tasksets of the verifiers package: what a run does with their verdicts; and (slow, where the
+package is installed) the package itself, with a taskset of sums."""
+
+import asyncio
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+from toy_run import MODEL
+
+from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.guard import Guarded
+from jaxtrain.envs.open import open_env
+from jaxtrain.envs.scripted import Script
+from jaxtrain.envs.verifiers import read_verdict
+from jaxtrain.envs.verifiers_stage import import_taskset
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.rollout.types import EpisodeFailed
+
+INSTALLED = importlib.util.find_spec("verifiers") is not None
+SUMS = str(Path(__file__).parent / "verifiers_sums.py")
+SAMPLING = SamplingConfig(max_new_tokens=50)
+
+
+def trace(rewards, metrics, trainable=True, errors=()):
+    rewards = {name: None if v is None else SimpleNamespace(value=v) for name, v in rewards.items()}
+    agent = SimpleNamespace(trainable=trainable)
+    return SimpleNamespace(rewards=rewards, metrics=metrics, agent=agent, errors=list(errors))
+
+
+def test_the_verdict_is_the_mean_over_trained_agents():
+    traces = [
+        trace({"won": 1.0, "fair": None}, {"moves": 3.0, "odd": None}),
+        trace({"won": 0.0}, {"moves": 5.0}),
+        trace({"won": 9.0, "judged": 1.0}, {"moves": 50.0}, trainable=False),
+    ]
+    played = SimpleNamespace(ok=True, traces=traces, errors=[])
+    assert read_verdict(played) == ({"won": 0.5, "fair": None}, {"moves": 4.0})
+
+
+def test_what_is_no_result_fails_the_episode():
+    error = SimpleNamespace(type="ProviderError", message="gone", traceback="x" * 9000)
+    played = SimpleNamespace(ok=False, traces=[trace({}, {}, errors=[error])], errors=[])
+    with pytest.raises(EpisodeFailed, match="verifiers: ProviderError") as failed:
+        read_verdict(played)
+    assert failed.value.cause == "env.verifiers: gone" and len(failed.value.trace) == 1500
+    with pytest.raises(EpisodeFailed, match="verifiers: no result"):
+        read_verdict(SimpleNamespace(ok=False, traces=[], errors=[]))
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        ({"kind": "verifiers"}, "needs env.verifiers.taskset"),
+        ({"verifiers": {"taskset": "gsm8k"}}, "env.verifiers has no effect"),
+        ({"kind": "verifiers", "verifiers": {"taskset": "a"}, "system": "x"}, "env.system has no"),
+    ],
+)
+def test_sections_that_cannot_work(section, match):
+    with pytest.raises(ValidationError, match=match):
+        EnvConfig(**section)
+
+
+def open_sums(**section):
+    config = EnvConfig(kind="verifiers", verifiers={"taskset": SUMS, **section})
+    return open_env(config, load_tokenizer("builtin"), 2048)
+
+
+@pytest.mark.skipif(INSTALLED, reason="the package is there")
+def test_without_the_package_its_name_is_told():
+    world = open_sums()
+    with pytest.raises(UserError, match=r'env.verifiers needs .* pip install "jaxtrain\[verif'):
+        asyncio.run(world.run({"task": 0}, None, SAMPLING, 0))
+    world.close()
+
+
+def test_a_row_names_a_task_and_a_file_its_module(tmp_path):
+    for row in ({}, {"task": "3"}, {"task": -1}, {"task": True}):
+        with pytest.raises(UserError, match="number of a task"):
+            asyncio.run(open_sums().run(row, None, SAMPLING, 0))
+    path = tmp_path / "json.py"
+    path.write_text("")
+    with pytest.raises(UserError, match="another module called json"):
+        import_taskset(str(path), "env.verifiers.taskset")
+    assert import_taskset("owner/name", "") == "owner/name"
+
+
+real = pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed (pip: the extra)")
+
+
+def play(texts, tasks, **section):
+    """The episode of each task, or why it failed; each drawn from a script of its own."""
+    world = Guarded(open_sums(**section), "env")
+    tokenizer = load_tokenizer("builtin")
+
+    async def one(index, number):
+        try:
+            return await world.run({"task": number}, Script(tokenizer, texts), SAMPLING, index)
+        except EpisodeFailed as failed:
+            return failed
+
+    async def go():
+        return await asyncio.gather(*(one(i, number) for i, number in enumerate(tasks)))
+
+    try:
+        return asyncio.run(go())
+    finally:
+        world.close()
+
+
+@pytest.mark.slow
+@real
+def test_the_package_plays_and_the_endpoint_has_the_tokens():
+    failed, none, *games = play(["4", "5"], [1, 99, 3, 3, 4, *range(4, 8)] * 2, args={"count": 8})[
+        :9
+    ]
+    assert str(failed) == "verifiers: TaskError" and "no answer to this" in failed.cause
+    assert "has only 8" in none.cause and not none.again
+    for game in games[:2]:
+        assert game.rewards == {"right": 2.0, "even": 0.0}
+        assert game.metrics == {"turns": 2.0, "branches": 1.0, "tool_calls": 0.0, "letters": 1.0}
+    assert games[2].rewards["right"] == 0.0
+    tokenizer = load_tokenizer("builtin")
+    (sequence,) = games[0].sequences
+    assert tokenizer.decode(sequence.tokens) == (
+        "<|im_start|>user\nWhat is 3 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert tokenizer.decode(games[0].drawn_tokens) == "4<|im_end|>5<|im_end|>"
+
+
+@pytest.mark.slow
+@real
+@pytest.mark.skipif(shutil.which("uv") is None, reason="the package's harnesses need uv")
+def test_the_packages_own_program_plays():
+    (game,) = play(["5"], [3], harness="null")
+    assert game.rewards == {"right": 2.0, "even": 0.0} and game.metrics["turns"] == 1.0
+
+
+@pytest.mark.slow
+@real
+def test_a_policy_learns_from_the_packages_rewards(tmp_path):
+    """The share of letters with an even code: below a half for random weights."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"task": {n}}}\n' for n in range(2, 8)))
+    (tmp_path / "run.toml").write_text(f"""{MODEL}
+[[data.datasets]]
+path = "{tmp_path}/rows.jsonl"
+
+[data]
+sequence_len = 64
+micro_batch_size = 8
+
+[task]
+kind = "rl"
+
+[rollout]
+prompts_per_step = 4
+group_size = 8
+
+[env]
+kind = "verifiers"
+
+[env.verifiers]
+taskset = "{SUMS}"
+args = {{ question = "{{a}}{{b}}" }}
+agents = {{ agent = {{ harness = {{ id = "verifiers_sums", turns = 1 }} }} }}
+
+[sampling]
+temperature = 1.0
+max_new_tokens = 8
+
+[optim]
+learning_rate = 0.02
+lr_scheduler = "constant"
+
+[run]
+output_dir = "{tmp_path}/run"
+max_steps = 20
+export = false
+
+[log]
+plot = false
+""")
+    assert main(["--config", str(tmp_path / "run.toml")]) == 0
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["rewards/even/mean"] for line in lines if "loss" in line]
+    print([round(reward, 2) for reward in rewards])
+    assert len(rewards) == 20 and sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
