@@ -26,7 +26,7 @@ class VerifiersConfig(Section):
     {agent = {harness = {id = "bash"}, runtime = {type = "docker"}}}. Whoever has trainable false
     draws from the policy, too, but is not trained."""
     harness: str | None = None
-    """The program that talks to the model: null (a loop of chat and tools), bash, or another; unset:
+    """The program that talks to the model: null (a loop of chat and tools), bash, another; unset:
     the taskset's own, or null. The package's are a process an episode, started through uv."""
     runtime: str = "subprocess"
     """Where it runs: subprocess (this machine, unconfined: only for harnesses that execute
