@@ -138,6 +138,44 @@ def test_ids_that_an_agent_hands_back_are_checked(server, more, branches):
     assert asyncio.run(play()).metrics["branches"] == branches
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_thoughts_that_the_template_drops_or_opens(opens):
+    """Qwen3's template drops thoughts before the last question: the next turn is drawn behind
+    another sequence, in which the answer stands with the very tokens that were drawn."""
+    place = Path(__file__).parents[1] / "data" / "qwen3.jinja"
+    tokenizer = load_tokenizer("builtin", str(place))
+    if opens:
+        prompt = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
+        assert prompt in tokenizer.chat_template
+        opened = prompt.replace("assistant\\n", "assistant\\n<think>\\n")
+        tokenizer.chat_template = tokenizer.chat_template.replace(prompt, opened)
+    server = PolicyServer(tokenizer, max_model_len=400)
+    server.open()
+    thought = "Hm.\n</think>\n\n" if opens else "<think>\nHm.\n</think>\n\n"
+
+    async def play():
+        engine = Speller(tokenizer, [f"{thought}It is A.", f"{thought}It is B."])
+        async with agent(server, [], engine=engine) as one:
+            first, _ = await one.chat([ASK])
+            assert first["message"]["content"] == "<think>\nHm.\n</think>\n\nIt is A."
+            await one.chat([ASK, first["message"], {"role": "user", "content": "And now?"}])
+            return one.record.finish()
+
+    try:
+        episode = asyncio.run(play())
+    finally:
+        server.close()
+    (first,) = episode.earlier
+    drawn = [t for t, drawn in zip(first.tokens, first.sampled, strict=True) if drawn]
+    assert tokenizer.decode(drawn).startswith(thought) and "Hm" not in tokenizer.decode(
+        episode.tokens[: episode.sampled.index(True)]
+    )
+    letters = [tokenizer(x, add_special_tokens=False)["input_ids"] for x in "It is A."]
+    said = [token for ids in letters for token in ids]
+    text = ",".join(map(str, episode.tokens))
+    assert ",".join(map(str, said)) in text, "the answer as it was drawn, letter by letter"
+
+
 def test_token_ids_in_and_out(server):
     async def play():
         async with agent(server, ["A.", "B."]) as one:
