@@ -32,6 +32,7 @@ usage:
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
   jaxtrain watch RUN [RUN ...]                        dashboard in the terminal, live or afterwards
+  jaxtrain report RUN [RUN ...] [-o FILE]             one HTML file about runs
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
   jaxtrain convert FILE [--output FILE]               a config of Axolotl, TRL or prime-rl as ours
   jaxtrain docs | schema                              every key: as Markdown | as JSON schema
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
         "export": run_export,
         "merge": run_merge,
         "watch": run_watch,
+        "report": run_report,
         "plot": run_plot,
         "convert": run_convert,
         "docs": run_docs,
@@ -428,6 +430,13 @@ def run_watch(argv: list[str]) -> None:
     from jaxtrain.watch.open import watch_command
 
     watch_command(argv)
+
+
+def run_report(argv: list[str]) -> None:
+    """One HTML file about runs."""
+    from jaxtrain.report.open import report_command
+
+    report_command(argv)
 
 
 def run_convert(argv: list[str]) -> int:

@@ -161,6 +161,8 @@ class LogConfig(Section):
     "package.module:Class" or "file.py:Class" each (docs/extending.md)."""
     plot: bool = True
     """Draw <output_dir>/curves.png when training ends."""
+    report: bool = True
+    """Write <output_dir>/report.html, a page about the run, when training ends."""
     watchdog_seconds: float = Field(300.0, gt=0, le=SECONDS)
     """Say what is being waited for, and dump all stacks to <output_dir>/stacks.txt, when nothing
     has moved for this long."""

@@ -145,7 +145,10 @@ def write_output(path: Path, content: bytes, key: str = "--output") -> None:
 def record_output(target: Path) -> None:
     """A model or curves will be written to `target`: at a run's place for them they are its own."""
     target = Path(os.path.abspath(target))
-    if target.name in (*OUTPUTS, "curves.png") and read_names(target.parent) is not None:
+    if (
+        target.name in (*OUTPUTS, "curves.png", "report.html")
+        and read_names(target.parent) is not None
+    ):
         take_names(target.parent, [target.name], "--output")
 
 

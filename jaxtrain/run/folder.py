@@ -221,6 +221,7 @@ def list_names(config: Config) -> list[str]:
     samples_there = config.rollout.engine == "vllm"
     made = {
         "curves.png": log.plot,
+        "report.html": log.report,
         "tensorboard": log.tensorboard,
         "wandb": log.wandb_project,
         "wandb_id": log.wandb_project,

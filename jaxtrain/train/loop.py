@@ -23,6 +23,7 @@ from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
 from jaxtrain.parallel.relay import broadcast
+from jaxtrain.report.open import write_report
 from jaxtrain.rollout.problem_sets import open_problem_sets
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.folder import RunFolder
@@ -363,6 +364,11 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
             places["curves"] = folder / "curves.png"
         except UserError as error:  # what was trained is worth more than its picture
             lines.append(f"no curves were drawn: {error}")
+    if is_main_process() and config.log.report and (folder / "metrics.jsonl").exists():
+        try:
+            places["report"] = write_report(folder)
+        except UserError as error:
+            lines.append(f"no report was written: {error}")
     if config.run.export:
         session.task.export(session.held(), config, folder / "model")
         places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
@@ -380,7 +386,7 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
         f"  {program} generate {folder}{agent}" if writes and not drafts else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {folder}" if session.parts.adapter and writes else "",
-        f"  {program} plot {folder} OTHER_RUN --output both.png",
+        f"  {program} watch {folder} OTHER_RUN",
         f"  {program} --help",
     ]
     return "\n".join(line for line in lines if line)

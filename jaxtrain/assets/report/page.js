@@ -1,0 +1,246 @@
+"use strict";
+// The page is made of #data; every text is put in as a text node.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const COLORS = ["#2f81f7", "#e0a100", "#c05bd6", "#2ea043", "#e5534b", "#39c5cf", "#9a6700", "#8b949e"];
+  const color = (i) => COLORS[i % COLORS.length];
+  const main = document.querySelector("main");
+  const chosen = { log: false, smooth: 0, x: "step", filter: "", shown: data.runs.map(() => true) };
+  const plots = [];
+  let whole = null, zoomed = false, wide = null;  // all of the x axis; whether less is shown; the large chart
+
+  const make = (tag, properties = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties)) {
+      if (name === "class") element.className = value;
+      else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+      else element[name] = value;
+    }
+    for (const child of children.flat(Infinity)) {
+      if (child !== null && child !== undefined)
+        element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    }
+    return element;
+  };
+  const dot = (i) => {
+    const element = make("span", { class: "dot" });
+    element.style.background = color(i);
+    return element;
+  };
+  const tell = (value) => {
+    if (value === null || value === undefined) return "–";
+    if (typeof value !== "number") return String(value);
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en");
+    return size >= 1e6 || size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+  };
+  const duration = (seconds) => {
+    const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
+    return `${Math.floor(s / 3600)}:${two(Math.floor(s / 60) % 60)}:${two(s % 60)}`;
+  };
+  const table = (head, rows) => make("div", { class: "scroll" }, make("table", {},
+    make("tr", {}, head.map((cell) => make("th", {}, cell))),
+    rows.map((row) => make("tr", {}, row.map((cell) =>
+      make("td", { class: typeof cell === "number" ? "number" : "" },
+        typeof cell === "number" ? tell(cell) : cell))))));
+  const section = (title, ...children) => main.append(make("h2", {}, title), ...children.flat(Infinity));
+
+  // ---- curves
+  const between = (xs, ys, x) => {
+    let low = 0, high = xs.length - 1;
+    if (high < 0) return x;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] <= x) low = middle; else high = middle;
+    }
+    if (xs[high] === xs[low]) return ys[high];
+    return ys[low] + (ys[high] - ys[low]) * Math.min(Math.max((x - xs[low]) / (xs[high] - xs[low]), 0), 1);
+  };
+  const smooth = (values, share) => {
+    if (!share || values.length < 3) return values;
+    const decay = 1 - 1 / Math.max(share * values.length, 1);
+    let total = 0, weight = 0;
+    return values.map((value) => {
+      total = decay * total + value;
+      weight = decay * weight + 1;
+      return total / weight;
+    });
+  };
+  const prepare = (run, [x, y], kind) => {
+    const places = kind === "step" ? x : x.map((step) => between(...run.clock[kind], step));
+    let values = smooth(y, chosen.smooth);
+    if (chosen.log) values = values.map((value) => (value > 0 ? value : null));
+    const xs = [], ys = [];  // x has to rise: an evaluation shares the step of its line
+    places.forEach((place, i) => {
+      if (xs.length && place <= xs[xs.length - 1]) ys[ys.length - 1] = values[i];
+      else { xs.push(place); ys.push(values[i]); }
+    });
+    return [xs, ys];
+  };
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const sync = uPlot.sync("runs");
+
+  const draw = (card, series, kind) => {
+    const joined = series.length ? uPlot.join(series.map((one) => one.points)) : [[], []];
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
+    const place = (value) => kind === "time" || kind === "seconds" ? duration(value)
+      : kind === "tokens" && value >= 1e6 ? `${tell(value / 1e6)}M` : tell(value);
+    const positive = joined.slice(1).some((values) => values.some((value) => value > 0));
+    const plot = new uPlot({
+      width: Math.max(card.clientWidth - 22, 200),
+      height: card.classList.contains("wide") ? 480 : 190,
+      cursor: { sync: kind === "seconds" ? undefined : { key: sync.key, scales: ["x", null] }, drag: { x: true, y: false },
+        bind: { dblclick: (u, target, handle) => (event) => { zoomed = false; return handle(event); } } },
+      scales: { x: { time: false, range: (u, min, max) => (kind === "seconds" || zoomed || !whole ? [min, max] : whole) }, y: { distr: chosen.log && positive ? 3 : 1 } },
+      axes: [
+        { ...axis, size: 28, values: (u, splits) => splits.map(place) },
+        { ...axis, size: 62, values: (u, splits) => splits.map((value) => (value === null ? "" : tell(value))) },
+      ],
+      series: [{}, ...series.map((one) => ({ stroke: one.color, width: 1.5, spanGaps: true, points: { show: one.points[0].length < 25, size: 5 } }))],
+      hooks: {
+        setSelect: [(u) => { zoomed = zoomed || (u.select.width > 0 && kind !== "seconds"); }],
+        setCursor: [(u) => {
+          const index = u.cursor.idx;
+          const told = index === null || index === undefined ? series.map((one) => one.last)
+            : series.map((one, i) => nearest(u.data[i + 1], index));
+          card.querySelector(".value").textContent = told.map(tell).join("  ");
+        }],
+        setScale: [(u, name) => {
+          if (name !== "x" || u.quiet || kind === "seconds" || !u.ready) return;
+          const { min, max } = u.scales.x;
+          for (const other of plots) if (other !== u && other.kind === kind) {
+            other.quiet = true;
+            other.setScale("x", { min, max });
+            other.quiet = false;
+          }
+        }],
+        ready: [(u) => { u.ready = true; }],
+      },
+    }, joined, card);
+    plot.kind = kind;
+    card.plot = plot;
+    return plot;
+  };
+  const nearest = (values, index) => {
+    for (let apart = 0; apart < values.length; apart++) {
+      const before = values[index - apart], after = values[index + apart];
+      if (before !== null && before !== undefined) return before;
+      if (after !== null && after !== undefined) return after;
+    }
+    return null;
+  };
+
+  const grid = make("div", { class: "charts" });
+  const redraw = () => {
+    for (const plot of plots.splice(0)) plot.destroy();
+    let pattern = null;
+    try { pattern = chosen.filter ? new RegExp(chosen.filter, "i") : null; } catch { /* being typed */ }
+    const steps = data.runs.filter((run, i) => chosen.shown[i] && run.clock.time[0].length)
+      .flatMap((run) => chosen.x === "step" ? run.clock.time[0] : run.clock[chosen.x][1]);
+    const low = steps.reduce((a, b) => Math.min(a, b), Infinity), high = steps.reduce((a, b) => Math.max(a, b), -Infinity);
+    zoomed = false;
+    whole = low < high ? [low, high] : null;
+    for (const card of grid.children) {
+      const name = card.metric, fits = !pattern || pattern.test(name);
+      const series = data.runs.map((run, i) => ({ run, i }))
+        .filter(({ run, i }) => chosen.shown[i] && Object.hasOwn(run.curves, name))
+        .map(({ run, i }) => ({ points: prepare(run, run.curves[name], chosen.x), color: color(i), last: run.last[name] }));
+      card.classList.toggle("hidden", !fits || !series.length);
+      card.classList.toggle("wide", wide === name);
+      card.querySelector(".value").textContent = series.map((one) => tell(one.last)).join("  ");
+      if (fits && series.length) plots.push(draw(card, series, chosen.x));
+    }
+    for (const card of document.querySelectorAll(".hardware .card"))
+      plots.push(draw(card, [{ points: card.points, color: color(card.place), last: card.points[1].at(-1) }], "seconds"));
+    document.documentElement.dataset.ready = String(plots.length);
+  };
+  const card = (name, properties = {}) => Object.assign(make("div", { class: "card" },
+    make("h3", { onclick: () => { wide = wide === name ? null : name; redraw(); } },
+      make("span", { class: "value" }), name)), properties);
+
+  // ---- head
+  const names = data.runs.map((run) => run.name).join(", ");
+  main.append(make("h1", {}, names), make("div", { class: "soft" }, `written ${data.time}`));
+  const mark = { finished: "good", failed: "bad", silent: "bad" };
+  section("Runs", table(
+    ["", "run", "state", "method", "model", "devices", "step", "time", "best", "", "newest", "tok/s/device", "MFU"],
+    data.runs.map((run, i) => [
+      dot(i), run.path, make("span", { class: mark[run.state] ?? "" }, `${run.state} ${run.message}`),
+      run.task, run.model, run.devices, `${tell(run.step)}/${tell(run.total_steps)}`, duration(run.seconds),
+      run.best ? `${run.best.metric}` : "", run.best ? `${tell(run.best.value)} at ${tell(run.best.step)}` : "",
+      run.best ? tell(run.last[run.best.metric]) : "",
+      tell(run.last.tokens_per_second_per_device), run.last.mfu ? `${(100 * run.last.mfu).toFixed(1)} %` : "–",
+    ])));
+
+  // ---- charts
+  if (data.charts.length) {
+    const bar = make("div", { class: "bar" },
+      make("input", { type: "search", placeholder: "filter: loss|reward", oninput: (e) => { chosen.filter = e.target.value; redraw(); } }),
+      make("label", {}, make("input", { type: "checkbox", oninput: (e) => { chosen.log = e.target.checked; redraw(); } }), "log y"),
+      make("label", {}, "smoothing", make("select", { oninput: (e) => { chosen.smooth = Number(e.target.value); redraw(); } },
+        ["0", "0.05", "0.2"].map((value) => make("option", { value }, `${100 * value} %`)))),
+      make("label", {}, "by", make("select", { oninput: (e) => { chosen.x = e.target.value; redraw(); } },
+        ["step", "time", "tokens"].map((value) => make("option", { value }, value)))),
+      data.runs.length > 1 ? data.runs.map((run, i) => make("label", {}, make("input", {
+        type: "checkbox", checked: true, oninput: (e) => { chosen.shown[i] = e.target.checked; redraw(); },
+      }), dot(i), run.name)) : null,
+      make("span", { class: "soft" }, "drag: zoom all, double click: whole, click a title: large"));
+    section("Charts", bar, grid);
+    for (const name of data.charts) grid.append(card(name, { metric: name }));
+  }
+
+  // ---- evaluations
+  const evals = data.charts.filter((name) => name.startsWith("eval/"));
+  if (evals.length) section("Evaluations", table(
+    ["metric", ...data.runs.flatMap((run) => [`${run.name}: first`, "least", "greatest", "newest"])],
+    evals.map((name) => [name.slice(5), ...data.runs.flatMap((run) => {
+      const y = run.curves[name]?.[1] ?? [];
+      if (!y.length) return ["–", "–", "–", "–"];
+      const low = y.reduce((a, b) => Math.min(a, b)), high = y.reduce((a, b) => Math.max(a, b));
+      return [y[0], low, high, y.at(-1)];
+    })])));
+
+  // ---- samples
+  const message = ([role, text, calls]) => [
+    make("div", { class: "role" }, role), make("pre", {}, text),
+    calls ? make("details", {}, make("summary", { class: "soft" }, "tool calls"), make("pre", {}, calls)) : null,
+  ];
+  const sample = (one) => make("div", { class: "sample" },
+    make("div", {}, make("b", { class: one.reward > 0 ? "good" : "bad" }, one.reward === null ? "" : `reward ${tell(one.reward)}`),
+      make("span", { class: "soft" }, one.facts.map(([name, value]) => `  ${name} ${tell(value)}`).join(" "))),
+    one.prompt.map(message), one.answer.map(message));
+  if (data.runs.some((run) => run.samples.length)) {
+    section("Samples");
+    data.runs.forEach((run, i) => run.samples.forEach((step, place) => main.append(make("details",
+      { open: i === 0 && place === 0 }, make("summary", {}, dot(i), ` ${run.name}, step ${tell(step.step)}: best and worst`),
+      step.samples.map(sample)))));
+  }
+
+  // ---- configs
+  const value = (run, key) => Object.hasOwn(run.config, key) ? JSON.stringify(run.config[key]) : "–";
+  const heads = () => ["key", ...data.runs.map((run, i) => make("span", {}, dot(i), ` ${run.name}`))];
+  if (data.runs.length > 1) section("Config: what differs", data.differing.length
+    ? table(heads(), data.differing.map((key) => [key, ...data.runs.map((run) => value(run, key))]))
+    : make("p", {}, "nothing"));
+  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))];
+  section("Config", make("details", {}, make("summary", {}, `${keys.length} keys`),
+    table(heads(), keys.map((key) => [key, ...data.runs.map((run) => value(run, key))]))));
+
+  // ---- starts, warnings, hardware
+  section("Starts", table(["", "time", "host", "devices", "command", "versions"],
+    data.runs.flatMap((run, i) => run.attempts.map((one) => [dot(i), one.time, one.host, one.devices,
+      make("pre", {}, one.command), Object.entries(one.versions).map(([name, version]) => `${name} ${version}`).join(", ")]))));
+  const warned = data.runs.filter((run) => run.warnings.length);
+  if (warned.length) section("Warnings", warned.map((run) => make("details", { open: run.warnings.length < 8 },
+    make("summary", {}, `${run.name}: ${run.warnings.length}`), make("pre", {}, run.warnings.join("\n")))));
+  const measured = data.runs.flatMap((run, i) => Object.entries(run.hardware).map(([name, points]) =>
+    card(data.runs.length > 1 ? `${run.name}: ${name}` : name, { points, place: i })));
+  if (measured.length) section("Hardware", make("div", { class: "charts hardware" }, measured));
+
+  redraw();
+  let waiting = 0;
+  const later = () => { clearTimeout(waiting); waiting = setTimeout(redraw, 150); };
+  addEventListener("resize", later);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
+})();
