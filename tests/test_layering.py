@@ -53,6 +53,7 @@ WITHOUT_JAX = [
     "run.samples",
     "run.sinks",
     "watch.open",
+    "report.open",
     "watch.app",
     "data",
     "envs",
