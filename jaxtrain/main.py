@@ -405,24 +405,10 @@ def run_merge(argv: list[str]) -> None:
 
 
 def run_plot(argv: list[str]) -> None:
-    """Draw the curves of one or more runs into a PNG."""
-    parser = Parser("jaxtrain plot", description=run_plot.__doc__)
-    parser.add_argument("runs", nargs="+", type=expand_path, help="output_dirs")
-    parser.add_argument("--output", type=expand_path, help="default: curves.png in the first run")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the file --output if it is there"
-    )
-    args = parser.parse_intermixed_args(argv)
-    from jaxtrain.run.belongings import read_names, record_output, require_writable
-    from jaxtrain.run.plot import plot_runs
+    """Curves of runs as a PNG."""
+    from jaxtrain.run.plot import plot_command
 
-    output = args.output or args.runs[0] / "curves.png"
-    if args.output is None and read_names(output.parent) is not None:
-        record_output(output)
-    else:
-        require_writable(output, args.overwrite)
-    plot_runs(args.runs, output)
-    print(output)
+    plot_command(argv)
 
 
 def run_watch(argv: list[str]) -> None:

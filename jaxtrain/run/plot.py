@@ -5,8 +5,9 @@ from fnmatch import filter as matching
 from pathlib import Path
 from typing import TypeGuard
 
+from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.run.belongings import write_output
+from jaxtrain.run.belongings import read_names, record_output, require_writable, write_output
 from jaxtrain.run.records import read_records
 from jaxtrain.shown import printable, shorten, show
 
@@ -23,6 +24,24 @@ out."""
 
 LABELS = {"loss": "training", "eval/loss": "held-out"}
 FROM_ZERO = {"gradient norm", "tokens/s per device", "MFU"}
+
+
+def plot_command(argv: list[str]) -> None:
+    """Draw the curves of one or more runs into a PNG."""
+    parser = Parser("jaxtrain plot", description=plot_command.__doc__)
+    parser.add_argument("runs", nargs="+", type=expand_path, help="output_dirs")
+    parser.add_argument("--output", type=expand_path, help="default: curves.png in the first run")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file --output if it is there"
+    )
+    args = parser.parse_intermixed_args(argv)
+    output = args.output or args.runs[0] / "curves.png"
+    if args.output is None and read_names(output.parent) is not None:
+        record_output(output)
+    else:
+        require_writable(output, args.overwrite)
+    plot_runs(args.runs, output)
+    print(output)
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:

@@ -35,6 +35,10 @@
     if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en");
     return size >= 1e6 || size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
   };
+  const tick = (value) => {  // of an axis: short
+    const size = Math.abs(value);
+    return size && (size >= 1e6 || size < 1e-3) ? `${Number(value.toPrecision(3)).toExponential()}` : tell(value);
+  };
   const duration = (seconds) => {
     const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
     return `${Math.floor(s / 3600)}:${two(Math.floor(s / 60) % 60)}:${two(s % 60)}`;
@@ -95,7 +99,7 @@
       scales: { x: { time: false, range: (u, min, max) => (kind === "seconds" || zoomed || !whole ? [min, max] : whole) }, y: { distr: chosen.log && positive ? 3 : 1 } },
       axes: [
         { ...axis, size: 28, values: (u, splits) => splits.map(place) },
-        { ...axis, size: 62, values: (u, splits) => splits.map((value) => (value === null ? "" : tell(value))) },
+        { ...axis, size: 62, values: (u, splits) => splits.map((value) => (value === null ? "" : tick(value))) },
       ],
       series: [{}, ...series.map((one) => ({ stroke: one.color, width: 1.5, spanGaps: true, points: { show: one.points[0].length < 25, size: 5 } }))],
       hooks: {
