@@ -108,7 +108,11 @@ def test_a_sandbox(folder):
 
     row = {"task": "Define add.", "example": "print(add(1, 2))", "tests": ["assert add(2, 2) == 4"]}
     block = "```python\ndef add(a, b):\n    return a {} b\n```"
-    texts = ("Hm.\n```python\nimport time\ntime.sleep(60)\n```", block.format("-"), block.format("+"))
+    texts = (
+        "Hm.\n```python\nimport time\ntime.sleep(60)\n```",
+        block.format("-"),
+        block.format("+"),
+    )
     episode = play("programmer", row, *texts)
     first, second = told(episode)
     assert "(stopped: " in first and "\n-1\n" in second
