@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from jaxtrain_vllm import BACKEND
+from jaxtrain_vllm.guard import MIDDLEWARE
 
 GROUP, PLUGIN = "vllm.general_plugins", "jaxtrain_vllm"
 
@@ -36,6 +37,7 @@ def build_command(options: argparse.Namespace, extra: list[str]) -> list[str]:
         command.append("--no-enable-chunked-prefill")
     if options.sleep:
         command.append("--enable-sleep-mode")
+    command += ["--middleware", MIDDLEWARE]
     return command + extra
 
 
