@@ -37,6 +37,8 @@ MAX_ASKS = 50
 """Of one request, whatever happened to the servers: an end even where they flap for ever."""
 SESSION = "X-Session-ID"
 """Header by which a router keeps what shares a prefix on one server."""
+MOST_BYTES = 2**28
+"""Of an answer; one with the experts of 100,000 tokens is a third of that."""
 LOOK_SECONDS = 0.25
 """How often a waiting request looks whether its server was dropped."""
 
@@ -270,7 +272,12 @@ class VllmEngine:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
         url, named = f"{server.url}{server.route}", {SESSION: f"{self.servers.session}-{session}"}
         async with connections.post(url, json=body, timeout=timeout, headers=named) as answer:
-            return answer.status, await answer.read()
+            raw = bytearray()
+            async for part in answer.content.iter_any():
+                raw += part
+                if len(raw) > MOST_BYTES:
+                    raise aiohttp.ClientPayloadError(f"an answer of more than {MOST_BYTES} bytes")
+            return answer.status, bytes(raw)
 
     def _line(self) -> Line:
         loop = asyncio.get_running_loop()
