@@ -43,7 +43,9 @@ def alive(pid):
 def test_two_servers_of_a_run(tmp_path):
     model = make_model(tmp_path / "model", seed=0, tied=True)
     path = write_run(SimpleNamespace(model=model, port=0), tmp_path)
-    launch = f'launch = "local"\nreplicas = 2\ngpus = 0\npython = "{PYTHON}"\nhealth_seconds = 1.0\n'
+    launch = (
+        f'launch = "local"\nreplicas = 2\ngpus = 0\npython = "{PYTHON}"\nhealth_seconds = 1.0\n'
+    )
     text = path.read_text().replace(
         'servers = ["http://127.0.0.1:0"]', launch + 'args = ["--enforce-eager"]'
     )
