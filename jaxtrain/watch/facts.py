@@ -16,7 +16,7 @@ SILENT = 60.0
 """Seconds without a heartbeat after which nobody knows whether a run still lives."""
 PACE_LINES = 50
 """Newest lines of metrics by which the time left is told."""
-WARNING = ("warning", "error", "failed", "died", "dropped", "nothing has moved", "not finite")
+WARNING = ("warning", "error", "failed", "died", "refused", "timed out", "is gone", "not finite")
 """Words of log lines that people should see."""
 
 
@@ -130,7 +130,7 @@ def time_passed(run: Run, now: float | None = None) -> float:
     started = number(run.beat.get("started"))
     if not started:
         return logged
-    before = sum(1 for clock in run.clock if clock < started)
+    before = int(np.count_nonzero(np.array(run.clock) < started))
     earlier = run.times[before - 1] if before else 0.0
     end = number(run.beat.get("time")) or (time.time() if now is None else now)
     return max(earlier + end - started, logged, 0.0)
@@ -157,7 +157,9 @@ def model(run: Run) -> str:
     adapter = run.key("adapter.kind")
     ending = f" + {flat(adapter)}" if isinstance(adapter, str) and adapter != "none" else ""
     if isinstance(path, str) and path:
-        return flat(os.path.basename(path.rstrip("/")) or path)[:32] + ending
+        parts = path.rstrip("/").split("/")
+        told = parts[-2:] if parts[-1] in ("model", "merged") else parts[-1:]
+        return flat("/".join(told))[-32:] + ending
     family = run.key("model.architecture.model_type")
     return (flat(family)[:24] if family else "") + ending
 
@@ -174,7 +176,7 @@ def devices(run: Run) -> str:
 def is_warning(line: str) -> bool:
     """Whether a line of log.txt should be seen."""
     lowered = line[:400].lower()
-    return any(word in lowered for word in WARNING) and "max_failures" not in lowered
+    return any(word in lowered for word in WARNING)
 
 
 def is_step(line: str) -> bool:

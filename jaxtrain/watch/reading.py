@@ -1,5 +1,6 @@
 """All runs that were asked for, found and read again and again."""
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.run.hardware import Reader
+from jaxtrain.shown import printable
 from jaxtrain.watch.facts import number, read_state
 from jaxtrain.watch.look import Look
 from jaxtrain.watch.run import Run, find_runs
@@ -33,6 +35,7 @@ class Reading:
             known = {str(run.path) for run in self.look.runs}
             found = [Run(path) for path in find_runs(self.paths) if str(path) not in known]
             self.look.runs += found
+            name_apart(self.look.runs)
             new = bool(found)
         for run in self.look.runs:
             new = run.read() or new
@@ -58,6 +61,17 @@ class Reading:
         self._hardware = self._hardware or Reader(run.path)
         run.keep_hardware(host, self._hardware.read())
         return True
+
+
+def name_apart(runs: list[Run]) -> None:
+    """Give runs the shortest ends of their paths that tell them apart: seed0/run, seed1/run."""
+    for run in runs:
+        parts = run.path.absolute().parts
+        others = [one.path.absolute().parts for one in runs if one is not run]
+        length = 1
+        while length < len(parts) and any(one[-length:] == parts[-length:] for one in others):
+            length += 1
+        run.name = printable(os.path.join(*parts[-length:]))
 
 
 def check_paths(paths: list[Path]) -> None:

@@ -20,6 +20,7 @@ from jaxtrain.watch.frame import draw_frame
 from jaxtrain.watch.keys import press
 from jaxtrain.watch.look import SCREENS, Look
 from jaxtrain.watch.print import render_text
+from jaxtrain.watch.reading import Reading
 from jaxtrain.watch.run import Run, find_runs
 
 FRAMES = Path(__file__).parent / "frames"
@@ -192,6 +193,10 @@ def test_runs_are_found_below_folders(tmp_path):
     assert sorted(path.name for path in find_runs([tmp_path])) == ["newer", "run"]
     assert find_runs([tmp_path / "a" / "newer", tmp_path])[0].name == "newer"
     assert find_runs([tmp_path / "gone"]) == []
+    write_run(tmp_path / "c" / "run")
+    reading = Reading([tmp_path], Look([]))
+    reading.read()
+    assert sorted(run.name for run in reading.look.runs) == ["b/run", "c/run", "newer"]
 
 
 def test_facts_are_json_of_numbers(tmp_path):

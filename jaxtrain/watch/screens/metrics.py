@@ -135,14 +135,14 @@ def plain(value: float | None) -> str:
 
 
 def draw_numbers(look: Look, width: int, height: int) -> list[Text]:
-    """Newest values of the first shown run by group, with their course."""
-    run, inner = next(iter(look.shown), None), width - 2
-    names = [] if run is None else [n for n in chart_names(look) if n in run.metrics]
-    lines: list[Text] = []
+    """Newest values of the chosen run by group, with their course."""
+    run, inner, lines = look.first, width - 2, []
+    if run is None:
+        return box([], width, height, "numbers")
+    names = [name for name in chart_names(look) if name in run.metrics]
     for title, own in group(names):
         lines.append(Text(title, style="bold"))
         for name in own:
-            assert run is not None
             value = plain(run.last(name))
             points = run.points(name)
             course = look.remember(
@@ -154,7 +154,8 @@ def draw_numbers(look: Look, width: int, height: int) -> list[Text]:
     if len(lines) > height - 2:
         cut = len(lines) - height + 3
         lines = [*lines[: height - 3], Text(f" … {cut} more in the charts", style="bright_black")]
-    return box(lines, width, height, "numbers")
+    title = f"numbers of {run.name}" if len(look.runs) > 1 else "numbers"
+    return box(lines, width, height, title)
 
 
 def course_of(run: Run, name: str) -> str:
