@@ -233,19 +233,23 @@ class Record:
         return found
 
     def _find_drawn(self, request: ChatRequest) -> dict[int, int]:
-        """{index of a message: number of the turn that it is}: those that say what was answered."""
+        """{index of a message: number of its turn}: those that say what was answered. One that
+        carries the turn's own token ids may have lost some of its thinking on the way: what agents
+        keep messages as may have no place for it."""
         found: dict[int, int] = {}
         for index, message in enumerate(request.messages):
             if message["role"] != "assistant":
                 continue
             key, before = message_key(message), tuple(found.values())
             ids = request.given_ids.get(index)
-            same = [
-                number
-                for number, answered in self._answered.items()
-                if answered.key == key and number not in before
-                if ids is None or ids == self.history.turns[number].tokens
-            ]
+            same = []
+            for number, answered in self._answered.items():
+                if ids is None:
+                    equal = answered.key == key
+                else:
+                    equal = ids == self.history.turns[number].tokens and answered.key[1:] == key[1:]
+                if equal and number not in before:
+                    same.append(number)
             exact = [number for number in same if self._answered[number].before == before]
             if same:
                 found[index] = (exact or same)[0]

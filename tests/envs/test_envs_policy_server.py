@@ -123,16 +123,19 @@ class Speller(Script):
         return Completion(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens))
 
 
-@pytest.mark.parametrize(("more", "branches"), [([], 1), ([7], 2)])
-def test_ids_that_an_agent_hands_back_are_checked(server, more, branches):
-    """A turn stays as it was drawn, but one of the same text and other tokens is none of ours."""
+@pytest.mark.parametrize(
+    ("more", "said", "branches"), [([], {}, 1), ([7], {}, 2), ([], {"content": "What is"}, 2)]
+)
+def test_ids_that_an_agent_hands_back_are_checked(server, more, said, branches):
+    """A turn stays as it was drawn; one of the same text and other tokens is none of ours, nor one
+    of the same tokens and another text, but for thinking that got lost."""
 
     async def play():
-        engine = Speller(server.template.tokenizer, ["What is it", "B."])
+        engine = Speller(server.template.tokenizer, ["<think>Hm.</think>What is it", "B."])
         async with agent(server, [], engine=engine) as one:
             a, _ = await one.chat([ASK], return_token_ids=True)
-            said = a["message"] | {"generation_token_ids": [*a["token_ids"], *more]}
-            await one.chat([ASK, said, ASK])
+            ids = {"generation_token_ids": [*a["token_ids"], *more]}
+            await one.chat([ASK, a["message"] | {"content": "What is it"} | ids | said, ASK])
             return one.record.finish()
 
     assert asyncio.run(play()).metrics["branches"] == branches
