@@ -18,9 +18,9 @@ class VerifiersConfig(Section):
     file that exports one Taskset in `__all__`."""
     args: dict[str, Any] = {}
     """Keys of the taskset's own config; with `task`, a table, those of its tasks."""
-    environment: str | None = None
-    """Id of an environment of several agents that plays the tasks; unset: the taskset's own, or one
-    agent."""
+    environment: Place | None = None
+    """Id, or Python file, of an environment of several agents that plays the tasks; unset: the
+    taskset's own, or one agent."""
     agents: dict[str, dict[str, Any]] = {}
     """Keys of single agents' configs, on top of the defaults made of the keys below:
     {agent = {harness = {id = "bash"}, runtime = {type = "docker"}}}. Whoever has trainable false

@@ -111,8 +111,8 @@ class Stage:
         from verifiers.v1.utils import loaders
 
         config = self.config
-        taskset = import_taskset(str(config.taskset), f"{self.key}.taskset")
-        kind = config.environment or ""
+        taskset = import_part(str(config.taskset), f"{self.key}.taskset")
+        kind = import_part(config.environment or "", f"{self.key}.environment")
         try:
             made = loaders.env_config_type(taskset, kind)
             roles = [
@@ -147,8 +147,8 @@ def import_verifiers(key: str) -> Any:
     return found
 
 
-def import_taskset(name: str, key: str) -> str:
-    """The id under which the package finds a taskset; a file is imported under its own name."""
+def import_part(name: str, key: str) -> str:
+    """The id under which the package finds a module; a file is imported under its own name."""
     if not name.endswith(".py"):
         return name
     module, stem = plugins.load_module(name, key=key), Path(name).stem

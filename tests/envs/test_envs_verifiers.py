@@ -18,7 +18,7 @@ from jaxtrain.envs.guard import Guarded
 from jaxtrain.envs.open import open_env
 from jaxtrain.envs.scripted import Script
 from jaxtrain.envs.verifiers import read_verdict
-from jaxtrain.envs.verifiers_stage import import_taskset
+from jaxtrain.envs.verifiers_stage import import_part
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.rollout.types import EpisodeFailed
@@ -87,8 +87,8 @@ def test_a_row_names_a_task_and_a_file_its_module(tmp_path):
     path = tmp_path / "json.py"
     path.write_text("")
     with pytest.raises(UserError, match="another module called json"):
-        import_taskset(str(path), "env.verifiers.taskset")
-    assert import_taskset("owner/name", "") == "owner/name"
+        import_part(str(path), "env.verifiers.taskset")
+    assert import_part("owner/name", "") == "owner/name"
 
 
 real = pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed (pip: the extra)")
@@ -133,6 +133,24 @@ def test_the_package_plays_and_the_endpoint_has_the_tokens():
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
     assert tokenizer.decode(games[0].drawn_tokens) == "4<|im_end|>5<|im_end|>"
+
+
+@pytest.mark.slow
+@real
+def test_two_agents_train_in_one_episode_and_a_third_only_draws():
+    one_turn = {"harness": {"id": "verifiers_sums", "turns": 1}}
+    agents = dict.fromkeys(("solver", "verifier", "judge"), one_turn)
+    duel = str(Path(SUMS).with_name("verifiers_duel.py"))
+    (game,) = play(["5", "right", "yes"], [3], environment=duel, agents=agents)
+    tokenizer = load_tokenizer("builtin")
+    shown = [tokenizer.decode(one.tokens) for one in game.sequences]
+    assert [text.split("\n")[1:] for text in shown] == [
+        ["What is 3 + 2?<|im_end|>", "<|im_start|>assistant", "5<|im_end|>"],
+        ["Is 5 right?<|im_end|>", "<|im_start|>assistant", "right<|im_end|>"],
+    ]
+    assert tokenizer.decode(game.drawn_tokens) == "5<|im_end|>right<|im_end|>"
+    assert game.rewards == {"right": 1.0, "even": 0.3, "agreed": 1.0}
+    assert game.metrics["turns"] == 2.0
 
 
 @pytest.mark.slow

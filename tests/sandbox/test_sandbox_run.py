@@ -94,6 +94,21 @@ def test_output_is_limited(box, limits):
     assert len(ran.output) == 5000 and not ran.finished
 
 
+def test_its_folder_is_limited(box, limits):
+    if not (limits.namespaces and box.namespaces):
+        pytest.skip("files are limited one by one")
+    program = """
+        for n in range(10):
+            try:
+                open(str(n), "wb").write(b"x" * 15 * 2**20)
+            except OSError as error:
+                print(n, error.strerror)
+                break
+        """
+    ran = run(box, program, limits._replace(seconds=5.0))
+    assert ran == ("4 No space left on device\n", True)
+
+
 def test_there_is_no_network_and_nobody_elses_file(box, limits, tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text("swordfish")
