@@ -1,4 +1,4 @@
-"""An environment of the verifiers package with three agents: a solver, a verifier who is asked about
+"""An environment of three agents for the verifiers package: a solver, a verifier who is asked of
 its answer, both trained, and a judge, who is not."""
 
 import verifiers.v1 as vf
