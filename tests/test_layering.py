@@ -64,6 +64,8 @@ WITHOUT_JAX = [
     "rollout.cluster.open",
     "rollout.mismatch",
     "rollout.vllm.engine",
+    "rollout.vllm.gpus",
+    "rollout.vllm.launch",
     "rollout.vllm.far",
     "rollout.vllm.publish_lora",
     "rollout.vllm.publish_weights",
