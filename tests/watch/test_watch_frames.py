@@ -27,6 +27,7 @@ FRAMES = Path(__file__).parent / "frames"
 NOW = START + 1.5 * 60 + 2
 CASES = {
     "metrics_120x40": (120, 40, ""),
+    "metrics_180x50": (180, 50, ""),
     "metrics_80x24": (80, 24, ""),
     "metrics_60x15": (60, 15, ""),
     "open_100x30": (100, 30, "enter left left plus y"),

@@ -3,14 +3,18 @@
 import time
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from jaxtrain.run.console import format_count
+from jaxtrain.watch.chart import spark
 from jaxtrain.watch.facts import number
 from jaxtrain.watch.look import Look
 from jaxtrain.watch.text import bar, box, flat
 
 GIB = 2**30
+TABLE = 48
+"""Columns of a GPU's row; what is right of them shows its use so far."""
 
 
 def newest(look: Look) -> dict[str, dict[str, Any]]:
@@ -27,7 +31,13 @@ def draw_hardware(look: Look, width: int, height: int) -> list[Text]:
     lines: list[Text] = []
     if gpus and len(gpus) + 1 <= space:
         lines.append(Text(f" gpu  use{' ' * 12}memory{' ' * 10}°C    W", style="bright_black"))
-        lines += [draw_gpu(gpu) for _, gpu in gpus]
+        room = width - 2 - TABLE - 2
+        for host, gpu in gpus:
+            line = draw_gpu(gpu)
+            if room >= 8:
+                course = past_use(look, host, gpu.get("index"))[-4 * room :]
+                line.append(f"  {spark(np.array(course), room)}", "green")
+            lines.append(line)
     elif gpus:
         lines += [Text(" " + sum_up(list_gpus(line), host)) for host, line in hosts.items()]
     for host, line in hosts.items():
@@ -39,6 +49,14 @@ def draw_hardware(look: Look, width: int, height: int) -> list[Text]:
         age = (look.now or time.time()) - max(number(line.get("time")) for line in hosts.values())
         title = "hardware" if age < 120 else "hardware, when last seen"
     return box(lines, width, height, title)
+
+
+def past_use(look: Look, host: str, index: Any) -> list[float]:
+    """The use of one GPU in all lines that are kept."""
+    run = look.first
+    lines = run.hardware.get(host, ()) if run else ()
+    found = [gpu for line in lines for gpu in list_gpus(line) if gpu.get("index") == index]
+    return [number(gpu.get("use")) for gpu in found]
 
 
 def list_gpus(line: dict[str, Any]) -> list[dict[str, Any]]:
