@@ -1,0 +1,181 @@
+"""vLLM servers on the machines of a Ray cluster: an actor for each, which Ray keeps somewhere.
+
+    ServerHost (actor, GPUs) ── child ends ──> ends itself ──> Ray starts it where there is room
+         ^                                                     (the same machine, or another)
+         └── where() ── RaySource.poll(), each health_seconds ──> joins and leaves of the pool
+
+A server that comes back, there or elsewhere, is a new one to the pool: inspected and given the
+weights before it is asked.
+"""
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.cluster.far import Lost
+from jaxtrain.rollout.cluster.ray_cluster import RayCluster, RayFar
+from jaxtrain.rollout.vllm.discover import Found
+from jaxtrain.sandbox.processes import ServerProcess
+
+POLL_SECONDS = 2.0
+YOUNG_SECONDS = 60.0
+"""A server that ends before it is so old is started again after a pause only."""
+PAUSE_SECONDS = 30.0
+HOST, PORT = "{host}", "{port}"
+"""What stands for the address in a command that does not know its machine yet."""
+
+
+class ServerHost:
+    """One server process of this machine, in a process group of its own that ends with the actor.
+    Ray's CUDA_VISIBLE_DEVICES says which GPUs it sees."""
+
+    def __init__(self, number: int, command: Sequence[str], folder: str, address: str | None):
+        """folder: for its log, where this machine has it. address: None asks Ray for this
+        machine's."""
+        self.host = address or find_address()
+        self.port = free_port(self.host)
+        there = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
+        self.log = there / "servers" / f"{number}.log"
+        words = [word.replace(HOST, self.host).replace(PORT, str(self.port)) for word in command]
+        self.process = ServerProcess(words, None, self.log, self.port)
+        self.failed, self.began = "", time.monotonic()
+        self.process.start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def where(self) -> dict[str, Any]:
+        """{"url"}, or {"failed"} for a server that ended."""
+        if self.failed:
+            return {"failed": self.failed}
+        return {"url": f"http://{self.host}:{self.port}", "log": str(self.log)}
+
+    def stop(self, seconds: float = 10.0) -> dict[str, Any]:
+        """End the server, for good."""
+        self.failed = "it was stopped"
+        self.process.stop(seconds)
+        return {}
+
+    def _watch(self) -> None:
+        while (code := self.process.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        if self.failed:
+            return
+        self.failed = f"status {code}, log {self.log} on {os.uname().nodename}: {self._last_line()}"
+        if time.monotonic() - self.began < YOUNG_SECONDS:
+            time.sleep(PAUSE_SECONDS)
+        os._exit(1)  # Ray starts this actor again
+
+    def _last_line(self) -> str:
+        lines = self.log.read_text(errors="replace")[-4000:].strip().splitlines()
+        return lines[-1][:300] if lines else "it wrote nothing"
+
+
+class RaySource:
+    """`discover.Source` of the hosts of a run or a service."""
+
+    fixed = False
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        find_hosts: Callable[[], Sequence[RayFar]],
+        name: str,
+        say: Callable[[str], None],
+        seconds: float = 2.0,
+    ):
+        """seconds: how long a poll waits for hosts, all together."""
+        self.cluster, self.find_hosts, self.name = cluster, find_hosts, name
+        self.say, self.seconds = say, seconds
+        self._asked: dict[int, Future] = {}
+        self._told: set[str] = set()
+
+    def poll(self) -> list[Found] | None:
+        """See discover.Source; hosts that are being started are not listed."""
+        if self.cluster.error is not None:
+            return None
+        found, deadline = [], time.monotonic() + self.seconds
+        for place, host in enumerate(self.find_hosts()):
+            # A host that is being started answers once it is; it is asked once until then.
+            answer = self._asked.pop(place, None) or host.call("where")
+            try:
+                told = answer.result(max(0.0, deadline - time.monotonic()))
+            except NotYet:
+                self._asked[place] = answer
+                continue
+            except (Lost, RunStopped, RuntimeError) as error:
+                self._tell(f"server {place}: {error}")
+                continue
+            if "failed" in told:
+                self._tell(f"server {place} ended: {told['failed']}")
+            else:
+                found.append(Found(told["url"]))
+        return found
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.say(text)
+
+
+def start_hosts(
+    cluster: RayCluster,
+    command: Sequence[str],
+    folder: str,
+    replicas: int,
+    gpus: float,
+    name: str | None = None,
+) -> list[RayFar]:
+    """So many servers, each on `gpus` GPUs of one machine. name: of a service that they belong to,
+    with which they outlive this process."""
+    made = []
+    for number in range(replicas):
+        kept = {"name": host_name(name, number), "lifetime": "detached"} if name else {}
+        made.append(
+            cluster.start(
+                ServerHost,
+                (number, list(command), folder, "127.0.0.1" if cluster.own else None),
+                num_gpus=gpus,
+                num_cpus=1,
+                max_concurrency=4,
+                scheduling_strategy="SPREAD",
+                runtime_env=cluster.environment(),
+                **kept,
+            )
+        )
+    return made
+
+
+def find_hosts(cluster: RayCluster, name: str) -> list[RayFar]:
+    """The servers of a service."""
+    found: list[RayFar] = []
+    while True:
+        try:
+            found.append(cluster.find(host_name(name, len(found))))
+        except UserError:
+            return found
+
+
+def host_name(name: str, number: int) -> str:
+    """The Ray name of a service's server."""
+    return f"{name}-server-{number}"
+
+
+def find_address() -> str:
+    """This machine's address as the cluster knows it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def free_port(host: str) -> int:
+    """A port that is free there now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
