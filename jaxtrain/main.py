@@ -31,6 +31,8 @@ usage:
   jaxtrain score RUN|MODEL DATA --output FILE         scores of a reward model, row by row
   jaxtrain export RUN|MODEL [--output FOLDER]         write a Hugging Face model folder
   jaxtrain merge RUN|ADAPTER [--base MODEL]           adapter and base as one model folder
+  jaxtrain serve-rollouts --config FILE               a rollout service on Ray that outlives runs
+  jaxtrain stop-rollouts NAME                         end it
   jaxtrain watch RUN [RUN ...]                        dashboard in the terminal, live or afterwards
   jaxtrain report RUN [RUN ...] [-o FILE]             one HTML file about runs
   jaxtrain plot RUN [RUN ...] [--output FILE]         draw curves
@@ -55,6 +57,8 @@ def main(argv: list[str]) -> int:
         "score": run_score,
         "export": run_export,
         "merge": run_merge,
+        "serve-rollouts": run_serve_rollouts,
+        "stop-rollouts": run_stop_rollouts,
         "watch": run_watch,
         "report": run_report,
         "plot": run_plot,
@@ -409,6 +413,21 @@ def run_plot(argv: list[str]) -> None:
     from jaxtrain.run.plot import plot_command
 
     plot_command(argv)
+
+
+def run_serve_rollouts(argv: list[str]) -> None:
+    """Start the service, workers and servers of rollout.service ray://NAME."""
+    args = config_parser("serve-rollouts").parse_intermixed_args(argv)
+    from jaxtrain.verbs.serve_rollouts import serve_rollouts
+
+    serve_rollouts(read_config(args))
+
+
+def run_stop_rollouts(argv: list[str]) -> None:
+    """End a service."""
+    from jaxtrain.verbs.serve_rollouts import stop_rollouts
+
+    stop_rollouts(argv)
 
 
 def run_watch(argv: list[str]) -> None:

@@ -33,6 +33,11 @@ def find_launch_conflicts(config: Any) -> Iterator[str]:
             f"rollout.vllm.launch {vllm.launch} starts servers with the model of model.path, which"
             " is not set; name a folder or Hub id there"
         )
+    if vllm.launch == "ray" and vllm.sleep:
+        yield (
+            "rollout.vllm.sleep shares this machine's GPU with the servers, which launch ray puts on"
+            ' GPUs of their own; set launch to "local" or sleep to false'
+        )
     if vllm.gpus and vllm.gpus % vllm.replicas:
         yield (
             f"rollout.vllm.gpus {vllm.gpus} cannot be split evenly over rollout.vllm.replicas"

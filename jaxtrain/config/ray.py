@@ -60,5 +60,8 @@ def find_ray_conflicts(rollout: Any) -> Iterator[str]:
             ' local engine: set rollout.engine to "vllm" or rollout.service to "process"'
         )
     given = rollout.ray.model_dump(exclude_defaults=True)
-    if service == "process" and getattr(rollout.vllm, "launch", "none") != "ray" and given:
-        yield f'rollout.ray.{next(iter(given))} has no effect while rollout.service is "process"'
+    if service == "process" and rollout.vllm.launch != "ray" and given:
+        yield (
+            f"rollout.ray.{next(iter(given))} has no effect without rollout.service ray or"
+            " rollout.vllm.launch ray; remove it or set one of them"
+        )

@@ -17,9 +17,10 @@ class VllmConfig(Section):
     """vLLM servers; only rollout.engine vllm reads it. Start one with python -m
     jaxtrain_vllm.serve, or let launch do so."""
 
-    launch: Literal["none", "local"] = "none"
+    launch: Literal["none", "local", "ray"] = "none"
     """none: they run already. local: jaxtrain starts them on this machine, starts again one that
-    ends, and ends them with the run. Those that servers names are used beside them."""
+    ends, and ends them with the run. ray: the same on the machines of a Ray cluster (section
+    rollout.ray), wherever it has GPUs. Those that servers names are used beside them."""
     python: Place | None = None
     """launch: Python of the environment with vLLM. Unset: the environment variable VLLM_PYTHON, or
     the Python of this run."""
@@ -51,7 +52,8 @@ class VllmConfig(Section):
     nothing passes through the host's memory. Where a server cannot, it is as with host, told in a
     line."""
     listen: str = "127.0.0.1"
-    """full, delta: address of this machine under which the servers reach the trainer."""
+    """full, delta: address of this machine under which the servers reach the trainer. With launch
+    ray it is the one that the cluster knows, unless another is given."""
     listen_port: int = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
     adapter_dir: Place | None = None

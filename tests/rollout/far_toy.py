@@ -1,6 +1,8 @@
 """What the processes of a cluster open in tests: known answers to numbered prompts, no model."""
 
 import asyncio
+import os
+import time
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.rollout.cluster.crew import FarPlayer
@@ -55,6 +57,15 @@ class Table:
         self.closed = True
 
 
+def claim(mark):
+    """Whether this process is the first that comes here."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 class World:
     """One turn; a row may say how it goes wrong."""
 
@@ -64,6 +75,10 @@ class World:
     async def run(self, row, engine, sampling, index):
         if row["id"] == self.asked.get("fails"):
             raise EpisodeFailed("no such world", cause="env.kind 'toy': no such world", again=False)
+        if (mark := self.asked.get("dies")) and claim(mark):
+            os._exit(1)
+        if (mark := self.asked.get("blocks")) and claim(mark):
+            time.sleep(1000)
         if row["id"] in self.asked.get("holds", ()):
             await asyncio.sleep(1000)
         found = await engine.generate([row["id"] % 50], sampling, (), index)

@@ -9,6 +9,7 @@ weights before it is asked.
 """
 
 import os
+import secrets
 import socket
 import tempfile
 import threading
@@ -19,9 +20,13 @@ from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import Config
+from jaxtrain.config.ray import service_name
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.cluster.far import Lost
-from jaxtrain.rollout.cluster.ray_cluster import RayCluster, RayFar
+from jaxtrain.rollout.cluster.ray_cluster import RayCluster, RayFar, join
+from jaxtrain.rollout.vllm.command import build_command, build_environment
+from jaxtrain.rollout.vllm.control import KEY_VARIABLE
 from jaxtrain.rollout.vllm.discover import Found
 from jaxtrain.sandbox.processes import ServerProcess
 
@@ -37,15 +42,20 @@ class ServerHost:
     """One server process of this machine, in a process group of its own that ends with the actor.
     Ray's CUDA_VISIBLE_DEVICES says which GPUs it sees."""
 
-    def __init__(self, number: int, command: Sequence[str], folder: str, address: str | None):
-        """folder: for its log, where this machine has it. address: None asks Ray for this
-        machine's."""
+    def __init__(
+        self, number: int, command: Sequence[str], folder: str, address: str | None, key: str
+    ):
+        """command: where HOST and PORT stand for the address; its Python is the first word.
+        folder: of the run, for the log, where this machine has it. address: None asks Ray for this
+        machine's. key: asked of whoever sends it requests."""
         self.host = address or find_address()
         self.port = free_port(self.host)
         there = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
         self.log = there / "servers" / f"{number}.log"
+        self.key = key
+        env = build_environment(self._make_folder(), key, None, command[0])
         words = [word.replace(HOST, self.host).replace(PORT, str(self.port)) for word in command]
-        self.process = ServerProcess(words, None, self.log, self.port)
+        self.process = ServerProcess(words, env, self.log, self.port)
         self.failed, self.began = "", time.monotonic()
         self.process.start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -54,7 +64,7 @@ class ServerHost:
         """{"url"}, or {"failed"} for a server that ended."""
         if self.failed:
             return {"failed": self.failed}
-        return {"url": f"http://{self.host}:{self.port}", "log": str(self.log)}
+        return {"url": f"http://{self.host}:{self.port}", "key": self.key, "log": str(self.log)}
 
     def stop(self, seconds: float = 10.0) -> dict[str, Any]:
         """End the server, for good."""
@@ -71,6 +81,10 @@ class ServerHost:
         if time.monotonic() - self.began < YOUNG_SECONDS:
             time.sleep(PAUSE_SECONDS)
         os._exit(1)  # Ray starts this actor again
+
+    def _make_folder(self) -> Path:
+        """For what its Python must find, of this user alone."""
+        return Path(tempfile.mkdtemp(prefix="jaxtrain-server-"))
 
     def _last_line(self) -> str:
         lines = self.log.read_text(errors="replace")[-4000:].strip().splitlines()
@@ -115,6 +129,7 @@ class RaySource:
             if "failed" in told:
                 self._tell(f"server {place} ended: {told['failed']}")
             else:
+                os.environ.setdefault(KEY_VARIABLE, told["key"])
                 found.append(Found(told["url"]))
         return found
 
@@ -132,15 +147,15 @@ def start_hosts(
     gpus: float,
     name: str | None = None,
 ) -> list[RayFar]:
-    """So many servers, each on `gpus` GPUs of one machine. name: of a service that they belong to,
-    with which they outlive this process."""
-    made = []
+    """So many servers, each on `gpus` GPUs of one machine. folder: of the run. name: of a service
+    that they belong to, with which they outlive this process."""
+    key, made = make_key(), []
     for number in range(replicas):
         kept = {"name": host_name(name, number), "lifetime": "detached"} if name else {}
         made.append(
             cluster.start(
                 ServerHost,
-                (number, list(command), folder, "127.0.0.1" if cluster.own else None),
+                (number, list(command), folder, "127.0.0.1" if cluster.own else None, key),
                 num_gpus=gpus,
                 num_cpus=1,
                 max_concurrency=4,
@@ -165,6 +180,39 @@ def find_hosts(cluster: RayCluster, name: str) -> list[RayFar]:
 def host_name(name: str, number: int) -> str:
     """The Ray name of a service's server."""
     return f"{name}-server-{number}"
+
+
+def launch(
+    cluster: RayCluster, config: Config, longest: int | None, name: str | None
+) -> list[RayFar]:
+    """The servers that the config asks for. longest: see command.build_command. name: as for
+    start_hosts."""
+    vllm = config.rollout.vllm
+    gpus = vllm.gpus / vllm.replicas if vllm.gpus is not None else float(cluster.has_gpus())
+    ranks = max(1, int(gpus))
+    command = build_command(config, PORT, host=HOST, ranks=ranks, longest=longest)
+    return start_hosts(cluster, command, config.run.output_dir, vllm.replicas, gpus, name)
+
+
+def open_source(config: Config, longest: int | None, say: Callable[[str], None]) -> RaySource:
+    """Of rollout.vllm.launch ray: servers of the run's own, or those of the service that it uses;
+    UserError."""
+    cluster, name = join(config.rollout.ray), service_name(config.rollout.service)
+    if name is None:
+        hosts = launch(cluster, config, longest, None)
+        return RaySource(cluster, lambda: hosts, "rollout.vllm.launch ray", say)
+    if not find_hosts(cluster, name):
+        raise UserError(
+            f"rollout.vllm.launch ray: the service {name} has no servers; start it with"
+            " rollout.vllm.launch=ray, too (jaxtrain stop-rollouts ends the one that is there)"
+        )
+    return RaySource(cluster, lambda: find_hosts(cluster, name), f"service {name}", say)
+
+
+def make_key() -> str:
+    """What servers ask of whoever sends them requests: this process's, or a new one, which this
+    process and the workers that it starts use from now on."""
+    return os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
 
 def find_address() -> str:

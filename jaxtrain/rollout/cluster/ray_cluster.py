@@ -95,6 +95,15 @@ class RayCluster:
         where = "of this machine alone" if self.own else f"at {self.config.address}"
         return f"{where} ({len(alive)} node{'s' if len(alive) > 1 else ''})"
 
+    def has_gpus(self) -> bool:
+        """Whether any of its machines has some."""
+        return self.ray.cluster_resources().get("GPU", 0) > 0
+
+    @property
+    def address(self) -> str:
+        """This machine's, as the cluster knows it."""
+        return LOOPBACK if self.own else self.ray.util.get_node_ip_address()
+
     def close(self) -> None:
         """Leave it; actors that are not detached end with that, and a Ray of its own does."""
         if not self.closed:
@@ -122,6 +131,14 @@ class RayCluster:
         options = {"max_restarts": -1, "max_task_retries": 0, **options}
         made = self.ray.remote(**options)(kind)
         return RayFar(self, made.remote(*arguments, **(named or {})))
+
+    def has(self, name: str) -> bool:
+        """Whether there is an actor of this name."""
+        try:
+            self.ray.get_actor(name, namespace=self.config.namespace)
+        except ValueError:
+            return False
+        return True
 
     def find(self, name: str) -> "RayFar":
         """A named actor; UserError where there is none."""

@@ -43,7 +43,7 @@ def check_python(python: str | None) -> None:
 
 def build_command(
     config: Config,
-    port: int,
+    port: int | str,
     *,
     host: str = "127.0.0.1",
     ranks: int = 1,
@@ -51,8 +51,9 @@ def build_command(
 ) -> list[str]:
     """The command line of one server of this run.
 
-    ranks: GPUs that it spreads over. longest: tokens of a sequence that the model takes, where that
-    may be less than data.sequence_len. What rollout.vllm.args says comes last, so that it counts.
+    port: a text stands for one that is not known yet. ranks: GPUs that it spreads over. longest:
+    tokens of a sequence that the model takes, where that may be less than data.sequence_len. What
+    rollout.vllm.args says comes last, so that it counts.
     """
     model, vllm = config.model, config.rollout.vllm
     assert model.path is not None, "the config says that there is one"

@@ -23,6 +23,8 @@ from jaxtrain.models.build import family, to_host, wide_tensors
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
+from jaxtrain.rollout.cluster.hosts import open_source
+from jaxtrain.rollout.cluster.ray_cluster import join
 from jaxtrain.rollout.shared_rounds import SharedPublisher
 from jaxtrain.rollout.types import EngineKind, Publisher, Shared
 from jaxtrain.rollout.vllm.command import check_python
@@ -87,6 +89,12 @@ def open_vllm(
                 stack.callback(launcher.close)
                 launcher.start()
                 sources.append(launcher)
+            if vllm.launch == "ray":
+                sources.append(open_source(config, parts.architecture.longest, say))
+                cluster = join(config.rollout.ray)
+                stack.callback(cluster.close)
+                if "listen" not in vllm.model_fields_set:
+                    vllm = vllm.model_copy(update={"listen": cluster.address})
             servers = Servers(
                 vllm,
                 config.sampling,
@@ -96,6 +104,8 @@ def open_vllm(
             )
             stack.callback(servers.close)
             servers.open()
+            if vllm.launch == "ray":
+                servers.closing.callback(join(config.rollout.ray).close)
             if launcher is not None:
                 servers.closing.callback(launcher.close)
                 launcher.watch(servers.lose, servers.fail)

@@ -1,0 +1,81 @@
+"""The verbs `serve-rollouts` and `stop-rollouts`: a rollout service that outlives its runs.
+
+Service and servers are Ray actors with names; runs find them by rollout.service ray://NAME. Between
+two runs the servers keep the weights of the last one, and the service nothing.
+"""
+
+from jaxtrain.arguments import Parser
+from jaxtrain.config import Config
+from jaxtrain.config.ray import DEFAULT_NAME, SCHEME, RayConfig, service_name
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.cluster.actors import start_service
+from jaxtrain.rollout.cluster.far import Lost, read
+from jaxtrain.rollout.cluster.hosts import find_hosts, launch
+from jaxtrain.rollout.cluster.ray_cluster import join
+
+STOP_SECONDS = 20.0
+
+
+def serve_rollouts(config: Config) -> None:
+    """Start what the config names, wait until the service answers, and leave it behind."""
+    rollout = config.rollout
+    name = service_name(rollout.service)
+    if name is None:
+        raise UserError(
+            f"serve-rollouts: rollout.service {rollout.service!r} has no name; give it one:"
+            f" rollout.service={SCHEME}{DEFAULT_NAME}"
+        )
+    if rollout.ray.address is None:
+        raise UserError(
+            "serve-rollouts: a Ray of this machine alone would end with this command; start a"
+            " cluster (ray start --head) and set rollout.ray.address=auto"
+        )
+    cluster = join(rollout.ray)
+    if cluster.has(name):
+        raise UserError(
+            f"serve-rollouts: there is a service {name} already; jaxtrain stop-rollouts {name} ends"
+            " it, or choose another name"
+        )
+    # First the servers: they make the key that the service's workers need.
+    if rollout.vllm.launch == "ray":
+        hosts = launch(cluster, config, None, name)
+        print(f"{len(hosts)} servers are being started; their logs: RUN/servers or /tmp/servers")
+    service = start_service(cluster, name)
+    try:
+        read(service.call("status").result(rollout.ray.wait_seconds))
+    except (TimeoutError, Lost) as error:
+        raise UserError(
+            f"serve-rollouts: the cluster had no room for the service within"
+            f" {rollout.ray.wait_seconds:g} s (rollout.ray.wait_seconds): {error}; see ray status"
+        ) from None
+    print(f"service {name} is there, {cluster.describe()}")
+    print(
+        f"a run uses it with rollout.service={SCHEME}{name}; jaxtrain stop-rollouts {name} ends it"
+    )
+    cluster.close()
+
+
+def stop_rollouts(argv: list[str]) -> None:
+    """End a service, its workers and its servers."""
+    parser = Parser("jaxtrain stop-rollouts", description=stop_rollouts.__doc__)
+    parser.add_argument("name", help="as in rollout.service=ray://NAME")
+    parser.add_argument("--address", default="auto", help="of the cluster (default: auto)")
+    parser.add_argument("--namespace", default=RayConfig().namespace, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    name = args.name.removeprefix(SCHEME)
+    cluster = join(RayConfig(address=args.address, namespace=args.namespace))
+    service = cluster.find(name)
+    held = read(service.call("status").result(STOP_SECONDS))
+    if held.get("left", 0) > 0:
+        print(f"warning: it served {held['who']}")
+    hosts = find_hosts(cluster, name)
+    stopping = [host.call("stop") for host in hosts]
+    for host, answer in zip(hosts, stopping, strict=True):
+        try:
+            answer.result(STOP_SECONDS)
+        except (TimeoutError, Lost):
+            pass  # it is being started; with its actor it ends, too
+        host.kill()
+    service.kill()
+    print(f"service {name} has ended, and {len(hosts)} servers")
+    cluster.close()
