@@ -35,8 +35,8 @@ def find_launch_conflicts(config: Any) -> Iterator[str]:
         )
     if vllm.launch == "ray" and vllm.sleep:
         yield (
-            "rollout.vllm.sleep shares this machine's GPU with the servers, which launch ray puts on"
-            ' GPUs of their own; set launch to "local" or sleep to false'
+            "rollout.vllm.sleep shares this machine's GPU with the servers, which launch ray puts"
+            ' on GPUs of their own; set launch to "local" or sleep to false'
         )
     if vllm.gpus and vllm.gpus % vllm.replicas:
         yield (

@@ -110,9 +110,7 @@ def wait_until(condition, seconds=90.0):
 
 
 def test_groups_are_those_of_one_process_and_losses_cost_nothing(attach, tmp_path):
-    alone = Producer(
-        make_prompts(30), GroupPlayer(World({}), Table(), Judge(), SAMPLING, rules())
-    )
+    alone = Producer(make_prompts(30), GroupPlayer(World({}), Table(), Judge(), SAMPLING, rules()))
     said = []
     # The first worker that plays an episode dies of it; the service is killed later.
     there = attach(said=said, worker={"dies": str(tmp_path / "died")}, ahead=2)

@@ -10,7 +10,6 @@ weights before it is asked.
 
 import os
 import secrets
-import socket
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from jaxtrain.rollout.cluster.ray_cluster import RayCluster, RayFar, join
 from jaxtrain.rollout.vllm.command import build_command, build_environment
 from jaxtrain.rollout.vllm.control import KEY_VARIABLE
 from jaxtrain.rollout.vllm.discover import Found
+from jaxtrain.rollout.vllm.launch import find_ports
 from jaxtrain.sandbox.processes import ServerProcess
 
 POLL_SECONDS = 2.0
@@ -49,7 +49,7 @@ class ServerHost:
         folder: of the run, for the log, where this machine has it. address: None asks Ray for this
         machine's. key: asked of whoever sends it requests."""
         self.host = address or find_address()
-        self.port = free_port(self.host)
+        self.port = find_ports(1, self.host)[0]
         there = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
         self.log = there / "servers" / f"{number}.log"
         self.key = key
@@ -220,10 +220,3 @@ def find_address() -> str:
     import ray
 
     return ray.util.get_node_ip_address()
-
-
-def free_port(host: str) -> int:
-    """A port that is free there now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -197,10 +197,10 @@ def open_launcher(
     return Launcher(servers, say)
 
 
-def find_ports(count: int) -> list[int]:
-    """Different ports of 127.0.0.1 that nobody listens on."""
+def find_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports of an address of this machine that nobody listens on."""
     with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        found = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in found]
 
 
