@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
         "score": run_score,
         "export": run_export,
         "merge": run_merge,
-        "serve-rollouts": run_serve_rollouts,
-        "stop-rollouts": run_stop_rollouts,
+        "serve-rollouts": lambda argv: run_service("serve", argv),
+        "stop-rollouts": lambda argv: run_service("stop", argv),
         "watch": run_watch,
         "report": run_report,
         "plot": run_plot,
@@ -415,19 +415,11 @@ def run_plot(argv: list[str]) -> None:
     plot_command(argv)
 
 
-def run_serve_rollouts(argv: list[str]) -> None:
-    """Start the service, workers and servers of rollout.service ray://NAME."""
-    args = config_parser("serve-rollouts").parse_intermixed_args(argv)
-    from jaxtrain.verbs.serve_rollouts import serve_rollouts
+def run_service(what: str, argv: list[str]) -> None:
+    """Start or end the service of rollout.service ray://NAME."""
+    from jaxtrain.verbs import serve_rollouts
 
-    serve_rollouts(read_config(args))
-
-
-def run_stop_rollouts(argv: list[str]) -> None:
-    """End a service."""
-    from jaxtrain.verbs.serve_rollouts import stop_rollouts
-
-    stop_rollouts(argv)
+    getattr(serve_rollouts, f"{what}_rollouts")(argv)
 
 
 def run_watch(argv: list[str]) -> None:

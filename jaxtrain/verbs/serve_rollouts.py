@@ -4,8 +4,8 @@ Service and servers are Ray actors with names; runs find them by rollout.service
 two runs the servers keep the weights of the last one, and the service nothing.
 """
 
-from jaxtrain.arguments import Parser
-from jaxtrain.config import Config
+from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.config import load_config
 from jaxtrain.config.ray import DEFAULT_NAME, SCHEME, RayConfig, service_name
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.cluster.actors import start_service
@@ -16,8 +16,13 @@ from jaxtrain.rollout.cluster.ray_cluster import join
 STOP_SECONDS = 20.0
 
 
-def serve_rollouts(config: Config) -> None:
+def serve_rollouts(argv: list[str]) -> None:
     """Start what the config names, wait until the service answers, and leave it behind."""
+    parser = Parser("jaxtrain serve-rollouts", description=serve_rollouts.__doc__)
+    parser.add_argument("--config", type=expand_path, required=True, help="TOML or YAML file")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(args.config, args.overrides)
     rollout = config.rollout
     name = service_name(rollout.service)
     if name is None:
