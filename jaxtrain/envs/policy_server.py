@@ -21,12 +21,12 @@ import hmac
 import json
 import secrets
 import threading
-import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
 
+from jaxtrain.envs.chat_answer import MODEL, split_chat, write_chat, write_tokens
 from jaxtrain.envs.chat_request import Refused, limit
 from jaxtrain.envs.history import TurnTemplate
 from jaxtrain.envs.record import ChatAnswer, Record
@@ -36,7 +36,6 @@ from jaxtrain.rollout.types import Completion, Engine, Sampling
 from jaxtrain.shown import printable
 
 T = TypeVar("T")
-MODEL = "policy"
 MOST_BYTES = 1 << 26
 """Of a request."""
 START_SECONDS = 10.0
@@ -191,7 +190,9 @@ class PolicyServer:
         answer: ChatAnswer = await self._ask(record, record.chat(body))
         number = f"chatcmpl-{record.id}-{record.num_turns}"
         found = write_chat(answer, number, body)
-        return await stream(request, found, body) if body.get("stream") else _json(found)
+        if body.get("stream"):
+            return await stream(request, split_chat(found, body))
+        return web.json_response(found)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -203,7 +204,8 @@ class PolicyServer:
             raise Refused(400, "token_ids must not be empty, and sampling_params an object")
         sampling = limit(asked, record.sampling)
         found: Completion = await self._ask(record, record.continue_tokens(tokens, sampling))
-        return _json(write_tokens(tokens, found, f"generate-{record.id}-{record.num_turns}"))
+        number = f"generate-{record.id}-{record.num_turns}"
+        return web.json_response(write_tokens(tokens, found, number))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -268,100 +270,12 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as body of an answer to POST /v1/chat/completions, as vLLM writes it."""
-    drawn = answer.completion
-    message = dict(answer.message)
-    if calls := message.get("tool_calls"):
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {
-                **one,
-                "function": {
-                    **one["function"],
-                    "arguments": json.dumps(one["function"]["arguments"]),
-                },
-            }
-            for one in calls
-        ]
-    reason = "tool_calls" if calls and drawn.finish_reason == "stop" else drawn.finish_reason
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason}
-    if body.get("logprobs"):
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-                for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
-            ]
-        }
-    found = {
-        "id": number,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.get("model") or MODEL,
-        "choices": [choice],
-        "usage": write_usage(len(answer.prompt), len(drawn.tokens)),
-    }
-    if body.get("return_token_ids"):
-        choice["token_ids"] = [int(token) for token in drawn.tokens]
-        found["prompt_token_ids"] = answer.prompt
-    return found
-
-
-def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str, Any]:
-    """A turn as body of an answer to POST /inference/v1/generate, as vLLM writes it."""
-    tokens = [int(token) for token in drawn.tokens]
-    content = [
-        {"token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
-        for token, value in zip(tokens, drawn.logprobs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "finish_reason": drawn.finish_reason,
-        "stop_reason": None,
-        "token_ids": tokens,
-        "logprobs": {"content": content},
-    }
-    usage = write_usage(len(prompt), len(tokens))
-    return {"request_id": number, "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
-
-
-def write_usage(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-async def stream(
-    request: web.Request, found: dict[str, Any], body: Mapping[str, Any]
-) -> web.StreamResponse:
-    """A whole answer as server-sent events: nothing is sent before all of it was drawn."""
+async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    """Server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    (choice,) = found["choices"]
-    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {"role": "assistant", "content": choice["message"]["content"] or ""}
-    extra = {key: choice[key] for key in ("logprobs", "token_ids") if key in choice}
-    parts: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None, **extra}]
-    if calls:
-        parts.append({"delta": {"tool_calls": calls}, "finish_reason": None})
-    parts.append({"delta": {}, "finish_reason": choice["finish_reason"]})
-    kept = {
-        key: found[key] for key in ("id", "created", "model", "prompt_token_ids") if key in found
-    }
-    head = {**kept, "object": "chat.completion.chunk"}
-    chunks = [{**head, "choices": [{"index": 0, **part}]} for part in parts]
-    options = body.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
-        chunks.append({**head, "choices": [], "usage": found["usage"]})
     for chunk in chunks:
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
-
-
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.json_response(body)

@@ -156,13 +156,14 @@ class Record:
         *earlier, last = self.history.sequences
         decode = self.history.template.tokenizer.decode
         first, turn = len(self._first), self.history.turns[-1]
+        told = self._last[first:] if self._last[:first] == self._first else self._last
         return Episode(
             last.tokens,
             last.sampled,
             last.logprobs,
             last.versions,
             self._finish_reason,
-            completion=self._last[first:] or decode(turn.tokens, skip_special_tokens=True),
+            completion=told or decode(turn.tokens, skip_special_tokens=True),
             prompt=self._first or decode(last.tokens[: last.sampled.index(True)]),
             metrics={
                 "turns": float(self.num_turns),

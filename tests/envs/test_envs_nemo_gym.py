@@ -11,7 +11,7 @@ from jaxtrain.config.gym import GymConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs import gym_servers
 from jaxtrain.envs.guard import Guarded, open_guarded
-from jaxtrain.envs.gym_servers import find_free_port, link_environments, make_config
+from jaxtrain.envs.gym_config import find_free_port, link_environments, make_config
 from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import UserError

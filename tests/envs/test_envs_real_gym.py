@@ -16,7 +16,7 @@ from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.guard import open_guarded
-from jaxtrain.envs.gym_servers import find_packages
+from jaxtrain.envs.gym_config import find_packages
 from jaxtrain.envs.scripted import Script
 
 PYTHON = os.environ.get("JAXTRAIN_GYM_PYTHON", "")
