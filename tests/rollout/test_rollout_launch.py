@@ -223,7 +223,8 @@ def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
         [child] = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
         wait_for(lambda: launcher.restarts == 1 and server.state == "up")
-        assert f"vllm {server.url} is started again (1 of 3)" in said
+        again = f"vllm {server.url} is started again (1 of 3): its process ended with status 137"
+        assert f"{again}; {one.log}" in said and servers.measure()["processes_ended"] == 1
         assert any("is back with version 0" in line for line in said)
         assert one.log.read_text().count("--- ") == 2
     with pytest.raises(ServerGone):

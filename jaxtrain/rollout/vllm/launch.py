@@ -129,7 +129,7 @@ class Launcher:
                 continue
             server.restarts.append(self.clock())
             self.restarts += 1
-            self.say(f"vllm {server.url} is started again ({again} of {MAX_RESTARTS})")
+            self.say(f"vllm {server.url} is started again ({again} of {MAX_RESTARTS}): {why}")
             try:
                 self._start(server)
             except (OSError, UserError) as error:

@@ -106,6 +106,7 @@ class Servers(Pool):
 
     def lose(self, url: str, why: str) -> None:
         """Drop a server that is known to have ended."""
+        self.count("processes_ended")
         for server in self.all:
             if server.url == url:
                 self.drop(server, why)
