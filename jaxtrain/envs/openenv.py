@@ -80,7 +80,7 @@ class OpenEnv:
             while not (session.done or chat.full or chat.num_turns >= self.config.max_turns):
                 answer = await chat.draw()
                 # A text that was cut off is an answer all the same; calls and JSON are not.
-                whole = answer.finished or self.options.action == "text"
+                whole = answer.finished or (self.options.action == "text" and answer.raw)
                 if not whole or not await self._act(session, chat, answer):
                     break
             return chat.finish(session.reward(self.options.reward_of), **session.counts)

@@ -141,6 +141,11 @@ class Record:
         )
 
     @property
+    def is_full(self) -> bool:
+        """Whether a prompt left no room for an answer."""
+        return self._overflow
+
+    @property
     def num_turns(self) -> int:
         """Turns so far."""
         return len(self.history.turns)

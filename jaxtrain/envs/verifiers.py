@@ -64,7 +64,8 @@ class Verifiers:
             self.policy.also(trained if trace.agent.trainable else others, trace.id)
 
         try:
-            played = await trained.watch(others.watch(self.stage.play(number, minted)))
+            work = self.stage.play(number, minted, lambda: trained.is_full)
+            played = await trained.watch(others.watch(work))
             rewards, metrics = read_verdict(played)
             episode = trained.finish()
         finally:

@@ -62,9 +62,12 @@ class Stage:
                 raise UserError(f"{self.key}: its servers do not start: {problem!r}")
             self.loop = loop
 
-    async def play(self, number: int, minted: Callable[[Any], None]) -> Any:
-        """The package's Episode of a task. minted: gets each agent's Trace before it asks."""
-        return await asyncio.wrap_future(self._submit(self._play(number, minted)))
+    async def play(
+        self, number: int, minted: Callable[[Any], None], is_full: Callable[[], bool]
+    ) -> Any:
+        """The package's Episode of a task. minted: gets each agent's Trace before it asks. is_full:
+        whether the conversation has outgrown a row, so that its agent was refused."""
+        return await asyncio.wrap_future(self._submit(self._play(number, minted, is_full)))
 
     def close(self) -> None:
         """End what it holds, and its thread."""
@@ -88,11 +91,19 @@ class Stage:
             up.set()
             await self.leave.wait()
 
-    async def _play(self, number: int, minted: Callable[[Any], None]) -> Any:
+    async def _play(
+        self, number: int, minted: Callable[[Any], None], is_full: Callable[[], bool]
+    ) -> Any:
         task, package = self._task(number), self.package
         client = package.EvalClientConfig(base_url=self.policy.base_url, api_key_var=self.variable)
         context = package.ModelContext(model=MODEL, client=client)
-        return await self.env.run_episode(task, context, on_trace=minted)
+        episode = await self.env.run_episode(task, context, on_trace=minted)
+        if not episode.ok and is_full() and len(episode.traces) == 1:
+            # An agent that talks until its row is full is judged by what it said, lest it escape.
+            (trace,) = episode.traces
+            await task.score(trace)
+            episode.ok = bool(trace.rewards)
+        return episode
 
     def _task(self, number: int) -> Any:
         """A task by its number; UserError where the taskset has fewer."""

@@ -129,9 +129,9 @@ async def serving(server):
         await runner.cleanup()
 
 
-def make(url, env=None, **section):
+def make(url, env=None, row_tokens=2048, **section):
     config = EnvConfig(kind="openenv", openenv={"url": url, **section}, **(env or {}))
-    return open_env(config, load_tokenizer("builtin"), 2048)
+    return open_env(config, load_tokenizer("builtin"), row_tokens)
 
 
 def play(texts, row=None, server=None, env=None, **section):
@@ -212,6 +212,14 @@ def test_a_text_that_was_cut_off_is_an_answer_and_other_actions_are_not():
     assert asyncio.run(go("7", action="json")).rewards == {"openenv": 0.0}
 
 
+def test_a_full_row_ends_the_game_with_what_it_earned():
+    whole, _ = play(["3", "4"], {"seed": 7}, env={"max_turns": 2}, **TEXT)
+    cut, server = play(["3", "4"], {"seed": 7}, row_tokens=len(whole.tokens) - 2, **TEXT)
+    assert [one["data"] for one in server.heard if one["type"] == "step"] == [{"guess": "3"}]
+    assert (whole.rewards["openenv"], cut.rewards["openenv"]) == (-0.5, -0.25)
+    assert (cut.finish_reason, cut.metrics) == ("length", {"turns": 1.0})
+
+
 def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -283,6 +291,26 @@ def test_full_servers_are_waited_for_and_the_emptiest_is_asked(monkeypatch):
     episodes, world = asyncio.run(go())
     assert [e.rewards["openenv"] for e in episodes] == [0.5] * 8
     assert (one.most, two.most) == (1, 2) and one.refused + two.refused > 0
+
+
+def test_a_wait_for_a_place_is_no_step_of_the_environment(monkeypatch):
+    monkeypatch.setattr("jaxtrain.envs.openenv.FULL_PAUSE", 0.2)
+
+    class Slow(Script):
+        async def generate(self, *given, **named):
+            await asyncio.sleep(0.3)
+            return await super().generate(*given, **named)
+
+    async def go():
+        async with serving(Server(places=1)) as url:
+            world = make([url], **TEXT)
+            guarded = Guarded(world, "env", step_timeout=0.15)
+            tokenizer = world.template.tokenizer
+            return await asyncio.gather(
+                *(guarded.run({"seed": 3}, Slow(tokenizer, ["3"]), SAMPLING, n) for n in range(2))
+            )
+
+    assert [episode.rewards["openenv"] for episode in asyncio.run(go())] == [1.0, 1.0]
 
 
 def test_pings_are_answered_while_a_turn_is_drawn():

@@ -67,9 +67,9 @@ def test_sections_that_cannot_work(section, match):
         EnvConfig(**section)
 
 
-def open_sums(**section):
+def open_sums(row_tokens=2048, **section):
     config = EnvConfig(kind="verifiers", verifiers={"taskset": SUMS, **section})
-    return open_env(config, load_tokenizer("builtin"), 2048)
+    return open_env(config, load_tokenizer("builtin"), row_tokens)
 
 
 @pytest.mark.skipif(INSTALLED, reason="the package is there")
@@ -133,6 +133,17 @@ def test_the_package_plays_and_the_endpoint_has_the_tokens():
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
     assert tokenizer.decode(games[0].drawn_tokens) == "4<|im_end|>5<|im_end|>"
+
+
+@pytest.mark.slow
+@real
+def test_a_conversation_that_outgrows_its_row_is_judged_as_far_as_it_came():
+    whole, _ = play(["5", "5"], [3, 3])
+    (cut,) = play(["5", "5"], [3], row_tokens=len(whole.tokens) - 8)
+    assert cut.rewards["right"] == 2.0 and cut.metrics["turns"] == 1.0
+    assert (whole.finish_reason, cut.finish_reason) == ("stop", "length")
+    (never,) = play(["5"], [3], row_tokens=4)
+    assert isinstance(never, EpisodeFailed)
 
 
 @pytest.mark.slow
