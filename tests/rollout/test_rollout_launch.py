@@ -1,6 +1,7 @@
 """rollout.vllm.launch = "local": whose GPUs are whose, what is started, and what becomes of servers
 that end."""
 
+import json
 import os
 import signal
 import time
@@ -13,6 +14,8 @@ from fake_child import write_python
 from jaxtrain.config import SamplingConfig, validate_config
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.main import main
+from jaxtrain.parallel import processes
 from jaxtrain.rollout.vllm import gpus
 from jaxtrain.rollout.vllm.command import build_command, build_environment, check_python
 from jaxtrain.rollout.vllm.control import ServerGone, call
@@ -76,6 +79,25 @@ def test_too_few_gpus_are_told_before_jax_is_there():
     environ = {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}
     gpus.set_aside(VllmConfig(launch="local"), environ)  # a trainer that needs none
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "eval of a run"])
+def test_the_command_line_leaves_gpus_before_anything_looks_for_devices(
+    monkeypatch, tmp_path, verb
+):
+    seen = []
+
+    def join(*_):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise UserError("enough")
+
+    monkeypatch.setattr(processes, "join_by_config", join)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(make(tmp_path).saved()))
+    source = {"eval of a run": [str(tmp_path)]}.get(verb, ["--config", str(path)])
+    assert main([*([] if verb == "train" else ["eval"]), *source]) == 2
+    assert seen == ["0,1"]
 
 
 @pytest.mark.parametrize(
