@@ -53,7 +53,8 @@ class Standing:
     """Numbers of the service's prompts and failures, as of its last answer."""
 
     def __init__(self) -> None:
-        self.done = self.waiting = 0
+        self.done = self.waiting = self.skipped = 0
+        self.cancelled: Counter[str] = Counter()
         self.newest: Newest | None = None
 
     @property
@@ -150,12 +151,21 @@ class RemoteProducer:
         self._hear(self._call("restore", self.token, state, []))
         self._state = state
 
+    def drop_older(self, version: int) -> None:
+        """See Producer."""
+        self.forward("drop_older", version)
+
     def forward(self, name: str, *arguments: Any) -> None:
         """Another call that the producer answers with nothing; lost with its service."""
         try:
             self._hear(self._call("forward", self.token, name, arguments))
         except Lost:
             pass
+
+    @property
+    def cancelled(self) -> Counter[str]:
+        """See Producer."""
+        return self.prompts.cancelled
 
     def counters(self) -> dict[str, float]:
         """What workers counted in all, and how often the service was lost."""
@@ -197,7 +207,9 @@ class RemoteProducer:
             raise Lost("the service was started anew")
         for line in reply["said"]:
             self.say(line)
-        self.prompts.done, self.prompts.waiting = reply["done"], reply["waiting"]
+        standing = self.prompts
+        standing.done, standing.waiting = reply["done"], reply["waiting"]
+        standing.skipped, standing.cancelled = reply["skipped"], Counter(reply["cancelled"])
         if reply["newest"] is not None:
             self.prompts.newest = Newest(*reply["newest"])
         self._counters = Counter(reply["counters"])

@@ -197,6 +197,8 @@ class RolloutService:
             "said": said,
             "done": prompts.done,
             "waiting": prompts.waiting,
+            "skipped": getattr(prompts, "skipped", 0),
+            "cancelled": dict(getattr(held.producer, "cancelled", {})),
             "newest": None if newest is None else (str(newest), newest.cause),
             "counters": dict(held.crew.counters),
         }
