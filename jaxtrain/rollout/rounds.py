@@ -25,6 +25,7 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.errors import RunStopped
 from jaxtrain.rollout.advantage import compute_advantages, turn_tables, weigh
+from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.labels import Labelled, Labels, label
 from jaxtrain.rollout.producer import Producer, Slot, reward_names
 from jaxtrain.rollout.replay import ReplayBuffer
@@ -88,7 +89,7 @@ class RoundSource:
 
     def __init__(
         self,
-        producer: Producer,
+        producer: Producer | RemoteProducer,
         labels: Labels,
         estimator: Estimator,
         *,

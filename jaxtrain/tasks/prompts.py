@@ -5,7 +5,6 @@ part where weights are gathered for the engine.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -292,12 +291,15 @@ def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
 
 def count_all(rewards: Mapping[str, int], engine: Engine, producer: Any) -> dict[str, float]:
     """Numbers of reward functions and engines so far, wherever they work."""
-    found = Counter(count_failures(rewards))
-    found.update(engine.counters())
-    if isinstance(producer, RemoteProducer):
-        elsewhere = producer.counters()
-        found.update({name: n for name, n in elsewhere.items() if not name.endswith("/calls")})
-    return dict(found)
+    found: dict[str, float] = dict(count_failures(rewards))
+    elsewhere = producer.counters() if isinstance(producer, RemoteProducer) else {}
+    for numbers in (engine.counters(), elsewhere):
+        for name, number in numbers.items():
+            if not name.endswith("/calls"):
+                found[name] = found.get(name, 0.0) + number
+    if asked := found.pop("vllm/sessions_asked", 0.0):
+        found["vllm/affinity"] = found.pop("vllm/sessions_at_first", 0.0) / asked
+    return found
 
 
 class SecondTries:

@@ -120,17 +120,10 @@ class RayCluster:
         given["env_vars"] = {**own, **passed, **given.get("env_vars", {})}
         return given
 
-    def start(
-        self,
-        kind: type,
-        arguments: Sequence[Any],
-        named: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> "RayFar":
+    def start(self, kind: type, arguments: Sequence[Any], **options: Any) -> "RayFar":
         """An actor of this class, that is started again wherever there is room for it."""
         options = {"max_restarts": -1, "max_task_retries": 0, **options}
-        made = self.ray.remote(**options)(kind)
-        return RayFar(self, made.remote(*arguments, **(named or {})))
+        return RayFar(self, self.ray.remote(**options)(kind).remote(*arguments))
 
     def has(self, name: str) -> bool:
         """Whether there is an actor of this name."""

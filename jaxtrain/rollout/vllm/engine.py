@@ -31,7 +31,7 @@ from jaxtrain.rollout.vllm.messages import (
     derive_seed,
     parse_answer,
 )
-from jaxtrain.rollout.vllm.servers import Server, Servers
+from jaxtrain.rollout.vllm.pool import Pool, Server
 
 MAX_ASKS = 50
 """Of one request, whatever happened to the servers: an end even where they flap for ever."""
@@ -68,7 +68,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: Pool,
         *,
         adapters: bool,
         first_pause: float = 0.5,

@@ -133,11 +133,6 @@ class FarPool(Pool):
         start, _, number = label.rpartition("-")
         return int(number) if start == f"jaxtrain-{self.session}" and number.isdigit() else None
 
-    def measure(self) -> dict[str, float]:
-        """See Servers; only what adds up."""
-        with self._lock:
-            return {name: float(n) for name, n in sorted(self.counters.items())}
-
     def suspect(self, server: Server) -> None:
         """See Pool: the trainer looks."""
         self._tell("suspect", server)

@@ -271,6 +271,14 @@ class Pool:
         with self._lock:
             self.counters[name] += number
 
+    def measure(self) -> dict[str, float]:
+        """Totals since the start, by name."""
+        with self._lock:
+            return {name: float(n) for name, n in sorted(self.counters.items())}
+
+    def check_length(self, server: Server, prompt: int, new: int) -> None:
+        """Say once when a prompt and its answer are longer than what the server takes."""
+
     def note_told(self, server: Server, told: Telemetry | None) -> None:
         """What the server said of its work now; None: nothing that can be read."""
         if told is not None:

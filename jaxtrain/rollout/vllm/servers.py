@@ -160,8 +160,7 @@ class Servers(Pool):
 
     def measure(self) -> dict[str, float]:
         """Totals since the start, and what there is now, by name."""
-        with self._lock:
-            found = {name: float(number) for name, number in self.counters.items()}
+        found = super().measure()
         asked, first = found.pop("sessions_asked", 0.0), found.pop("sessions_at_first", 0.0)
         if asked:
             found["affinity"] = first / asked
