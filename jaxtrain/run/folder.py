@@ -54,6 +54,8 @@ FREE_KEYS = (
     "parallel.*",
     "env.timeout",
     "env.step_timeout",
+    *(f"*env.gym.{name}" for name in "head start python directory own_environments".split()),
+    *(f"*env.gym.{name}" for name in "start_seconds concurrency host port api_key".split()),
     "rewards.*.timeout",
     "rollout.retries",
     *(f"rollout.vllm.{name}" for name in "servers launch python replicas gpus args".split()),
@@ -219,6 +221,8 @@ def list_names(config: Config) -> list[str]:
     """What a run with this config makes in its folder."""
     log, vllm = config.log, config.rollout.vllm
     samples_there = config.rollout.engine == "vllm"
+    places = [config, *config.data.datasets, *config.eval.sets]
+    gym = any(one.env is not None and one.env.gym.start for one in places)
     made = {
         "curves.png": log.plot,
         "report.html": log.report,
@@ -229,6 +233,8 @@ def list_names(config: Config) -> list[str]:
         "model": config.run.export,
         "adapters": samples_there and vllm.sync == "lora",
         "servers": samples_there and vllm.launch == "local",
+        "gym": gym,
+        "gym.log": gym,
     }
     return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
 

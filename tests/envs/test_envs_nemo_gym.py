@@ -6,7 +6,7 @@ import json
 import pytest
 from fake_gym import FakeGym
 
-from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.config import EnvConfig, SamplingConfig, validate_config
 from jaxtrain.config.gym import GymConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs import gym_servers
@@ -16,6 +16,7 @@ from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import EpisodeFailed
+from jaxtrain.run.folder import find_changes, list_names
 
 SAMPLING = SamplingConfig(max_new_tokens=64, temperature=0.7)
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 + 2"}}</tool_call>'
@@ -257,6 +258,25 @@ def test_the_config_for_a_gym_that_is_started(tmp_path, tokenizer):
     links = sorted(str(p.relative_to(tmp_path / "venvs")) for p in tmp_path.glob("venvs/*/*/.venv"))
     assert links == ["resources_servers/calc/.venv", "responses_api_agents/simple/.venv"]
     assert json.dumps(made)
+
+
+def test_a_run_knows_what_a_gym_of_its_own_leaves_in_its_folder():
+    """So that run.overwrite deletes it, and another address is no other run."""
+    config = {
+        "task": {"kind": "rl"},
+        "run": {"max_steps": 1},
+        "model": {"path": "m"},
+        "data": {"datasets": [{"path": "a.jsonl"}]},
+        "sampling": {"temperature": 1.0},
+        "rewards": [{"function": "length"}],
+    }
+    gym = {"start": True, "python": "py", "configs": ["a.yaml"], "mode": "verify"}
+    one = validate_config(config | {"env": {"kind": "nemo_gym", "gym": gym}}, "test")
+    assert {"gym", "gym.log"} <= set(list_names(one))
+    assert "gym" not in list_names(validate_config(config, "test"))
+    other = {"kind": "nemo_gym", "gym": {"head": "http://x:1", "mode": "verify", "port": 7}}
+    saved, now = one.saved(), validate_config(config | {"env": other}, "test").saved()
+    assert find_changes(saved, now, None, 1, ["env"])[1] == ["env.gym.configs: ['a.yaml'] -> []"]
 
 
 FAKE_PROGRAM = """#!{python}
