@@ -84,6 +84,8 @@ def test_memory_is_limited_for_each_process_and_for_all_together(box, limits):
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
 def test_time_is_limited(box, limits, program):
+    if not limits.namespaces:
+        pytest.skip("the deadline is the caller's in either case")
     began = time.monotonic()
     assert run(box, f"print('a', flush=True)\n{program}", limits) == ("a\n", False)
     assert time.monotonic() - began < 5
@@ -154,10 +156,13 @@ def test_processes_are_counted_and_none_is_left(box, limits):
         """
     ran = run(box, program, limits)
     assert ran.finished and 1 <= int(ran.output) <= 32
-    assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if sleeps(pid, box)]
+    deadline = time.monotonic() + 2  # the guard itself, in its last microseconds
+    while left := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if lives(pid, box)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
 
 
-def sleeps(pid, box):
+def lives(pid, box):
     """Whether a process descends from the box's keeper."""
     try:
         while int(pid) > 1:
