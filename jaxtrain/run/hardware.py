@@ -61,6 +61,9 @@ class Hardware:
             self._lock = None
 
     def _watch(self) -> None:
+        # The first process may be clearing the folder of an earlier run.
+        if not self.primary and self._stop.wait(self.seconds):
+            return
         reader = Reader(self.path.parent.parent, self.devices)
         while True:
             with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: jax, of its devices

@@ -78,7 +78,15 @@ def read_metrics(folder):
 
 
 def test_training_leaves_everything_that_the_summary_names(trained):
-    for name in ("config.json", "checkpoints", "metrics.jsonl", "curves.png", "log.txt", "model"):
+    for name in (
+        "config.json",
+        "checkpoints",
+        "metrics.jsonl",
+        "curves.png",
+        "report.html",
+        "log.txt",
+        "model",
+    ):
         assert (trained / name).exists(), name
     steps = [line for line in read_metrics(trained) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
