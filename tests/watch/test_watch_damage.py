@@ -19,8 +19,8 @@ from jaxtrain.watch.run import Run
 KEYS = (
     "step time loss reward tokens step_seconds eval/a prompt completion rewards role content name"
     " tool_calls function arguments finish_reason policy_version set state message total_steps"
-    " start_step attempt started pid host phase moved url version in_flight why since gpus index use"
-    " memory memory_total temperature power cpu task kind model path run max_steps log"
+    " start_step attempt started pid host phase moved url version in_flight why since gpus index"
+    " use memory memory_total temperature power cpu task kind model path run max_steps log"
     " watchdog_seconds devices command versions checkpoint best_metric best_mode adapter"
 ).split()
 SMALL = st.one_of(
