@@ -35,7 +35,7 @@ LISTENS_ALLOWED = {
     "jaxtrain/rollout/vllm/weight_links.py": "behind a gate",
     "jaxtrain/rollout/vllm/launch.py": "looks for free ports",
     "jaxtrain/envs/policy_server.py": "a token on every route",
-    "jaxtrain/envs/gym_servers.py": "looks for a free port",
+    "jaxtrain/envs/gym_config.py": "looks for a free port",
     "jaxtrain/envs/chat.py": "binds the arguments of a function",
 }
 
