@@ -22,7 +22,7 @@ def box():
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "without"])
 def limits(request):
-    return Limits(seconds=1.0, memory_mib=256, namespaces=request.param, together_mib=400)
+    return Limits(seconds=15.0, memory_mib=256, namespaces=request.param, together_mib=400)
 
 
 def run(box, program, limits, longest=10_000):
@@ -76,9 +76,8 @@ time.sleep(30)
 def test_memory_is_limited_for_each_process_and_for_all_together(box, limits):
     ran = run(box, "x = bytearray(2**30)", limits)
     assert ran.finished and "MemoryError" in ran.output
-    patient = limits._replace(seconds=20.0)
     began = time.monotonic()
-    assert run(box, TOGETHER, patient) == ("begun\n", False)
+    assert run(box, TOGETHER, limits) == ("begun\n", False)
     assert time.monotonic() - began < 10  # not by its time
 
 
@@ -87,8 +86,9 @@ def test_time_is_limited(box, limits, program):
     if not limits.namespaces:
         pytest.skip("the deadline is the caller's in either case")
     began = time.monotonic()
-    assert run(box, f"print('a', flush=True)\n{program}", limits) == ("a\n", False)
-    assert time.monotonic() - began < 5
+    short = limits._replace(seconds=1.0)
+    assert run(box, f"print('a', flush=True)\n{program}", short) == ("a\n", False)
+    assert time.monotonic() - began < 10
 
 
 def test_output_is_limited(box, limits):
@@ -107,7 +107,7 @@ def test_its_folder_is_limited(box, limits):
                 print(n, error.strerror)
                 break
         """
-    ran = run(box, program, limits._replace(seconds=5.0))
+    ran = run(box, program, limits)
     assert ran == ("4 No space left on device\n", True)
 
 
