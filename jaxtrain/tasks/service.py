@@ -18,7 +18,7 @@ def open_producer(
 ) -> Producer:
     """What `RolloutService.attach` opens; UserError, as where the data are not on this machine."""
     enter(settings["folder"])
-    config = validate_config(settings["config"])
+    config = validate_config(settings["config"], "the config of the run")
     data = find_method(config).open_data(config, settings["tokenizer"])
     assert isinstance(data, PromptData), "it is a method of drawn answers"
     plan, rollout = data.plan, config.rollout
