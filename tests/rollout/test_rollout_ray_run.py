@@ -59,20 +59,26 @@ console = "plain"
 """
 
 
-@pytest.fixture
-def train(tmp_path):
-    fake = FakeVllm()
-    (tmp_path / "config.toml").write_text(CONFIG)
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    folder, fake = tmp_path_factory.mktemp("runs"), FakeVllm()
+    (folder / "config.toml").write_text(CONFIG)
 
     def train(name, *words, verb=()):
-        place = [] if verb else [f"run.output_dir={tmp_path / name}"]
+        place = [] if verb else [f"run.output_dir={folder / name}"]
         servers = f'rollout.vllm.servers=["{fake.url}"]'
-        code = main([*verb, "--config", str(tmp_path / "config.toml"), servers, *place, *words])
+        code = main([*verb, "--config", str(folder / "config.toml"), servers, *place, *words])
         assert code == 0
-        return tmp_path / name
+        return folder / name
 
     yield train
     fake.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(train):
+    """The run whose episodes are played in the trainer's process."""
+    return train("alone")
 
 
 def read(run, file):
@@ -90,8 +96,7 @@ def require_equal(one, other):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_a_run_on_ray_is_the_run_in_one_process(train):
-    alone = train("alone")
+def test_a_run_on_ray_is_the_run_in_one_process(train, alone):
     there = train("there", "rollout.service=ray", "rollout.ray.worker_cpus=0.5")
     assert len(read(alone, "samples.jsonl")) == 3 * 16
     require_equal(there, alone)
@@ -99,7 +104,7 @@ def test_a_run_on_ray_is_the_run_in_one_process(train):
     assert numbers[-1]["vllm/requests"] >= 3 * 16 and numbers[-1]["ray/service_restarts"] == 0
 
 
-def test_a_service_serves_a_run_and_then_its_resumed_one(train):
+def test_a_service_serves_a_run_and_then_its_resumed_one(train, alone):
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -111,7 +116,7 @@ def test_a_service_serves_a_run_and_then_its_resumed_one(train):
         first = train("run", *words, "run.max_steps=2", "run.export=false")
         assert len(read(first, "samples.jsonl")) == 2 * 16
         train("run", *words)
-        require_equal(first, train("alone"))
+        require_equal(first, alone)
         assert main(["stop-rollouts", "shared", f"--address={cluster.address}"]) == 0
         assert main(["stop-rollouts", "shared", f"--address={cluster.address}"]) == 2
     finally:

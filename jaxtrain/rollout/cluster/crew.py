@@ -94,6 +94,7 @@ class Crew:
                 reply = await ask(member.far, "draw", *arguments)
                 member.there = True
                 if "closed" not in reply:
+                    self._hear(member, reply.get("report", {}))
                     return reply
                 await self._open(member)
         except Lost:

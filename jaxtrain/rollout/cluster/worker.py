@@ -86,8 +86,9 @@ class EpisodeWorker:
         """One prompt's episodes and rewards, packed; {"closed"} where it must be opened first."""
         if self._opened is None or self._key != key:
             return {"closed": True}
-        self._opened.update(table)
-        player, slot, notes = copy.copy(self._opened.player), Slot(None, []), Notes()
+        opened = self._opened
+        opened.update(table)
+        player, slot, notes = copy.copy(opened.player), Slot(None, []), Notes()
         player.failures = notes  # type: ignore[assignment]
         work = player.draw(unpack_ask(ask), slot, SamplingConfig(**sampling))
         self._running[number] = task = asyncio.ensure_future(work)
@@ -105,6 +106,7 @@ class EpisodeWorker:
             "redone": slot.redone,
             "told": notes.told,
             "added": notes.added,
+            "report": opened.report(),
         }
 
     async def cancel(self, number: int) -> dict[str, Any]:
