@@ -46,7 +46,9 @@ def test_what_cannot_be_is_refused(tmp_path, words, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("words", [["rollout.service=ray://a", SERVED], ["rollout.vllm.launch=ray"]])
+@pytest.mark.parametrize(
+    "words", [["rollout.service=ray://a", SERVED], ["rollout.vllm.launch=ray"]]
+)
 def test_what_can_be_is_taken(tmp_path, words):
     (tmp_path / "c.toml").write_text(RL)
     found = load_config(tmp_path / "c.toml", [*words, "rollout.ray.episode_workers=4"])
