@@ -16,7 +16,7 @@ class Inline:
 
     def __init__(self, make):
         self.make, self.ends = make, 0
-        self.calls = []
+        self.calls, self.error = [], None
         self.silent = threading.Event()
         """While set, calls are not answered: the process hangs."""
         self._waiting = set()

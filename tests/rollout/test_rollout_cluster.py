@@ -245,3 +245,14 @@ def test_what_cannot_be_opened_ends_the_start(cluster):
         RemoteProducer(
             cluster.service, "me", "tests.rollout.far_toy:no_such_function", settings(), rules()
         )
+
+
+def test_a_lost_cluster_ends_the_run(cluster):
+    producer = cluster.join(worker={"holds": range(30)})
+
+    def lose():
+        cluster.service.error = RunStopped("Ray cluster lost")
+
+    threading.Timer(0.05, lose).start()
+    with pytest.raises(RunStopped, match="Ray cluster lost"):
+        producer.next_slots(1)

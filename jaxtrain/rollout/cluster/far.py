@@ -14,6 +14,11 @@ class Lost(Exception):
 class Far(Protocol):
     """One process and the object in it."""
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why no call will ever be answered again."""
+        ...
+
     def call(self, name: str, *arguments: Any) -> Future:
         """Call a method there. The future raises Lost where the process went before it answered,
         and RunStopped where the whole cluster did."""

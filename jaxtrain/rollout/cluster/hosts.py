@@ -23,7 +23,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.ray import service_name
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.cluster.far import Lost
-from jaxtrain.rollout.cluster.ray_cluster import RayCluster, RayFar, join
+from jaxtrain.rollout.cluster.ray_cluster import LOOPBACK, RayCluster, RayFar, join
 from jaxtrain.rollout.vllm.command import build_command, build_environment
 from jaxtrain.rollout.vllm.control import KEY_VARIABLE
 from jaxtrain.rollout.vllm.discover import Found
@@ -43,11 +43,17 @@ class ServerHost:
     Ray's CUDA_VISIBLE_DEVICES says which GPUs it sees."""
 
     def __init__(
-        self, number: int, command: Sequence[str], folder: str, address: str | None, key: str
+        self,
+        number: int,
+        command: Sequence[str],
+        folder: str,
+        home: str,
+        address: str | None,
+        key: str,
     ):
         """command: where HOST and PORT stand for the address; its Python is the first word.
-        folder: of the run, for the log, where this machine has it. address: None asks Ray for this
-        machine's. key: asked of whoever sends it requests."""
+        folder: of the run, for the log, and home, to start in: where this machine has them.
+        address: None asks Ray for this machine's. key: asked of whoever sends it requests."""
         self.host = address or find_address()
         self.port = find_ports(1, self.host)[0]
         there = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
@@ -55,7 +61,9 @@ class ServerHost:
         self.key = key
         env = build_environment(self._make_folder(), key, None, command[0])
         words = [word.replace(HOST, self.host).replace(PORT, str(self.port)) for word in command]
-        self.process = ServerProcess(words, env, self.log, self.port)
+        self.process = ServerProcess(
+            words, env, self.log, self.port, Path(home) if Path(home).is_dir() else None
+        )
         self.failed, self.began = "", time.monotonic()
         self.process.start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -155,7 +163,14 @@ def start_hosts(
         made.append(
             cluster.start(
                 ServerHost,
-                (number, list(command), folder, "127.0.0.1" if cluster.own else None, key),
+                (
+                    number,
+                    list(command),
+                    folder,
+                    os.getcwd(),
+                    LOOPBACK if cluster.own else None,
+                    key,
+                ),
                 num_gpus=gpus,
                 num_cpus=1,
                 max_concurrency=4,
@@ -191,7 +206,8 @@ def launch(
     gpus = vllm.gpus / vllm.replicas if vllm.gpus is not None else float(cluster.has_gpus())
     ranks = max(1, int(gpus))
     command = build_command(config, PORT, host=HOST, ranks=ranks, longest=longest)
-    return start_hosts(cluster, command, config.run.output_dir, vllm.replicas, gpus, name)
+    folder = os.path.abspath(config.run.output_dir)
+    return start_hosts(cluster, command, folder, vllm.replicas, gpus, name)
 
 
 def open_source(config: Config, longest: int | None, say: Callable[[str], None]) -> RaySource:

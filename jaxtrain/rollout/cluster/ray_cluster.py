@@ -172,11 +172,16 @@ class RayFar:
     def __init__(self, cluster: RayCluster, handle: Any):
         self.cluster, self.handle = cluster, handle
 
+    @property
+    def error(self) -> RunStopped | None:
+        """See Far."""
+        return self.cluster.error
+
     def call(self, name: str, *arguments: Any) -> Future:
         """See Far."""
         answer: Future = Future()
-        if self.cluster.error is not None:
-            answer.set_exception(self.cluster.error)
+        if self.error is not None:
+            answer.set_exception(self.error)
             return answer
         try:
             made = getattr(self.handle, name).remote(*arguments).future()

@@ -197,6 +197,8 @@ class RemoteProducer:
             except TimeoutError:
                 if future.done():
                     return read(future.result())
+            if self.service.error is not None:
+                raise self.service.error
             if self._should_stop():
                 self.service.call("interrupt", self.token)
                 raise Interrupted
