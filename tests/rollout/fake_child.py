@@ -21,6 +21,10 @@ def write_python(folder: Path, code: str = "") -> Path:
 
 if __name__ == "__main__":
     from fake_vllm import FakeVllm
+    from safetensors.numpy import load_file
 
-    FakeVllm(port=int(sys.argv[sys.argv.index("--port") + 1]))
+    told = dict(zip(sys.argv[:-1], sys.argv[1:], strict=True))
+    files = Path(told["--model"]).glob("*.safetensors")
+    tensors = {name: list(one.shape) for file in files for name, one in load_file(file).items()}
+    FakeVllm(port=int(told["--port"]), tensors=tensors)
     threading.Event().wait()

@@ -1,5 +1,6 @@
-"""A run that starts two real vLLM servers on CPU: one is killed, the run is stopped, goes on and is
-killed itself. Takes minutes; see real_vllm.py."""
+"""A run that starts two servers: one is killed, the run is stopped, goes on and is killed itself.
+
+With scripted servers, and with real ones on CPU, which takes minutes; see real_vllm.py."""
 
 import json
 import os
@@ -11,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_child import write_python
 from real_vllm import PYTHON, ROOT, descendants, make_model, read, write_run
 
-pytestmark = [
-    pytest.mark.slow,
+pytestmark = pytest.mark.slow
+REAL = [
     pytest.mark.vllm,
     pytest.mark.skipif(
         not Path(PYTHON or "/nowhere").is_file(),
@@ -40,11 +42,13 @@ def alive(pid):
         return False
 
 
-def test_two_servers_of_a_run(tmp_path):
+@pytest.mark.parametrize("kind", ["scripted", pytest.param("real", marks=REAL)])
+def test_two_servers_of_a_run(tmp_path, kind):
+    python = PYTHON if kind == "real" else write_python(tmp_path)
     model = make_model(tmp_path / "model", seed=0, tied=True)
     path = write_run(SimpleNamespace(model=model, port=0), tmp_path)
     launch = (
-        f'launch = "local"\nreplicas = 2\ngpus = 0\npython = "{PYTHON}"\nhealth_seconds = 1.0\n'
+        f'launch = "local"\nreplicas = 2\ngpus = 0\npython = "{python}"\nhealth_seconds = 1.0\n'
     )
     text = path.read_text().replace(
         'servers = ["http://127.0.0.1:0"]', launch + 'args = ["--enforce-eager"]'
@@ -52,10 +56,13 @@ def test_two_servers_of_a_run(tmp_path):
     text = text.replace("wait_seconds = 180.0", f"wait_seconds = {UP_SECONDS}")
     # So slow that rewards go on differing: with nothing to learn a run ends.
     text = text.replace("learning_rate = 1e-3", "learning_rate = 1e-7")
+    if kind == "scripted":  # whose answers are all the same
+        text = text.replace('mode = "async"', 'mode = "async"\nzero_advantage = "keep"')
     path.write_text(text.replace("max_steps = 12", "max_steps = 100000"))
     folder, output = tmp_path / "run", tmp_path / "output"
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
     env |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    env["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # compiles sooner
     env.pop("VLLM_API_KEY", None)
 
     def start():
