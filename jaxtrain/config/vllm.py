@@ -1,5 +1,6 @@
 """Section rollout.vllm: servers that sample over HTTP, and how they get the weights."""
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ITEMS, ROWS, SECONDS, WORKERS
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+DISCOVER = re.compile(r"file:///.+|dns://[^/]+:\d+|(router|dynamo)\+https?://[^/]+/?")
 EVERYWHERE = ("", "0.0.0.0", "::")
 
 
@@ -34,6 +36,14 @@ class VllmConfig(Section):
     """launch: further options for vLLM, such as ["--max-model-len", "4096"]."""
     servers: list[str] = []
     """Base URLs such as "http://127.0.0.1:8000"; several share the work."""
+    discover: str = ""
+    """Where more servers are listed, asked every health_seconds: "file:///PATH" (a URL a line),
+    "dns://NAME:PORT" (every address of a name), "router+http://HOST:PORT" (the workers of a
+    vllm-router), "dynamo+http://HOST:PORT". Who is listed is taken in during the run; who is listed
+    no more gets no new requests and may end its own."""
+    via: Literal["router", "direct"] = "router"
+    """discover router+http: whether requests go through the router, or to the servers that it
+    lists. Weights always go to these."""
     sync: Literal["lora", "full", "delta"] = "full"
     """lora: each version as a PEFT folder that the servers load. full: all weights over TCP.
     delta: only what changed in weight_dtype since the last version."""
@@ -85,14 +95,29 @@ class VllmConfig(Section):
     any_version: bool = False
     """Go on with a vLLM version that this release was not tested with."""
 
+    @property
+    def routed(self) -> bool:
+        """Whether requests go through a router."""
+        return self.discover.startswith("router+") and self.via == "router"
+
 
 def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Iterator[str]:
     """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
-    if not vllm.servers and vllm.launch == "none":
+    if not vllm.servers and not vllm.discover and vllm.launch == "none":
         yield (
             'rollout.engine vllm needs rollout.vllm.servers, such as ["http://127.0.0.1:8000"]:'
             " start one with python -m jaxtrain_vllm.serve, or have jaxtrain start them with"
-            ' rollout.vllm.launch = "local"'
+            ' rollout.vllm.launch = "local"; or name where they are listed in rollout.vllm.discover'
+        )
+    if vllm.discover and not DISCOVER.fullmatch(vllm.discover):
+        yield (
+            f"rollout.vllm.discover {vllm.discover!r} is none of file:///PATH, dns://NAME:PORT,"
+            " router+http://HOST:PORT, dynamo+http://HOST:PORT"
+        )
+    if vllm.discover and vllm.sleep:
+        yield (
+            "rollout.vllm.sleep is for servers that share the trainer's GPU; remove"
+            " rollout.vllm.discover"
         )
     for url in vllm.servers:
         if not url.startswith(("http://", "https://")):
@@ -109,7 +134,8 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             f"rollout.vllm.sync {vllm.sync} sends whole weights, but adapter.kind {adapter_kind}"
             ' trains an adapter; set rollout.vllm.sync to "lora" or adapter.kind to "none"'
         )
-    remote = [url for url in vllm.servers if urlsplit(url).hostname not in LOCAL]
+    known = [*vllm.servers, *([vllm.discover] if not vllm.discover.startswith("file") else [])]
+    remote = [url for url in filter(None, known) if urlsplit(url).hostname not in LOCAL]
     if vllm.sync != "lora" and vllm.listen in EVERYWHERE:
         yield (
             f"rollout.vllm.listen {vllm.listen!r} is where to listen, not where servers can connect"

@@ -26,9 +26,10 @@ def with_secrets(config: Config) -> Config:
     """The config for an engine to open: what rollout names by environment variables, read."""
     rollout, key = config.rollout, "rollout.vllm.servers"
     servers = [reveal_url(url, f"{key}.{place}") for place, url in enumerate(rollout.vllm.servers)]
+    discover = reveal_url(rollout.vllm.discover, "rollout.vllm.discover")
     found = {
         "options": reveal(rollout.options, "rollout.options"),
-        "vllm": rollout.vllm.model_copy(update={"servers": servers}),
+        "vllm": rollout.vllm.model_copy(update={"servers": servers, "discover": discover}),
     }
     return config.model_copy(update={"rollout": rollout.model_copy(update=found)})
 

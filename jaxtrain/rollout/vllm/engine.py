@@ -114,9 +114,10 @@ class VllmEngine:
         routed: np.ndarray | None = None
         failures, pause = 0, self.first_pause
         session = index // (self.group_size or 1)
+        direct = False
         async with line.room:
             for _ in range(MAX_ASKS):
-                server = await self._take(line, session)
+                server = await self._take(line, session, direct)
                 epoch = server.epoch
                 try:
                     seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
@@ -125,8 +126,12 @@ class VllmEngine:
                         line, server, [*prompt, *tokens], sampling, stop_ids, left, seed, session
                     )
                 except Lost as lost:
-                    self.servers.suspect(server)
                     self.servers.count("retries")
+                    if server is self.servers.front:
+                        await self._leave_router(lost)
+                        direct = True
+                        continue
+                    self.servers.suspect(server)
                     # A server that died is no fault of the request.
                     failures += server.epoch == epoch
                     if failures > self.servers.config.retries:
@@ -155,13 +160,22 @@ class VllmEngine:
             times = self.servers.config.retries + 1
             self.servers.say(f"a request failed {times} times, the last time: {lost}")
 
-    async def _take(self, line: Line, session: int) -> Server:
-        """A server to ask, waited for; RunStopped when none comes."""
+    async def _leave_router(self, lost: Lost) -> None:
+        """A request through the router failed: it is asked again, of a server itself."""
+        if lost.kind == "connection lost":
+            self.servers.lose_front(str(lost))
+        if lost.kind == "unknown weights":
+            await asyncio.to_thread(self.servers.drop_strangers)
+
+    async def _take(self, line: Line, session: int, direct: bool) -> Server:
+        """A server to ask, waited for; RunStopped when none comes. direct: not the router."""
         servers = self.servers
         async with line.gate:
             deadline = servers.clock() + servers.config.wait_seconds
             while True:
-                server = servers.acquire(session if self.group_size else None)
+                server = None if direct else servers.acquire_front()
+                if server is None:
+                    server = servers.acquire(session if self.group_size else None)
                 if server is not None:
                     return server
                 # While all take new weights, sleep or are full, no server is missing.
@@ -198,7 +212,8 @@ class VllmEngine:
             raise Lost(f"HTTP {status}", f"HTTP {status} from {server.url}: {explain(raw, 120)}")
         if status == 404 and self.adapters:
             # It was restarted, or someone took our adapter away: bring it again.
-            self.servers.drop(server, f"does not serve {model} any more")
+            if server is not self.servers.front:
+                self.servers.drop(server, f"does not serve {model} any more")
             raise Lost("adapter gone", f"{server.url} does not serve {model}")
         if status != 200:
             raise UserError(
@@ -235,9 +250,9 @@ class VllmEngine:
             version = self.servers.read_label(label)
             if version is None:
                 self.servers.count("unknown_version")
-                self.servers.drop(
-                    server, f"it samples from weights {label!r}, which this run never sent"
-                )
+                why = f"it samples from weights {label!r}, which this run never sent"
+                if server is not self.servers.front:
+                    self.servers.drop(server, why)
                 raise Lost("unknown weights", f"{server.url} sampled from unknown weights")
             versions.append(version)
         return versions

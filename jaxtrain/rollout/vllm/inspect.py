@@ -7,6 +7,7 @@ from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Sampling
 from jaxtrain.rollout.vllm.control import ServerRefused, call
+from jaxtrain.rollout.vllm.discover import list_workers
 from jaxtrain.rollout.vllm.messages import (
     COMPLETIONS,
     GENERATE,
@@ -35,6 +36,15 @@ class Inspector:
     ):
         self.config, self.sampling, self.say, self.tokenise = config, sampling, say, tokenise
 
+    def refuse_router(self, url: str) -> None:
+        """UserError for the address of a router, whose /health and control calls are those of any
+        one server behind it."""
+        if list_workers(url) is not None:
+            raise UserError(
+                f"{url} is a router: new weights would reach one of its servers alone. Remove it"
+                f' from rollout.vllm.servers and set rollout.vllm.discover to "router+{url}"'
+            )
+
     def inspect(self, server: Server) -> None:
         """Learn what the server is; UserError where this run cannot use it."""
         url = server.url
@@ -51,6 +61,11 @@ class Inspector:
             ) from None
         self._end_pause(url)
         server.route = self._find_route(url, model)
+        if self.config.routed and server.route == COMPLETIONS:
+            raise UserError(
+                f"{url} does not say which weights drew a token, so nothing may stand between; start"
+                ' it with --enable-scale-out, or set rollout.vllm.via to "direct"'
+            )
         server.processed = self.probe(server.route, url, model) == 0.0
         self._check_logprobs(server)
         self._compare_tokens(url, model)

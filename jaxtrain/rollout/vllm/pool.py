@@ -108,6 +108,8 @@ class Pool:
         self.error: BaseException | None = None
         """What a watcher found that no waiting will mend."""
         self.asleep = False
+        self.front: Server | None = None
+        """The router that requests go through; up as long as it takes them."""
         self.clock = time.monotonic
         self._lock = threading.RLock()
         self._turn = 0
@@ -230,6 +232,52 @@ class Pool:
             server.in_flight += 1
             return server
 
+    def acquire_front(self) -> Server | None:
+        """The router, as a server with the newest weights; None where there is none that works, or
+        nothing behind it may be asked."""
+        with self._lock:
+            front, ready = self.front, self.ready()
+            if front is None or front.state != "up" or not ready:
+                return None
+            front.version, front.model, front.route = self.version, ready[0].model, ready[0].route
+            front.max_model_len = min(server.max_model_len for server in ready)
+            front.in_flight += 1
+            return front
+
+    def lose_front(self, why: str) -> None:
+        """The router takes no requests: they go to the servers themselves until it answers."""
+        front = self.front
+        assert front is not None, "there was one"
+        with self._lock:
+            if front.state != "up":
+                return
+            self._set(front, "down", why)
+            self.counters["router_lost"] += 1
+        self.say(f"router {front.url}: {why}; requests go to its servers directly")
+        self.changed()
+
+    def regain_front(self) -> None:
+        """The router answers."""
+        front = self.front
+        if front is not None and front.state != "up":
+            back = front.state == "down"
+            self._set(front, "up", "")
+            if back:
+                self.say(f"router {front.url} answers again")
+            self.changed()
+
+    def cut_front(self) -> None:
+        """Ask again, directly, what is under way through the router: some of it hangs behind it."""
+        with self._lock:
+            if self.front is not None:
+                self.front.epoch += 1
+                self.counters["requests_cut"] += self.front.in_flight
+
+    def load(self, server: Server) -> float:
+        """Requests under way there: ours, or through a router what the server itself tells."""
+        told = server.told
+        return server.in_flight + (told.running + told.waiting if self.front is not None else 0)
+
     def _weigh(self, ready: list[Server]) -> list[Candidate]:
         """The servers as `choose` sees them."""
         weights = weigh([server.capacity or server.told.ranks for server in ready])
@@ -325,8 +373,9 @@ class Pool:
             server.epoch += 1
             left = len(self.up())
             self.counters["servers_lost"] += 1
-        there = f"{left} left" if left else f"none left: {self.tell_wait()}"
-        self.say(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
+            there = f"{left} left" if left else f"none left: {self.tell_wait()}"
+            # Said before anybody can see the consequences.
+            self.say(f"vllm {server.url} dropped ({why}); its requests are asked again; {there}")
         self.changed()
 
     def tell_wait(self) -> str:

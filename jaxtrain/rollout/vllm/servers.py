@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Sampling
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.discover import Named, Source
 from jaxtrain.rollout.vllm.inspect import Inspector
 from jaxtrain.rollout.vllm.pool import Pool, Server
@@ -48,6 +48,8 @@ class Servers(Pool):
         self.closing = ExitStack()
         """What ends with them."""
         self._opened = False
+        if config.routed:
+            self.front = Server(config.discover.removeprefix("router+").rstrip("/"))
         self.poll()
 
     @property
@@ -123,12 +125,15 @@ class Servers(Pool):
             found = source.poll()
             if found is None:
                 if place not in self.silent:
+                    self.counters["sources_lost"] += 1
                     self.say(f"{source.name} does not answer; the last list of servers stays")
                 self.silent.add(place)
                 continue
             if place in self.silent:
                 self.say(f"{source.name} answers again")
             self.silent.discard(place)
+            if self.front is not None and self.front.url in source.name:
+                self.regain_front()
             self._known[place] = {one.url.rstrip("/") for one in found}
             listed += found
         for one in listed:
@@ -142,6 +147,18 @@ class Servers(Pool):
             if server.url not in known and server.listed:
                 self.say(f"vllm {server.url} leaves: listed no more")
                 self.leave(server, "listed no more")
+
+    def drop_strangers(self) -> None:
+        """Drop every server that holds weights which this run never sent: behind a router an answer
+        does not say whose it is."""
+        for server in self.up():
+            try:
+                found = call(server.url, "GET", "/weight_info", timeout=30)
+                label = str(found["weight_version"])
+            except (ServerGone, ServerRefused, KeyError, TypeError):
+                continue
+            if self.read_label(label) is None:
+                self.drop(server, f"it holds weights {label!r}, which this run never sent")
 
     def waits_on(self) -> bool:
         """Whether a source that may list others answers, so that an empty pool may fill."""

@@ -43,6 +43,7 @@ class Watcher:
 
     def look(self, server: Server) -> None:
         """Ask for its health and inspect it; ServerGone, ServerRefused or UserError."""
+        self.inspector.refuse_router(server.url)
         call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
         self.inspector.inspect(server)
 
@@ -54,7 +55,7 @@ class Watcher:
             server.nudge.clear()
             if self.closed.is_set() or self.pool.end_drain(server):
                 continue
-            if server.in_flight and server.state == "up":
+            if server.state == "up" and (server.in_flight or self.pool.front is not None):
                 self._read(server)
             if nudged or self.pool.clock() - looked >= pause:
                 self._look_again(server)
@@ -102,7 +103,7 @@ class Watcher:
     def _check_progress(self, server: Server) -> None:
         """Drop a server that is healthy by its own word but does nothing for its requests."""
         pool = self.pool
-        if not server.in_flight or server.updating or pool.asleep:
+        if not pool.load(server) or server.updating or pool.asleep:
             pool.note_progress(server)
             return
         epoch, limit = server.epoch, pool.config.progress_seconds
@@ -121,18 +122,19 @@ class Watcher:
             except (ServerGone, ServerRefused, UserError):
                 if self.pool.clock() - server.progressed < limit:
                     return
-        if server.epoch == epoch and server.in_flight:
+        if server.epoch == epoch and pool.load(server):
             pool.count("servers_hung")
             pool.drop(
                 server,
-                f"hung: no token for {silent:.0f} s with {server.in_flight} requests under way,"
+                f"hung: no token for {silent:.0f} s with {pool.load(server):.0f} requests under way,"
                 " though /health says 200; rollout.vllm.progress_seconds",
             )
+            pool.cut_front()
 
     def _take_in(self, server: Server) -> None:
         """Inspect one that has just joined; the weights come afterwards."""
         try:
-            self.inspector.inspect(server)
+            self.look(server)
         except (ServerGone, ServerRefused) as error:
             server.why = str(error)
         except UserError as error:
