@@ -63,8 +63,8 @@ class Inspector:
         server.route = self._find_route(url, model)
         if self.config.routed and server.route == COMPLETIONS:
             raise UserError(
-                f"{url} does not say which weights drew a token, so nothing may stand between; start"
-                ' it with --enable-scale-out, or set rollout.vllm.via to "direct"'
+                f"{url} does not say which weights drew a token, so no router may stand between;"
+                ' start it with --enable-scale-out, or set rollout.vllm.via to "direct"'
             )
         server.processed = self.probe(server.route, url, model) == 0.0
         self._check_logprobs(server)

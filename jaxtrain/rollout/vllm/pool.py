@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped
 from jaxtrain.rollout.vllm.choose import Candidate, choose, limit_load, weigh
-from jaxtrain.rollout.vllm.control import Deadline, ServerGone
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.discover import Found
 from jaxtrain.rollout.vllm.messages import GENERATE
 from jaxtrain.rollout.vllm.telemetry import Telemetry
@@ -272,6 +272,18 @@ class Pool:
             if self.front is not None:
                 self.front.epoch += 1
                 self.counters["requests_cut"] += self.front.in_flight
+
+    def drop_strangers(self) -> None:
+        """Drop every server that holds weights which this run never sent: behind a router an answer
+        does not say whose it is."""
+        for server in self.up():
+            try:
+                found = call(server.url, "GET", "/weight_info", timeout=30)
+                label = str(found["weight_version"])
+            except (ServerGone, ServerRefused, KeyError, TypeError):
+                continue
+            if self.read_label(label) is None:
+                self.drop(server, f"it holds weights {label!r}, which this run never sent")
 
     def load(self, server: Server) -> float:
         """Requests under way there: ours, or through a router what the server itself tells."""

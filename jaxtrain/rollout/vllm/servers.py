@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Sampling
-from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused, call
+from jaxtrain.rollout.vllm.control import ServerGone, ServerRefused
 from jaxtrain.rollout.vllm.discover import Named, Source
 from jaxtrain.rollout.vllm.inspect import Inspector
 from jaxtrain.rollout.vllm.pool import Pool, Server
@@ -147,18 +147,6 @@ class Servers(Pool):
             if server.url not in known and server.listed:
                 self.say(f"vllm {server.url} leaves: listed no more")
                 self.leave(server, "listed no more")
-
-    def drop_strangers(self) -> None:
-        """Drop every server that holds weights which this run never sent: behind a router an answer
-        does not say whose it is."""
-        for server in self.up():
-            try:
-                found = call(server.url, "GET", "/weight_info", timeout=30)
-                label = str(found["weight_version"])
-            except (ServerGone, ServerRefused, KeyError, TypeError):
-                continue
-            if self.read_label(label) is None:
-                self.drop(server, f"it holds weights {label!r}, which this run never sent")
 
     def waits_on(self) -> bool:
         """Whether a source that may list others answers, so that an empty pool may fill."""

@@ -73,7 +73,9 @@ class Watcher:
         try:
             call(server.url, "GET", "/health", timeout=HEALTH_TIMEOUT_SECONDS)
         except (ServerGone, ServerRefused) as error:
-            return self._note_failure(server, error)
+            if not self.closed.is_set():
+                self._note_failure(server, error)
+            return
         server.strikes = 0
         if server.state == "new" and not server.model:
             self._take_in(server)
@@ -126,8 +128,8 @@ class Watcher:
             pool.count("servers_hung")
             pool.drop(
                 server,
-                f"hung: no token for {silent:.0f} s with {pool.load(server):.0f} requests under way,"
-                " though /health says 200; rollout.vllm.progress_seconds",
+                f"hung: no token for {silent:.0f} s with {pool.load(server):.0f} requests under"
+                " way, though /health says 200; rollout.vllm.progress_seconds",
             )
             pool.cut_front()
 
