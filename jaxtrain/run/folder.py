@@ -232,6 +232,7 @@ def list_names(config: Config) -> list[str]:
         "profile": log.profile_start,
         "model": config.run.export,
         "adapters": samples_there and vllm.sync == "lora",
+        "servers.json": samples_there,
         "servers": samples_there and vllm.launch == "local",
         "gym": gym,
         "gym.log": gym,

@@ -34,6 +34,7 @@ from jaxtrain.rollout.vllm.discover import open_sources
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.far import share
 from jaxtrain.rollout.vllm.launch import FOLDER, open_launcher
+from jaxtrain.rollout.vllm.listing import Listing
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
@@ -103,6 +104,8 @@ def open_vllm(
                 sources,
             )
             stack.callback(servers.close)
+            listing = Path(config.run.output_dir) / "servers.json"
+            servers.closing.enter_context(Listing(listing, lambda: servers.all))
             servers.open()
             if vllm.launch == "ray":
                 servers.closing.callback(join(config.rollout.ray).close)
