@@ -39,16 +39,17 @@ def write_line(line: Mapping[str, Any]) -> str:
         text.encode()
         return text
     except UnicodeEncodeError:
-        return json.dumps(_finite(line), default=str)
+        return json.dumps(finite(line), default=str)
     except ValueError:
-        return write_line(_finite(line))
+        return write_line(finite(line))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value of tables, lists and numbers with None in place of what is not finite."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
+        return {str(key): finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

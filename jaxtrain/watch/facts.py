@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.run.console import format_time
 from jaxtrain.run.plot import is_number
+from jaxtrain.run.samples import finite
 from jaxtrain.watch.run import Run
 from jaxtrain.watch.text import flat
 
@@ -219,8 +220,8 @@ def facts(run: Run) -> dict[str, Any]:
         "attempt": run.beat.get("attempt") or len(run.attempts) or None,
         "best": dict(zip(("metric", "value", "step"), found, strict=True)) if found else None,
         "metrics": {name: series.values[-1] for name, series in run.metrics.items()},
-        "servers": run.servers,
-        "hardware": {host: lines[-1] for host, lines in run.hardware.items() if lines},
+        "servers": finite(run.servers),
+        "hardware": {host: finite(lines[-1]) for host, lines in run.hardware.items() if lines},
         "warnings": [flat(line)[:500] for line in run.log if is_warning(line)][-20:],
     }
 
