@@ -53,7 +53,8 @@ class Crew:
         self.members = [Member(far, f"worker {i}") for i, far in enumerate(workers)]
         self.key, self.opener, self.settings = key, opener, settings
         self.episode_seconds, self.say = episode_seconds, say
-        self.table: Any = None
+        self.table: tuple[int, Any] = (-1, None)
+        """Of servers, with the number that grows with every change."""
         self.counters: Counter[str] = Counter()
         self.reports: list[Any] = []
         """What the trainer's engine has not heard yet."""
@@ -61,8 +62,10 @@ class Crew:
         self._beats: list[asyncio.Task] = []
         self._numbers = itertools.count()
 
-    def use(self, table: Any) -> None:
-        """The servers changed: all workers are told, none is waited for."""
+    def use(self, table: tuple[int, Any]) -> None:
+        """The servers changed: all workers are told, none is waited for. An older table is late."""
+        if table[0] <= self.table[0]:
+            return
         self.table = table
         for event in self._changed:
             event.set()

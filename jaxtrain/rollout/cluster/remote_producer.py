@@ -110,7 +110,7 @@ class RemoteProducer:
         self._asked += count if asking is None else asking
         fresh = count if asking is None else asking
         while True:
-            epoch, table = self._table()
+            table = self._table()
             try:
                 future = self.service.call("take", self.token, count, fresh, self.facts(), table)
                 reply = self._hear(self._wait(future))
@@ -119,7 +119,7 @@ class RemoteProducer:
                 self._come_back()
                 # Of the new one nothing was asked yet.
                 fresh = self._asked - self._taken
-        self._sent = max(self._sent, epoch)
+        self._sent = max(self._sent, table[0])
         self._taken += count
         slots = [unpack_slot(slot) for slot in reply["slots"]]
         self._in_hand |= {id(slot): slot for slot in slots}
@@ -252,14 +252,14 @@ class RemoteProducer:
         """The thread: see the module's docstring."""
         renewed = time.monotonic()
         while not self._closed.wait(LOOK):
-            epoch, table = self._table()
-            known, now = epoch <= self._sent, time.monotonic()
+            table = self._table()
+            known, now = table[0] <= self._sent, time.monotonic()
             if known and now - renewed < RENEW:
                 continue
             try:
                 with self._lock:
-                    reply = self._call("tick", self.token, None if known else table, known)
+                    reply = self._call("tick", self.token, None if known else table)
                     self._hear(reply)
             except (Lost, RunStopped, TimeoutError):
                 continue  # whoever waits for slots finds it, too
-            self._sent, renewed = max(self._sent, epoch), now
+            self._sent, renewed = max(self._sent, table[0]), now

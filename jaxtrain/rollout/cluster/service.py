@@ -122,7 +122,7 @@ class RolloutService:
         return self._do(token, work)
 
     def take(
-        self, token: str, count: int, asking: int, facts: dict[str, Any], table: Any
+        self, token: str, count: int, asking: int, facts: dict[str, Any], table: tuple[int, Any]
     ) -> dict[str, Any]:
         """{"slots"}: see Producer.next_slots; Interrupted after `interrupt`."""
 
@@ -130,7 +130,7 @@ class RolloutService:
             mine.stop.clear()
             mine.facts.progress = facts["progress"]
             mine.facts.rounds_begun = facts["rounds_begun"]
-            mine.crew.table = table
+            mine.producer.wait(told(mine.crew, table))
             slots = mine.producer.next_slots(count, asking)
             return {"slots": [pack_slot(slot) for slot in slots]}
 
@@ -145,12 +145,12 @@ class RolloutService:
 
         return self._do(token, work)
 
-    def tick(self, token: str, table: Any, known: bool) -> dict[str, Any]:
-        """The lease is renewed; a new table of servers (known: it is the last one) goes to the
-        workers. {"reports"}: what the trainer's engine must hear."""
+    def tick(self, token: str, table: tuple[int, Any] | None) -> dict[str, Any]:
+        """The lease is renewed; a table of servers, where they have changed, goes to the workers.
+        {"reports"}: what the trainer's engine must hear."""
 
         def work(mine: Held) -> dict[str, Any]:
-            if not known:
+            if table is not None:
                 mine.producer.tell(lambda: mine.crew.use(table))
             reports, mine.crew.reports = mine.crew.reports, []
             return {"reports": reports}
@@ -209,6 +209,11 @@ class RolloutService:
         if held is not None:
             held.stop.set()
             held.producer.close()
+
+
+async def told(crew: Crew, table: tuple[int, Any]) -> None:
+    """Before anything is drawn with an older one."""
+    crew.use(table)
 
 
 def refuse(error: BaseException) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class EpisodeWorker:
         self._key = ""
         self._opened: Opened | None = None
         self._running: dict[int, asyncio.Task] = {}
+        self._epoch = -1
+        """Of the newest table that came: messages may overtake each other."""
 
     async def open(self, key: str, opener: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Be what `opener` ("package.module:function") makes of the settings; `key` names that."""
@@ -81,13 +83,18 @@ class EpisodeWorker:
         return {}
 
     async def draw(
-        self, key: str, number: int, ask: dict[str, Any], sampling: dict[str, Any], table: Any
+        self,
+        key: str,
+        number: int,
+        ask: dict[str, Any],
+        sampling: dict[str, Any],
+        table: tuple[int, Any],
     ) -> dict[str, Any]:
         """One prompt's episodes and rewards, packed; {"closed"} where it must be opened first."""
         if self._opened is None or self._key != key:
             return {"closed": True}
         opened = self._opened
-        opened.update(table)
+        self._update(opened, table)
         player, slot, notes = copy.copy(opened.player), Slot(None, []), Notes()
         player.failures = notes  # type: ignore[assignment]
         work = player.draw(unpack_ask(ask), slot, SamplingConfig(**sampling))
@@ -115,11 +122,11 @@ class EpisodeWorker:
             task.cancel()
         return {}
 
-    async def beat(self, key: str, table: Any) -> dict[str, Any]:
+    async def beat(self, key: str, table: tuple[int, Any]) -> dict[str, Any]:
         """That the event loop turns; takes the newest table, gives what there is to report."""
         if self._opened is None or self._key != key:
             return {}
-        self._opened.update(table)
+        self._update(self._opened, table)
         return self._opened.report()
 
     async def close(self) -> dict[str, Any]:
@@ -127,10 +134,15 @@ class EpisodeWorker:
         await self._close()
         return {}
 
+    def _update(self, opened: Opened, table: tuple[int, Any]) -> None:
+        if table[0] > self._epoch:
+            self._epoch = table[0]
+            opened.update(table[1])
+
     async def _close(self) -> None:
         for task in self._running.values():
             task.cancel()
-        opened, self._opened, self._key = self._opened, None, ""
+        opened, self._opened, self._key, self._epoch = self._opened, None, "", -1
         if opened is not None:
             await opened.player.engine.close()
             await asyncio.to_thread(opened.close)
