@@ -84,7 +84,8 @@ def draw(body):
 def connect(body):
     from jaxtrain_vllm import shelf
 
-    link = shelf.connect(body["init_info"], 0, Receiver.held)
+    info = body["init_info"]
+    link = shelf.connect(info, 0, Receiver.held, Receiver.shelf.begin(info["token"]))
     Receiver.listener = threading.Thread(target=Receiver.shelf.listen, args=(link,), daemon=True)
     Receiver.listener.start()
 

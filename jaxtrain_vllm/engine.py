@@ -77,12 +77,13 @@ class TrainerLinkEngine(WeightTransferEngine[LinkInfo, CommitInfo]):
     def init_transfer_engine(self, info: LinkInfo) -> None:
         """Connect to the trainer and listen to it from a thread; an older link is closed."""
         self.shutdown()
-        self.shelf.forget()
+        serves = self.shelf.begin(info.token)
         if torch.device(self.device).type == "cpu" and has_experts(self.model):
             # Loaded again they give other log-probs there (0.32), by 0.6 on average.
             raise ValueError("vLLM on a CPU does not take up new weights of experts")
         held = describe_model(self.model, self.model_config)
-        self.connection = connect(dataclasses.asdict(info), self.parallel_config.rank, held)
+        rank = self.parallel_config.rank
+        self.connection = connect(dataclasses.asdict(info), rank, held, serves)
         self.listener = threading.Thread(target=self._listen, args=(self.connection,), daemon=True)
         self.listener.start()
 

@@ -50,14 +50,21 @@ class WeightShelf:
         self._attached: dict[str, Any] = {}
         """At most one piece of memory of others, by how it was described."""
         self._link: socket.socket | None = None
+        self._token = ""
+        """Of the trainer that the link is to, or was."""
         self._lock = threading.Lock()
 
-    def forget(self) -> None:
-        """Another trainer begins, to whose deltas nothing here is a base."""
+    def begin(self, token: str) -> list[int] | None:
+        """A link begins. [version, checksum] of what is served here and came from the same trainer,
+        by its token; to another's deltas nothing here is a base, and None is left."""
         with self._lock:
             self._roll_back()
-            self._close_attached()
-            self.tensors, self.version, self.checksum = {}, -1, 0
+            own = bool(self.tensors) and all(_is_own(one.bits) for one in self.tensors.values())
+            if token != self._token or not own or self.version < 0:
+                self._close_attached()
+                self.tensors, self.version, self.checksum = {}, -1, 0
+            self._token = token
+            return [self.version, self.checksum] if self.tensors else None
 
     def check(self, version: int, checksum: int) -> None:
         """ValueError unless exactly that version is staged; changes nothing."""
@@ -233,6 +240,8 @@ class WeightShelf:
     def _roll_back(self) -> None:
         """Put away what is staged and not committed."""
         if self.staged is not None:
+            if self.staged.undo and self._own is not None:
+                self._own.begin()  # others may be reading there
             for name, undo in self.staged.undo.items():
                 wire.apply_changes(self.staged.tensors[name].bits, undo)
         self.staged = None
@@ -243,11 +252,13 @@ def _is_own(bits: Any) -> bool:
     return isinstance(bits, np.ndarray) and bool(bits.flags.writeable)
 
 
-def connect(info: dict[str, Any], rank: int, held: dict[str, Any]) -> socket.socket:
+def connect(
+    info: dict[str, Any], rank: int, held: dict[str, Any], serves: list[int] | None = None
+) -> socket.socket:
     """A link to the trainer, introduced. info: its host and port, the token and the server's name.
 
-    held: {name: shape or None} of what is served. ValueError when the trainer cannot be reached, or
-    is not the one that knows the token.
+    held: {name: shape or None} of what is served. serves: what `WeightShelf.begin` said. ValueError
+    when the trainer cannot be reached, or is not the one that knows the token.
     """
     place = f"{info['host']}:{info['port']}"
     try:
@@ -259,7 +270,8 @@ def connect(info: dict[str, Any], rank: int, held: dict[str, Any]) -> socket.soc
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.settimeout(CONNECT_SECONDS)
-        wire.send_message(link, {"server": info["server"], "rank": rank, "tensors": held})
+        hello = {"server": info["server"], "rank": rank, "tensors": held, "serves": serves}
+        wire.send_message(link, hello)
     except OSError as error:
         link.close()
         raise ValueError(f"{place} is not the trainer that asked for this link: {error}") from error

@@ -1,7 +1,8 @@
 """Weights over a TCP connection: the messages of trainer and server, and what a delta is.
 
     both                 the handshake of `handshake.py`
-    worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}}
+    worker  -> trainer   hello   {server, rank, tensors: {name: shape or null}, serves: [version,
+                                 checksum] of this trainer's, or null}
     trainer -> worker    stage   {version, kind: full or delta, base, tensors, checksum} + bytes
     trainer -> worker    stage   {version, kind: shared, segment, tensors, checksum}
     trainer -> worker    stage   {version, kind: lent, memory, tensors (and where), checksum}

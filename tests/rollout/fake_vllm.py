@@ -264,8 +264,8 @@ class FakeVllm:
     async def _init_weight_transfer_engine(self, request):
         info = request[BODY]["init_info"]
         for rank, shelf in enumerate(self.shelves):
-            shelf.forget()
-            link = await asyncio.to_thread(connect, info, rank, self.held)
+            serves = shelf.begin(info["token"])
+            link = await asyncio.to_thread(connect, info, rank, self.held, serves)
             self.links.append(link)
             threading.Thread(target=shelf.listen, args=(link,), daemon=True).start()
         return web.json_response({"message": "ok"})

@@ -1,4 +1,4 @@
-"""A real vLLM server on CPU with a mixture of experts: the experts that it reports are our router's.
+"""A real vLLM server on CPU with a mixture of experts: those that it reports our router chooses.
 
 Asked directly, for whole weights of experts are not published to vLLM on a CPU.
 """

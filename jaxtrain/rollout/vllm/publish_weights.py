@@ -14,10 +14,8 @@ run.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import TIED_COPY, Piece
@@ -33,31 +31,23 @@ from jaxtrain.rollout.vllm.publish import (
     wake,
 )
 from jaxtrain.rollout.vllm.servers import Server, Servers
+from jaxtrain.rollout.vllm.staging import WORTH, Edition, Staging
 from jaxtrain.rollout.vllm.weight_links import Link, WeightLinks
 from jaxtrain_vllm import BACKEND, wire
 from jaxtrain_vllm.cuda import CudaError
 
-COUNTED = ("sync/bytes", "sync/tcp_bytes", "sync/stage_seconds", "sync/pause_seconds")
+COUNTED = (
+    "sync/bytes",
+    "sync/tcp_bytes",
+    "sync/chains",
+    "sync/stage_seconds",
+    "sync/pause_seconds",
+)
 LINK_SECONDS = 60.0
 RESUME_SECONDS = 5.0
 """For a server that is late: no longer waited for, but not left paused if that can be helped."""
 FEW_BYTES = 2**28
 """Weights so small that what has changed is told whether anybody needs it or not."""
-WORTH = 0.7
-"""A delta larger than this share of the whole is not worth its trouble."""
-
-
-class Edition(NamedTuple):
-    """A published version."""
-
-    version: int
-    tensors: dict[str, wire.Tensor]
-    """On the host; none where they lie on the device."""
-    checksum: int
-    changes: dict[str, wire.Changes] | None
-    """Since the version before; None where everything is to be sent."""
-    base: int = -1
-    device: DeviceImage | None = None
 
 
 class WeightPublisher:
@@ -95,6 +85,7 @@ class WeightPublisher:
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
         self.newest: Edition | None = None
+        self.staging = Staging(self._count)
         self.delivery = Delivery(servers)
         self._since_full = 0
         self._sent: dict[str, float] = {}
@@ -118,7 +109,8 @@ class WeightPublisher:
 
         def deliver() -> dict[str, float]:
             start = time.perf_counter()
-            self.newest = self._seal(edition)
+            last, self.newest = self.newest, self._seal(edition)
+            self.staging.history.add(last, self.newest)
             self._sent = dict.fromkeys(COUNTED, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
             left, self._left = self._left, []
@@ -355,7 +347,7 @@ class WeightPublisher:
             if refused is None:
                 return edition
             edition = self._to_host(edition, refused, deadline)
-        self._stage_from_host(links, edition, deadline)
+        self.staging.stage(links, edition, self._image.segment, deadline)
         return edition
 
     def _lend(
@@ -366,52 +358,11 @@ class WeightPublisher:
         for link in links:
             if link.host != link.own_host:
                 return f"a server is on another host ({link.host})"
-            answer = self._send(link, edition, header, (), deadline)
+            answer = self.staging.send(link, edition, header, (), deadline)
             if answer.get("staged") != edition.version:
                 return f"a server cannot read it: {answer.get('error')}"
             self._count("sync/bytes", device.nbytes)
         return None
-
-    def _stage_from_host(self, links: list[Link], edition: Edition, deadline: Deadline) -> None:
-        """Where they can, workers take it from memory that they share: with the trainer, or with
-        another worker of this server that was sent it.
-        """
-        described, whole = wire.pack_full(edition.tensors)
-        changed, changes = wire.pack_delta(edition.changes or {})
-        size = sum(part.nbytes for part in (whole if edition.changes is None else changes))
-        segments = {link.own_host: self._image.segment.described for link in links}
-        for link in links:
-            answer: dict[str, Any] = {"error": "nothing was sent"}
-            segment = segments.get(link.host) if link.shares else None
-            if segment is not None:
-                header = {"kind": "shared", "segment": segment, "tensors": described}
-                answer = self._send(link, edition, header, (), deadline)
-                link.shares = "error" not in answer  # else not again until it has reconnected
-            if "error" in answer and edition.changes is not None:
-                header = {"kind": "delta", "base": edition.base, "tensors": changed}
-                answer = self._send(link, edition, header, changes, deadline)
-            if "error" in answer:
-                size = sum(part.nbytes for part in whole)
-                header = {"kind": "full", "tensors": described}
-                answer = self._send(link, edition, header, whole, deadline)
-            if answer.get("staged") != edition.version:
-                raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
-            if isinstance(answer.get("segment"), dict):
-                segments[link.host] = answer["segment"]
-            self._count("sync/bytes", size)
-
-    def _send(
-        self,
-        link: Link,
-        edition: Edition,
-        header: dict[str, Any],
-        payload: Sequence[np.ndarray],
-        deadline: Deadline,
-    ) -> dict[str, Any]:
-        known = {"command": "stage", "version": edition.version, "checksum": edition.checksum}
-        answer = link.ask({**known, **header}, payload, timeout=deadline.left())
-        self._count("sync/tcp_bytes", sum(part.nbytes for part in payload))
-        return answer
 
     def _note_longest(self, name: str, seconds: float) -> None:
         with self._lock:
@@ -460,6 +411,7 @@ class WeightPublisher:
                     f"after the sync a worker holds version {found[0]} with checksum {found[1]},"
                     f" not version {edition.version} with {edition.checksum}"
                 )
+            link.held = (edition.version, edition.checksum)
 
 
 def collect(

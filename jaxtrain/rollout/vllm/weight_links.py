@@ -31,6 +31,14 @@ class Link:
         self.connection, self.hello = connection, hello
         self.shares = True
         """Whether it may be able to read memory of other processes of its host."""
+        self.own = True
+        """Whether what it serves came over this link, and does not lie in another's memory, so that
+        it is a base for a delta."""
+        held = hello.get("serves")
+        known = isinstance(held, list) and len(held) == 2 and all(type(n) is int for n in held)
+        self.held: tuple[int, int] | None = (held[0], held[1]) if known else None
+        """(version, checksum) of this run's that it serves and can be sent a delta on; None where
+        that is not known."""
         self.host, self.own_host = (
             connection.getpeername()[0],
             connection.getsockname()[0],
@@ -51,6 +59,11 @@ class Link:
             if late.is_set():
                 raise ServerGone(f"a worker took longer than {timeout:.3g} s for weights") from None
             raise ServerGone(f"the link to a worker broke: {error}") from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more, as far as this side knows."""
+        return self.connection.fileno() < 0
 
     def close(self) -> None:
         self.connection.close()

@@ -1,0 +1,133 @@
+"""Weights to workers of several hosts: bytes and seconds of staging, over loopback.
+
+    python benchmarks/weight_hosts.py --gib 1
+
+The trainer's side is the run's own (`rollout/vllm/staging.py`), a worker is a process with the real
+receiving code of `jaxtrain_vllm`; hosts are names. Nothing is loaded into a model. Each case is a
+whole version and a delta of 1.5 % of the items, once with workers that read the memory of the first
+one of their host, and once with each sent its own copy, as by a trainer that knows no hosts.
+"""
+
+import argparse
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+CHANGED = 0.015
+CASES = {"1 host x 8": [8], "4 hosts x 2": [2, 2, 2, 2]}
+
+
+def work(port: int, token: str, server: str) -> None:
+    """A worker: connects, and answers until the trainer hangs up."""
+    from jaxtrain_vllm.shelf import WeightShelf, connect
+
+    shelf = WeightShelf()
+    info = {"host": "127.0.0.1", "port": port, "token": token, "server": server}
+    link = connect(info, 0, {}, shelf.begin(token))
+    answer = shelf.answer
+
+    def commit_too(header, payload):
+        found = answer(header, payload)
+        if header["command"] == "stage" and "staged" in found:
+            shelf.commit(header["version"], lambda tensors: None)
+        return found
+
+    shelf.answer = commit_too
+    shelf.listen(link)
+
+
+def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float, float]]:
+    """(kind, GiB over TCP, seconds) of a whole version and of a delta."""
+    from jaxtrain.rollout.vllm.control import Deadline
+    from jaxtrain.rollout.vllm.image import Image
+    from jaxtrain.rollout.vllm.staging import Edition, Staging
+    from jaxtrain.rollout.vllm.weight_links import WeightLinks
+    from jaxtrain_vllm import wire
+
+    shapes = {f"layer{i}": (16, 2**20) for i in range(max(1, round(gib * 2**30 / 2**25)))}
+    rng = np.random.default_rng(0)
+    image, links, counted = Image(shapes, "bfloat16"), WeightLinks("127.0.0.1", 0), {}
+
+    def count(name: str, number: float) -> None:
+        counted[name] = counted.get(name, 0.0) + number
+
+    staging, workers, found = Staging(count), [], []
+    try:
+        for host, size in enumerate(sizes):
+            for place in range(size):
+                server = f"{host}/{place}"
+                told = links.describe(server)
+                command = [sys.executable, __file__, "--worker", str(told["port"]), told["token"]]
+                workers.append(subprocess.Popen([*command, server]))
+                (link,) = links.wait_for(server, 1, 60)
+                link.host, link.own_host, link.shares = str(host), "trainer", share
+                found.append(link)
+        rows, newest = [], None
+        for version in range(2):
+            if newest is None:
+                for tensor in image.tensors.values():
+                    tensor.bits[:] = rng.integers(0, 2**14, tensor.bits.size, np.uint16)
+                changes = None
+            else:
+                changes = {}
+                for name, tensor in image.tensors.items():
+                    step = round(1 / CHANGED)
+                    where = np.arange(version, tensor.bits.size, step, dtype=np.uint32)
+                    tensor.bits[where] ^= 1
+                    changes[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
+            checksum = wire.checksum(image.tensors)
+            image.segment.seal(version, checksum)
+            last, newest = newest, Edition(version, image.tensors, checksum, changes, version - 1)
+            staging.history.add(last, newest)
+            counted.clear()
+            start = time.perf_counter()
+            errors: list[BaseException] = []
+
+            def one(link, edition=newest, errors=errors) -> None:
+                try:
+                    staging.stage([link], edition, image.segment, Deadline(600))
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=one, args=(link,)) for link in found]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
+            seconds = time.perf_counter() - start
+            kind = "whole" if changes is None else "delta"
+            rows.append((kind, counted["sync/tcp_bytes"] / 2**30, seconds))
+        return rows
+    finally:
+        links.close()
+        for worker in workers:
+            worker.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes of a model")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        port, token, server = options.worker
+        return work(int(port), token, server)
+    print(f"{'case':14} {'':12} {'':6} {'GiB sent':>9} {'seconds':>8}")
+    for case, sizes in CASES.items():
+        for share in (True, False):
+            for kind, sent, seconds in measure(sizes, options.gib, share):
+                how = "once a host" if share else "own copies"
+                print(f"{case:14} {how:12} {kind:6} {sent:9.2f} {seconds:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""A version on its way from the trainer's memory to every worker: once over the network for a host.
+
+    trainer ── the changes, or all ──> the first worker of a host to come (others of it wait)
+                                           | its memory
+                                       other workers of that host, of whatever server
+
+Workers of a server are sent it side by side. On the trainer's own host all read the trainer's
+memory. Who cannot read another's memory (a container, another user) is sent its own copy.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.rollout.vllm.control import Deadline, ServerGone
+from jaxtrain.rollout.vllm.device_image import DeviceImage
+from jaxtrain.rollout.vllm.weight_links import Link
+from jaxtrain_vllm import wire
+from jaxtrain_vllm.segment import Segment
+
+WORTH = 0.7
+"""A delta larger than this share of the whole is not worth its trouble."""
+KEPT_DELTAS = 8
+OWNER_SECONDS = 30.0
+"""How long the workers of a host wait for the one whose memory they read the last time: the others
+have no base for a delta of their own."""
+
+
+class Edition(NamedTuple):
+    """A published version."""
+
+    version: int
+    tensors: dict[str, wire.Tensor]
+    """On the host; none where they lie on the device."""
+    checksum: int
+    changes: dict[str, wire.Changes] | None
+    """Since the version before; None where everything is to be sent."""
+    base: int = -1
+    device: DeviceImage | None = None
+
+
+class Missed(NamedTuple):
+    """What one delta changed."""
+
+    base: tuple[int, int]
+    """(version, checksum) before it."""
+    positions: dict[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(where.nbytes for where in self.positions.values())
+
+
+class History:
+    """Where the last deltas changed something, for a server that missed some of them: the values
+    are those of the newest version, so that several deltas are one."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Missed] = deque(maxlen=KEPT_DELTAS)
+        self._newest = (-1, 0)
+
+    def add(self, before: Edition | None, edition: Edition) -> None:
+        """An edition that is complete, and the one before it."""
+        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
+        if edition.changes is None or before is None:
+            self._steps.clear()
+        else:
+            positions = {name: one.positions for name, one in edition.changes.items()}
+            self._steps.append(Missed((before.version, before.checksum), positions))
+            while sum(step.nbytes for step in self._steps) > total / 2:
+                self._steps.popleft()
+        self._newest = (edition.version, edition.checksum)
+
+    def since(self, held: tuple[int, int], edition: Edition) -> dict[str, wire.Changes] | None:
+        """What turns the version `held`, given with its checksum, into the newest; None where that
+        is not known, or not worth it."""
+        bases = [step.base for step in self._steps]
+        if held not in bases or self._newest != (edition.version, edition.checksum):
+            return None
+        steps = [*self._steps][bases.index(held) :]
+        if len(steps) == 1:
+            return edition.changes
+        found = {}
+        for name, tensor in edition.tensors.items():
+            parts = [step.positions[name] for step in steps if name in step.positions]
+            where = np.unique(np.concatenate(parts)) if parts else np.empty(0, "<u4")
+            found[name] = wire.Changes(where, tensor.bits[where], tensor.bits.size)
+        total = sum(tensor.bits.nbytes for tensor in edition.tensors.values())
+        return found if sum(one.nbytes for one in found.values()) <= WORTH * total else None
+
+
+class Host:
+    """The workers of one machine, and whose memory there holds the newest version."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.version, self.segment = -1, None
+        self.owner: Link | None = None
+        self.busy: Link | None = None
+
+    def claim(self, link: Link, version: int, deadline: Deadline, *, patient: bool) -> Any:
+        """What describes memory that holds the version, once there is some; None: this link is to
+        be sent it, and `done` is to be called. patient: whether to wait for the last owner."""
+        patience = Deadline(OWNER_SECONDS if patient else 0.0)
+        with self.changed:
+            while self.version != version:
+                owner = self.owner
+                waits = owner is not None and owner is not link and not owner.closed
+                waits = waits and patience.left() > 0
+                if self.busy is None and not waits:
+                    self.busy = link
+                    return None
+                if not deadline.left():
+                    raise ServerGone("the weights did not reach its host in time")
+                most = patience.left() if self.busy is None else 1.0
+                self.changed.wait(deadline.left(max(most, 0.01)))
+            return self.segment
+
+    def done(self, link: Link, version: int, segment: Any) -> None:
+        """The link that claimed it was sent it (segment: where it lies now), or was not (None)."""
+        with self.changed:
+            self.busy = None
+            if segment is not None:
+                self.version, self.segment, self.owner = version, segment, link
+            self.changed.notify_all()
+
+    def lost(self, segment: Any) -> None:
+        """That memory cannot be read: its owner has ended."""
+        with self.changed:
+            if self.segment == segment:
+                self.version, self.segment, self.owner = -1, None, None
+
+
+class Staging:
+    """Has workers hold an edition beside the one that they serve."""
+
+    def __init__(self, count: Callable[[str, float], None]):
+        """count: adds to a metric."""
+        self.count, self.history = count, History()
+        self._lock = threading.Lock()
+        self._hosts: dict[str, Host] = {}
+
+    def stage(
+        self, links: Sequence[Link], edition: Edition, own: Segment, deadline: Deadline
+    ) -> None:
+        """Bring it to all of them, at once; ServerGone where one did not take it in time.
+
+        own: the trainer's memory, which holds the edition.
+        """
+        if len(links) == 1:
+            return self._stage_one(links[0], edition, own, deadline)
+        with ThreadPoolExecutor(len(links), thread_name_prefix="stage") as pool:
+            tasks = [pool.submit(self._stage_one, one, edition, own, deadline) for one in links]
+            for task in tasks:
+                task.result()
+
+    def send(
+        self,
+        link: Link,
+        edition: Edition,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """A worker's answer to a message of kind stage."""
+        known = {"command": "stage", "version": edition.version, "checksum": edition.checksum}
+        answer = link.ask({**known, **header}, payload, timeout=deadline.left())
+        self.count("sync/tcp_bytes", sum(part.nbytes for part in payload))
+        return answer
+
+    def _stage_one(self, link: Link, edition: Edition, own: Segment, deadline: Deadline) -> None:
+        if link.host == link.own_host and link.shares and own.described is not None:
+            if self._share(link, edition, own.described, deadline):
+                return
+        host = self._host(link.host)
+        while link.shares:
+            patient = edition.changes is not None
+            segment = host.claim(link, edition.version, deadline, patient=patient)
+            if segment is None:
+                found = None
+                try:
+                    found = self._transfer(link, edition, deadline).get("segment")
+                finally:
+                    host.done(link, edition.version, found if isinstance(found, dict) else None)
+                return
+            if self._share(link, edition, segment, deadline):
+                return
+            if host.owner is not None and host.owner.closed:
+                host.lost(segment)
+                link.shares = True  # that it could not read it says nothing of the next
+        self._transfer(link, edition, deadline)
+
+    def _host(self, address: str) -> Host:
+        with self._lock:
+            return self._hosts.setdefault(address, Host())
+
+    def _share(self, link: Link, edition: Edition, segment: Any, deadline: Deadline) -> bool:
+        """Have it read memory of its host; if it cannot, it is not asked again on this link."""
+        described, whole = wire.pack_full(edition.tensors)
+        header = {"kind": "shared", "segment": segment, "tensors": described}
+        answer = self.send(link, edition, header, (), deadline)
+        link.shares = "error" not in answer
+        if link.shares:
+            link.own = False
+            self._check(answer, edition)
+            delta = edition.changes is not None
+            size = sum(one.nbytes for one in (edition.changes or {}).values())
+            self.count("sync/bytes", size if delta else sum(part.nbytes for part in whole))
+        return link.shares
+
+    def _transfer(self, link: Link, edition: Edition, deadline: Deadline) -> dict[str, Any]:
+        """Send it what it lacks, or everything; its answer."""
+        changes, base = edition.changes if link.own else None, edition.base
+        if link.own and link.held is not None and link.held[0] != edition.base:
+            changes, base = self.history.since(link.held, edition), link.held[0]
+            if changes is not None:
+                self.count("sync/chains", 1)
+        if changes is not None:
+            changed, payload = wire.pack_delta(changes)
+            header = {"kind": "delta", "base": base, "tensors": changed}
+            answer = self.send(link, edition, header, payload, deadline)
+            if "error" not in answer:
+                self.count("sync/bytes", sum(part.nbytes for part in payload))
+                return self._check(answer, edition)
+        link.held, link.own = None, True  # what it holds makes room
+        described, whole = wire.pack_full(edition.tensors)
+        answer = self.send(link, edition, {"kind": "full", "tensors": described}, whole, deadline)
+        self.count("sync/bytes", sum(part.nbytes for part in whole))
+        return self._check(answer, edition)
+
+    def _check(self, answer: dict[str, Any], edition: Edition) -> dict[str, Any]:
+        if answer.get("staged") != edition.version:
+            raise ServerGone(f"a worker did not take the weights: {answer.get('error')}")
+        return answer
