@@ -116,6 +116,7 @@ def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of a model")
+    parser.add_argument("--once", action="store_true", help="leave out the cases of own copies")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -123,7 +124,7 @@ def main() -> None:
         return work(int(port), token, server)
     print(f"{'case':14} {'':12} {'':6} {'GiB sent':>9} {'seconds':>8}")
     for case, sizes in CASES.items():
-        for share in (True, False):
+        for share in (True,) if options.once else (True, False):
             for kind, sent, seconds in measure(sizes, options.gib, share):
                 how = "once a host" if share else "own copies"
                 print(f"{case:14} {how:12} {kind:6} {sent:9.2f} {seconds:8.2f}", flush=True)
