@@ -13,7 +13,9 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 BOUND, SLACK = 1.5, 8.0
-"""A server is passed over from BOUND times the least load and SLACK requests on."""
+"""A server is passed over above BOUND times the mean load and SLACK requests (consistent hashing
+with bounded loads, Mirrokni et al. 2016). Not the least load: with more servers than sessions one
+is always idle, and groups would be torn apart."""
 TARGET_WAITING = 4
 """Requests that may wait in a server's own queue, for each of its data-parallel ranks."""
 FRESH_SECONDS = 10.0
@@ -53,7 +55,9 @@ def choose(session: int, candidates: Sequence[Candidate], *, sticky: bool = True
     if not places:
         return None
     least = min(loads[i] for i in places)
-    bound = BOUND * least + SLACK if sticky else least
+    bound = BOUND * sum(loads) / len(loads) + SLACK if sticky else least
+    if bound < least:  # those with room are all above it
+        bound = least
     place = max((i for i in places if loads[i] <= bound), key=lambda i: scores[i])
     return Chosen(place, scores[place] == max(scores))
 
