@@ -89,7 +89,8 @@ def attach(nodes):
     yield attach
     for producer in made:
         producer.close()
-        producer.service.kill()
+        if producer.service.error is None:
+            producer.service.kill()
 
 
 def take(producer, count):

@@ -108,7 +108,8 @@ class RayCluster:
         """Leave it; actors that are not detached end with that, and a Ray of its own does."""
         if not self.closed:
             self._closed.set()
-            self.ray.shutdown()
+            if self.error is None:  # without its head, Ray would end this process over it
+                self.ray.shutdown()
 
     def environment(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """runtime_env of an actor: this package on its path, and the variables to pass."""
