@@ -261,6 +261,9 @@ class FakeVllm:
     async def _get_world_size(self, request):
         return web.json_response({"world_size": self.world_size})
 
+    async def _weight_info(self, request):
+        return web.json_response({"weight_version": self.label})
+
     async def _init_weight_transfer_engine(self, request):
         info = request[BODY]["init_info"]
         for rank, shelf in enumerate(self.shelves):
@@ -344,6 +347,7 @@ CONTROL = {
     "/version": "get",
     "/v1/models": "get",
     "/get_world_size": "get",
+    "/weight_info": "get",
     "/init_weight_transfer_engine": "post",
     "/pause": "post",
     "/resume": "post",
