@@ -79,7 +79,9 @@ class InFile:
         try:
             text = read_text(self.path, MAX_FILE_BYTES)
             lines = [line.partition("#")[0].split() for line in text.splitlines()]
-            found = [Found(url, *map(float, rest[:1])) for url, *rest in filter(None, lines)]
+            found = [
+                Found(url, float(rest[0]) if rest else None) for url, *rest in filter(None, lines)
+            ]
         except (OSError, ValueError):
             return None
         return found if text.strip() and all(is_url(one.url) for one in found) else None
