@@ -4,6 +4,8 @@ Service and servers are Ray actors with names; runs find them by rollout.service
 two runs the servers keep the weights of the last one, and the service nothing.
 """
 
+from contextlib import closing
+
 from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.config import load_config
 from jaxtrain.config.ray import DEFAULT_NAME, SCHEME, RayConfig, service_name
@@ -68,19 +70,18 @@ def stop_rollouts(argv: list[str]) -> None:
     parser.add_argument("--namespace", default=RayConfig().namespace, help="default: %(default)s")
     args = parser.parse_args(argv)
     name = args.name.removeprefix(SCHEME)
-    cluster = join(RayConfig(address=args.address, namespace=args.namespace))
-    service = cluster.find(name)
-    held = read(service.call("status").result(STOP_SECONDS))
-    if held.get("left", 0) > 0:
-        print(f"warning: it served {held['who']}")
-    hosts = find_hosts(cluster, name)
-    stopping = [host.call("stop") for host in hosts]
-    for host, answer in zip(hosts, stopping, strict=True):
-        try:
-            answer.result(STOP_SECONDS)
-        except (TimeoutError, Lost):
-            pass  # it is being started; with its actor it ends, too
-        host.kill()
-    service.kill()
-    print(f"service {name} has ended, and {len(hosts)} servers")
-    cluster.close()
+    with closing(join(RayConfig(address=args.address, namespace=args.namespace))) as cluster:
+        service = cluster.find(name)
+        held = read(service.call("status").result(STOP_SECONDS))
+        if held.get("left", 0) > 0:
+            print(f"warning: it served {held['who']}")
+        hosts = find_hosts(cluster, name)
+        stopping = [host.call("stop") for host in hosts]
+        for host, answer in zip(hosts, stopping, strict=True):
+            try:
+                answer.result(STOP_SECONDS)
+            except (TimeoutError, Lost):
+                pass  # it is being started; with its actor it ends, too
+            host.kill()
+        service.kill()
+        print(f"service {name} has ended, and {len(hosts)} servers")
