@@ -68,7 +68,8 @@ def nodes():
     made = Nodes()
     yield made
     made.join().close()
-    made.cluster.shutdown()
+    for node in list(made.cluster.list_all_nodes()):  # shutdown() refuses where the head is gone
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 @pytest.fixture
