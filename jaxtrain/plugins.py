@@ -5,8 +5,8 @@
     "package.module:name"   from whatever can be imported, the working directory included
     "file.py:name"          from a file
 
-Groups: tasks, formats, models, rewards, envs, tools, engines, sinks. docs/extending.md has an
-example of each but tools, which docs/rl.md has.
+Groups: tasks, formats, models, rewards, envs, tools, engines, curators, sinks. docs/extending.md
+has an example of each but tools, which docs/rl.md has.
 """
 
 import difflib

@@ -71,6 +71,17 @@ class RolloutConfig(Section):
     """Informative groups that are kept to stand in for those dropped as zero_advantage; 0: none."""
     replay_max_lag: int = Field(8, ge=1)
     """Rounds after which a kept group is let go."""
+    replay_share: float = Field(0.0, ge=0, lt=1)
+    """Share of a round's groups that the kept ones make up, as far as there are some, beside those
+    that stand in: so many prompts fewer are asked."""
+    curator: str = "all"
+    """Which of the prompts that come up are asked. all: every one. solved: not those that are
+    nearly always solved. greso: those whose groups keep earning the same, less and less often. Or
+    an own one: an entry point of the group jaxtrain.curators, "package.module:Class" or
+    "file.py:Class". What is left out counts as done and comes up again in the next epoch."""
+    curator_options: dict[str, Any] = {}
+    """solved: threshold (1.0), bound (0.9), weight (0.5), every (4). greso: explore (0.5), floor
+    (0.05). See docs/rl.md."""
     reroll_start: float = Field(1.0, ge=0, le=1)
     """Share of the run after which prompts without any reward are asked again; 1: never."""
     reroll_max_groups: int = Field(1, ge=1)
@@ -111,6 +122,18 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
     if rollout.draft_rows and rollout.draft is None:
         yield "rollout.draft_rows has no effect without rollout.draft; set that or remove it"
+    replayed = round(rollout.replay_share * rollout.prompts_per_step)
+    if rollout.replay_share and replayed > rollout.replay_size:
+        yield (
+            f"rollout.replay_share {rollout.replay_share:g} is {replayed} groups of a round, but"
+            f" rollout.replay_size keeps {rollout.replay_size}; set that to"
+            f" {max(4 * replayed, 1)}, say"
+        )
+    if replayed and replayed == rollout.prompts_per_step:
+        yield (
+            f"rollout.replay_share {rollout.replay_share:g} leaves no place of"
+            f" rollout.prompts_per_step {rollout.prompts_per_step} for a prompt; lower it"
+        )
     if rollout.router_replay and rollout.draft is not None:
         yield (
             "rollout.router_replay does not record what a draft's guesses read; remove that or"

@@ -8,8 +8,7 @@ import numpy as np
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.formats import make_tokeniser
 from jaxtrain.data.sample import Dropped, Sample
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import Episode, EpisodeFailed, TokenSequence
+from jaxtrain.rollout.types import Ask, Episode, EpisodeFailed, TokenSequence
 
 
 class GivenAnswers:

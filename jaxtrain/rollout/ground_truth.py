@@ -26,8 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.given import read_episode
 from jaxtrain.rollout.prompt_rows import PromptRows
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import Episode, Sampling
+from jaxtrain.rollout.types import Ask, Episode, Sampling
 
 LOOKED_AT = 16
 ANSWER, REMAINING = "ground_truth_message", "remaining_turns"

@@ -9,6 +9,11 @@ by take() alone, and never more than were asked for so far plus `ahead`; that bo
 queue. With ahead = 0 a round is drawn after the last one was trained; with ahead = one round while
 it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the time.
 
+Which slot leaves first: the first one started, or, unordered, the one with the oldest tokens
+(earliest deadline first), then the first one started. Where a bound of the lag is set, what is
+still played with tokens that no later round may train is given up as soon as that is known, and
+its prompt is asked anew in the same slot, by the newest weights (`drop_older`).
+
 Slots are played in an event loop with a thread of its own (event_loop.py). An episode that fails is
 tried again, then its group is dropped; failures.py ends the run where that persists.
 """
@@ -21,11 +26,13 @@ from typing import Any, Protocol, TypeVar
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.foreign import Unreadable
-from jaxtrain.rollout.advantage import is_flat, turn_tables
+from jaxtrain.rollout.advantage import is_flat, reward_table, turn_tables, weigh
+from jaxtrain.rollout.ages import Ages, Dated
 from jaxtrain.rollout.event_loop import EventLoop
 from jaxtrain.rollout.failures import Failures
-from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Ask, Prompts
+from jaxtrain.rollout.prompts import MAX_ATTEMPTS, Prompts
 from jaxtrain.rollout.types import (
+    Ask,
     Engine,
     Env,
     Episode,
@@ -36,6 +43,9 @@ from jaxtrain.rollout.types import (
 )
 
 T = TypeVar("T")
+
+MAX_TRIES = 3
+"""Times that a prompt is asked in a slot whose episodes become too old while they are played."""
 
 
 @dataclass(eq=False)
@@ -52,6 +62,13 @@ class Slot:
     """Groups left out, by reason."""
     redone: int = 0
     """Episodes that failed and were played again."""
+    ages: Ages = field(default_factory=Ages)
+    """Of what is being played."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version of what is to be trained; -1: nothing is, or nobody counts versions."""
+        return -1 if self.group is None else self.group.min_version
 
 
 @dataclass(frozen=True)
@@ -184,13 +201,15 @@ class GroupPlayer:
         self, env: Env, row: dict[str, Any], index: int, slot: Slot, sampling: Sampling
     ) -> Episode | EpisodeFailed:
         """One episode, played again when it fails, after a pause where that may help."""
+        engine = Dated(self.engine, slot.ages, index)
         failure = EpisodeFailed("never played")
         for attempt in range(self.rules.retries + 1):
             if attempt and failure.pause:
                 await asyncio.sleep(pause_before(attempt))
             slot.redone += attempt > 0
+            slot.ages.forget(index)
             try:
-                return await env.run(row, self.engine, sampling, index)
+                return await env.run(row, engine, sampling, index)
             except EpisodeFailed as error:
                 failure = error
             self.failures.tell(failure)
@@ -205,6 +224,13 @@ class GroupPlayer:
         rules = self.rules
         tables = turn_tables([group], names)
         return all(is_flat(table, weights, rules.combine, rules.clip) for table in tables)
+
+    def totals(self, group: Group) -> list[float]:
+        """Weighted sum of the rewards of each episode that was judged."""
+        names = reward_names([group])
+        weights = [self.rules.weights.get(name, 1.0) for name in names]
+        found_N = weigh(reward_table([group], names), weights, self.rules.clip)
+        return [float(total) for total in found_N if total == total]
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:
@@ -227,7 +253,7 @@ class Producer:
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ):
-        """ordered: slots come out in the order in which they were started, not finished.
+        """ordered: slots come out in the order in which they were started, not by their age.
         streaming: as they finish after all, but never one that was not asked for yet.
         choose_again: whether the next prompt may be one that waits for a second try. patience: of
         the event loop."""
@@ -236,6 +262,9 @@ class Producer:
         self.choose_again = choose_again
         self._asked = self._started = 0
         self._running: dict[asyncio.Task, int] = {}
+        self._playing: dict[asyncio.Task, Slot] = {}
+        self.cancelled: Counter[str] = Counter()
+        """Groups given up while they were played, by reason, since the start."""
         self._finished: dict[int, Slot] = {}
         self._taken = 0
         self._loop = EventLoop("rollouts", patience, say)
@@ -257,9 +286,18 @@ class Producer:
     def mark_done(self, slots: Sequence[Slot]) -> None:
         """Slots that were taken are done: handed to the trainer, or dropped and counted."""
         for slot in slots:
+            groups = [*slot.flat, *([slot.group] if slot.group not in (None, *slot.flat) else [])]
             for ask in slot.asks:
                 hopeless = any(g.draw == ask.draw and is_worthless(g) for g in slot.flat)
                 self.prompts.mark_done(ask, again=hopeless)
+                for group in groups:
+                    if group.draw == ask.draw and not group.episodes[0].given:
+                        self.prompts.learn(ask, self.player.totals(group))
+
+    def drop_older(self, version: int) -> None:
+        """Give up what is played and has tokens from before that version: no later round takes it.
+        Its prompts are asked anew."""
+        self._loop.tell(lambda: self._drop_older(version))
 
     def state(self) -> dict[str, Any]:
         """Cursor of the prompts: what was marked done is done, all else will be asked again."""
@@ -298,10 +336,11 @@ class Producer:
         return slots
 
     def _pop(self) -> Slot | None:
-        """A finished slot that is due, the oldest first."""
+        """A finished slot that is due: the first, or the one with the oldest tokens."""
         if not self._finished:
             return None
-        number = min(self._finished)
+        age = self._finished.__getitem__
+        number = min(self._finished, key=lambda n: (0 if self.ordered else age(n).min_version, n))
         if self.ordered and number >= (self._asked if self.streaming else self._taken + 1):
             return None
         self._taken += 1
@@ -322,7 +361,7 @@ class Producer:
         while len(slot.asks) < self.rules.max_asks:
             ask = self.prompts.next(again=self.choose_again())
             slot.asks.append(ask)
-            group = await self.player.play(ask, slot)
+            group = await self._play(ask, slot)
             if group is None:
                 continue
             if self.player.is_flat(group):
@@ -333,6 +372,30 @@ class Producer:
             slot.group = group
             break
         return slot
+
+    async def _play(self, ask: Ask, slot: Slot) -> Group | None:
+        """The group of a prompt, asked anew where its episodes became too old; None: there is none,
+        for a reason that the slot counts."""
+        for _ in range(MAX_TRIES):
+            slot.ages = Ages()
+            task = asyncio.ensure_future(self.player.play(ask, slot))
+            self._playing[task] = slot
+            try:
+                return await task
+            except asyncio.CancelledError:
+                closing = asyncio.current_task()
+                if task in self._playing or (closing is not None and closing.cancelling()):
+                    raise  # it was not _drop_older that gave it up
+            finally:
+                self._playing.pop(task, None)
+        slot.dropped["stale"] += 1
+        return None
+
+    def _drop_older(self, version: int) -> None:
+        for task, slot in list(self._playing.items()):
+            if slot.ages.oldest is not None and slot.ages.oldest < version and task.cancel():
+                del self._playing[task]
+                self.cancelled["stale"] += 1
 
     async def _cancel(self) -> None:
         for task in self._running:

@@ -1,27 +1,22 @@
-"""Which prompt is asked when: a seeded order with a cursor of what is done, and second tries."""
+"""Which prompt is asked when: a seeded order with a cursor of what is done, second tries, and what
+a curator leaves out."""
 
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.data.order import Order
 from jaxtrain.errors import UserError
+from jaxtrain.foreign import Unreadable
+from jaxtrain.rollout.curators import Curator
+from jaxtrain.rollout.types import Ask
 
 MAX_ATTEMPTS = 4
 """Times that one prompt can be asked; episode numbers leave room for so many."""
 
-
-class Ask(NamedTuple):
-    """One prompt to be asked."""
-
-    draw: int
-    """Its number in the order of the run."""
-    attempt: int
-    """0, or more when it is asked again because no episode was rewarded."""
-    row: dict[str, Any]
-    dataset: int = 0
-    """Index of the dataset that it comes from."""
+MAX_SKIPS = 10_000
+"""Prompts that a curator may leave out in a row, at most those of an epoch; then one is asked."""
 
 
 class Prompts:
@@ -29,7 +24,8 @@ class Prompts:
     used from two threads: by who plays them and by who trains them.
 
     A prompt counts as done when its group was handed to the trainer or dropped for a reason. What
-    was asked but is not done when a run stops is asked again after a resume.
+    was asked but is not done when a run stops is asked again after a resume. What a curator leaves
+    out is done, too; it comes up again in the next epoch.
     """
 
     def __init__(
@@ -39,6 +35,7 @@ class Prompts:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        curator: Curator | None = None,
     ):
         if not any(len(rows) for rows in datasets):
             raise UserError("data.datasets holds no prompt")
@@ -52,6 +49,9 @@ class Prompts:
         self._retried: list[tuple[int, int]] = []
         self._held: set[int] = set()
         """Draws beyond `_next` that were handed out before this object was made."""
+        self.curator = curator
+        self.skipped = 0
+        """Prompts that the curator left out since the start."""
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
@@ -60,17 +60,28 @@ class Prompts:
     def next(self, again: bool = False) -> Ask:
         """The next prompt; with `again` one that waits for a second try, if there is any."""
         with self._lock:
-            attempt = 0
-            if again and self._again:
-                draw, attempt = self._again.popleft()
-                self._retried.append((draw, attempt))
-            else:
-                self._next = max(self._next, self._low)
-                while self._next in self._beyond or self._next in self._held:
-                    self._next += 1
-                draw = self._next
-                self._next += 1
-        return self._ask(draw, attempt)
+            waiting = self._again.popleft() if again and self._again else None
+            if waiting is not None:
+                self._retried.append(waiting)
+        if waiting is not None:
+            return self._ask(*waiting)
+        for _ in range(min(len(self), MAX_SKIPS)):
+            ask = self._ask(self._take(), 0)
+            if self.curator is None or isinstance(ask.row, Unreadable):
+                return ask
+            with self._lock:
+                chosen = self.curator.choose(ask)
+            if chosen:
+                return ask
+            self.skipped += 1
+            self.mark_done(ask)
+        return self._ask(self._take(), 0)
+
+    def learn(self, ask: Ask, rewards: Sequence[float]) -> None:
+        """What the episodes of a prompt earned, for the curator; nothing where nobody judged."""
+        if self.curator is not None and rewards:
+            with self._lock:
+                self.curator.learn(ask, rewards)
 
     def mark_done(self, ask: Ask, *, again: bool = False) -> None:
         """A prompt is done; `again`: it shall be asked once more, later."""
@@ -104,6 +115,7 @@ class Prompts:
                 "beyond": sorted(self._beyond),
                 "again": [list(pair) for pair in (*self._retried, *self._again)],
                 "rows": [len(rows) for rows in self.datasets],
+                **({} if self.curator is None else {"curator": self.curator.state()}),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -118,6 +130,17 @@ class Prompts:
         self._beyond = set(state["beyond"])
         self._again = deque((draw, attempt) for draw, attempt in state["again"])
         self._retried = []
+        if self.curator is not None and "curator" in state:
+            self.curator.restore(state["curator"])
+
+    def _take(self) -> int:
+        """The next number of the order that is not done."""
+        with self._lock:
+            self._next = max(self._next, self._low)
+            while self._next in self._beyond or self._next in self._held:
+                self._next += 1
+            self._next += 1
+            return self._next - 1
 
     def hold(self, asks: Iterable[Ask]) -> None:
         """After restore(): somebody has these and will mark them done; they are not asked again."""
@@ -131,4 +154,4 @@ class Prompts:
 
     def _ask(self, draw: int, attempt: int) -> Ask:
         dataset, index = self.order[draw]
-        return Ask(draw, attempt, self.datasets[dataset][index], dataset)
+        return Ask(draw, attempt, self.datasets[dataset][index], dataset, index)

@@ -2,7 +2,8 @@
 
     Producer.take ─> stale groups out ─> replayed ones in ─> advantages ─> label ─> list of Batch
 
-A round is what is trained under one policy version: one Batch a minibatch. Every group that the
+A round is what is trained under one policy version: one Batch a minibatch. Of its places a share
+may be the replay buffer's; the producer is asked for the others. Every group that the
 producer made is trained here exactly once, or counted under the reason why it was not. A round with
 nothing to learn from comes out without a batch, with its numbers and samples; after too many of
 them in a row the run ends.
@@ -97,22 +98,28 @@ class RoundSource:
         parts: int = 1,
         max_lag: int | None = None,
         replay: ReplayBuffer | None = None,
+        num_replayed: int = 0,
         num_samples: int | None = 2,
         counters: Callable[[], dict[str, float]] = dict,
         max_idle: int = 8,
         max_prompts: float | None = None,
     ):
         """parts: most parts of a round, each of which is labelled on its own. max_lag: groups with
-        older tokens are dropped; None: none is. num_samples: of a round; None: all. counters:
-        cumulative numbers of rewards and engines that go into the metrics. max_idle: rounds in a
-        row without anything to learn from. max_prompts: no round begins once so many are done."""
+        older tokens are dropped, if possible while they are played; None: none is. num_replayed:
+        places of a round for groups of the replay buffer, as far as it has some. num_samples: of a
+        round; None: all. counters: cumulative numbers of rewards and engines that go into the
+        metrics. max_idle: rounds in a row without anything to learn from. max_prompts: no round
+        begins once so many are done."""
         assert prompts_per_round % parts == 0, (prompts_per_round, parts)
         self.producer, self.labels, self.estimator = producer, labels, estimator
         self.prompts_per_round, self.parts, self.max_lag = prompts_per_round, parts, max_lag
         self.replay = ReplayBuffer(0, 1) if replay is None else replay
+        self.num_replayed = num_replayed
+        self._replayed: list[Group] = []
+        """Of the round, not handed out yet."""
         self.num_samples, self.more_counters = num_samples, counters
         self.lengths = labels.shape.lengths
-        self.version = 0
+        self._version = 0
         self.part, self.last_part = 0, True
         self.metrics: dict[str, float] = {}
         self.samples: list[dict[str, Any]] = []
@@ -130,6 +137,8 @@ class RoundSource:
         """Optimizer steps done, as a share of the run's."""
         self._totals: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter()
+        """What the producer had counted when the last round was over."""
         self._efficiency = 0.0
 
     def __iter__(self) -> "RoundSource":
@@ -142,7 +151,8 @@ class RoundSource:
             if self.max_prompts is not None and self.producer.prompts.done >= self.max_prompts:
                 raise StopIteration
             self._round, self.part = Taken(), 0
-            self._left = self._unasked = self.prompts_per_round
+            self._replayed = self.replay.draw(self.num_replayed, self.version)
+            self._left = self._unasked = self.prompts_per_round - len(self._replayed)
         else:
             self.part += 1
         taken = Taken()
@@ -153,6 +163,17 @@ class RoundSource:
             self._idle += 1
             self._idle_drops.update(taken.drops)
         return self._hand_out(taken, found)
+
+    @property
+    def version(self) -> int:
+        """Of the policy that trains next."""
+        return self._version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._version = value
+        if self.max_lag is not None:
+            self.producer.drop_older(value - self.max_lag)
 
     @property
     def progress(self) -> float:
@@ -169,8 +190,8 @@ class RoundSource:
     def _fill(self, taken: Taken) -> Labelled | None:
         """The round's next part, or None if the places that are left give nothing to train."""
         share = self.prompts_per_round // self.parts
-        while self._left:
-            groups: list[Group] = []
+        while self._left or self._replayed:
+            groups, self._replayed = self._replayed[:share], self._replayed[share:]
             while self._left and len(groups) < share:
                 groups += self._take(min(self._left, share - len(groups)), taken)
             if not groups:
@@ -286,7 +307,7 @@ class RoundSource:
             )
             self._efficiency = found.packing_efficiency
         self._round.add(taken)
-        self.last_part = self._left == 0
+        self.last_part = self._left == 0 and not self._replayed
         fresh = [group for group in self._round.groups if not group.replayed]
         flat = [group for slot in self._round.slots for group in slot.flat if group not in fresh]
         judged = fresh + flat
@@ -294,6 +315,8 @@ class RoundSource:
         if self.parts > 1:
             self.metrics["part"] = float(self.part)
             self.metrics["part/groups"] = float(len(taken.groups))
+        if self.last_part:
+            self._seen = self._count()
         self._judged = judged
         self.samples = self.choose_samples() if self.last_part else []
         return [] if found is None else found.batches
@@ -316,6 +339,7 @@ class RoundSource:
             "groups": float(len(groups)),
             "groups/replayed": float(replayed),
             "groups/waiting_for_second_try": float(self.producer.prompts.waiting),
+            **{name: float(n) for name, n in (self._count() - self._seen).items()},
             "episodes/redone": float(sum(slot.redone for slot in round.slots)),
             **self._describe_lag(groups),
             **({"idle_rounds": float(self._idle)} if self._idle else {}),
@@ -324,6 +348,11 @@ class RoundSource:
             "prompt_tokens_saved": round.saved_tokens / max(round.flat_tokens, 1),
             **self.more_counters(),
         }
+
+    def _count(self) -> Counter[str]:
+        """What was given up or left out since the start, before it came to a slot's end."""
+        found = {f"cancelled/{reason}": n for reason, n in self.producer.cancelled.items()}
+        return Counter({**found, "curator/skipped": self.producer.prompts.skipped})
 
     def _describe_lag(self, groups: Sequence[Group]) -> dict[str, float]:
         lags = [self.lag(group) for group in groups]

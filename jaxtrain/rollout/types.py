@@ -19,6 +19,25 @@ Sampling = SamplingConfig
 FinishReason = Literal["stop", "length"]
 
 
+class Ask(NamedTuple):
+    """One prompt to be asked."""
+
+    draw: int
+    """Its number in the order of the run."""
+    attempt: int
+    """0, or more when it is asked again because no episode was rewarded."""
+    row: dict[str, Any]
+    dataset: int = 0
+    """Index of the dataset that it comes from."""
+    index: int = 0
+    """Number of its row there."""
+
+    @property
+    def key(self) -> str:
+        """What names the prompt in every epoch: "0:17"."""
+        return f"{self.dataset}:{self.index}"
+
+
 class Completion(NamedTuple):
     """One answer: Completion(tokens=[52, 7, 2], logprobs=[-0.1, -1.2, -0.01], finish_reason="stop",
     versions=(3, 3, 4)) for a prompt that the model continued by tokens 52 and 7 and the end-of-turn

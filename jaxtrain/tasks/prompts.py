@@ -23,6 +23,7 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.cluster.open import open_remote
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
+from jaxtrain.rollout.curators import Curator, open_curator
 from jaxtrain.rollout.failures import Failures
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
@@ -102,13 +103,15 @@ class PromptData:
         config, plan, say = self.config, self.plan, self.say
         data, rollout, estimator = config.data, config.rollout, plan.estimator
         prompts = self.make_prompts()
+        replayed = round(rollout.replay_share * rollout.prompts_per_step)
         max_prompts, rounds = None, math.inf
         if config.run.num_epochs:
             max_prompts = config.run.num_epochs * len(prompts)
-            rounds = math.ceil(max_prompts / rollout.prompts_per_step)
+            rounds = math.ceil(max_prompts / (rollout.prompts_per_step - replayed))
         # In epochs these are the most: a round that lost groups may have fewer minibatches.
         total_steps = int(config.run.max_steps or rounds * plan.updates)
-        most = "at most " if max_prompts and plan.updates > 1 else ""
+        fewer = plan.updates > 1 or replayed or prompts.curator is not None
+        most = "at most " if max_prompts and fewer else ""
         say(f"{len(prompts)} prompts, {most}{total_steps} steps, {plan.updates} a round")
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
@@ -157,6 +160,7 @@ class PromptData:
             parts=plan.parts,
             max_lag=rollout.max_lag if rollout.mode == "async" else None,
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
+            num_replayed=replayed,
             num_samples=None if rollout.samples == "all" else rollout.samples,
             counters=lambda: count_all(rewards.counters, engine, producer),
             max_idle=rollout.max_idle_rounds,
@@ -174,6 +178,7 @@ class PromptData:
             [dataset.weight for dataset in config.data.datasets],
             seed=config.run.seed,
             shuffle=config.data.shuffle,
+            curator=self._open_curator(),
         )
 
     def make_rules(self) -> Rules:
@@ -242,6 +247,7 @@ class PromptData:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
         config, datasets = self.config, self._open_prompts()
+        self._open_curator()
         with ExitStack() as stack:
             rewards = open_rewards(config.rewards, config.rollout.reward_workers)
             stack.callback(rewards.close)
@@ -255,6 +261,16 @@ class PromptData:
                 parts.append((name, rows, played, judged))
             rehearse(config, self.tokenizer, parts, say, judged=self.plan.judged)
             self._check_lengths(env, own, datasets, None, say)
+
+    def _open_curator(self) -> Curator | None:
+        """What rollout.curator names; UserError."""
+        rollout = self.config.rollout
+        if rollout.curator != "all" and not self.plan.judged:
+            raise UserError(
+                f"rollout.curator {rollout.curator!r} goes by rewards, which task.kind"
+                f" {self.config.task.kind} does not learn from; remove it"
+            )
+        return open_curator(rollout.curator, rollout.curator_options, self.config.run.seed)
 
     def _open_prompts(self) -> list[PromptRows]:
         """The rows of each dataset; UserError."""

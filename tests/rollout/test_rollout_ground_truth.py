@@ -12,10 +12,9 @@ from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.ground_truth import GroundTruthRows, GroundTruths, count_prompt
-from jaxtrain.rollout.producer import GroupPlayer, Rules
+from jaxtrain.rollout.producer import GroupPlayer, Rules, Slot
 from jaxtrain.rollout.prompt_rows import open_prompts
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import EpisodeFailed
+from jaxtrain.rollout.types import Ask, EpisodeFailed
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +144,7 @@ def test_a_group_is_played_with_its_truth_and_budget(tmp_path, tokenizer):
         truths=make(rows, tokenizer),
     )
 
-    class Slot:
-        dropped, redone = {}, 0
-
-    group = asyncio.run(player.play(Ask(0, 0, rows[0]), Slot()))
+    group = asyncio.run(player.play(Ask(0, 0, rows[0]), Slot(None, [])))
     assert seen == [64, 64]
     assert tokenizer.decode(group.truth.drawn_tokens, skip_special_tokens=True) == "A"
     long = {**rows[0], "ground_truth_message": {"role": "assistant", "content": "word " * 400}}

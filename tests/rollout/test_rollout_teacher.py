@@ -15,8 +15,7 @@ from jaxtrain.data.tree import Node, Tree
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.given import GivenAnswers
 from jaxtrain.rollout.labels import DRAWN, Labels, label
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import Episode, EpisodeFailed, Group
+from jaxtrain.rollout.types import Ask, Episode, EpisodeFailed, Group
 from jaxtrain.rollout.vllm.teacher import TeacherServer, find_branches
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.rollout.acceptance import Acceptance
+from jaxtrain.rollout.ages import find_listener
 from jaxtrain.rollout.local.requests import Request, Requests
 from jaxtrain.rollout.local.slots import unstack
 from jaxtrain.rollout.local.speculation import Drafted
@@ -34,6 +35,8 @@ class LocalEngine:
         self._asked = 0
         self._counted: Acceptance | None = None
         self._futures: dict[Request, asyncio.Future] = {}
+        self._unbegun: dict[Request, Callable[[int], None]] = {}
+        """Whom to tell which version draws the first token."""
         self._serving: asyncio.Task | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -64,6 +67,8 @@ class LocalEngine:
         request = self.sampler.request(list(prompt), sampling, stop_ids, number)
         loop = asyncio.get_running_loop()
         future = self._futures[request] = loop.create_future()
+        if (listener := find_listener()) is not None:
+            self._unbegun[request] = listener
         self.sampler.add(request)
         self._asked += 1
         if self._serving is None or self._serving.done():
@@ -71,6 +76,7 @@ class LocalEngine:
         try:
             return await future
         finally:
+            self._unbegun.pop(request, None)
             if self._futures.pop(request, None) is not None:
                 self.sampler.abort(request)
 
@@ -115,6 +121,8 @@ class LocalEngine:
                         future.set_exception(error)
                 self.sampler.drop_all()
                 return
+            for request in [one for one in self._unbegun if one.versions]:
+                self._unbegun.pop(request)(request.versions[0])
             for request in ended:
                 future = self._futures.pop(request, None)
                 if future is not None and not future.done():

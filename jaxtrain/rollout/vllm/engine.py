@@ -22,6 +22,7 @@ import numpy as np
 from jaxtrain.batch import RouteShape
 from jaxtrain.data.routes import join_routes
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.ages import note_version
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
 from jaxtrain.rollout.vllm.control import explain, headers
 from jaxtrain.rollout.vllm.messages import (
@@ -119,6 +120,7 @@ class VllmEngine:
             for _ in range(MAX_ASKS):
                 server = await self._take(line, session, direct)
                 epoch = server.epoch
+                note_version(min(versions, default=server.version))
                 try:
                     seed = derive_seed(sampling.seed, index, len(prompt) + len(tokens))
                     left = sampling.max_new_tokens - len(tokens)

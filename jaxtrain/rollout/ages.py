@@ -1,0 +1,93 @@
+"""How old a group is while it is still played: which versions have drawn tokens of its episodes.
+
+    GroupPlayer ── env.run(row, Dated(engine)) ── generate ──> engine ── note_version(3) ──┐
+    Producer <── Ages.oldest <─────────────────────────────────────────────────────────────┘
+
+An engine that tells when it begins an answer lets the producer give up what can no longer be
+trained while it is drawn; of any other, the turns that are over tell it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+
+from jaxtrain.rollout.types import Completion, Engine, Sampling
+
+_LISTENER: ContextVar[Callable[[int], None] | None] = ContextVar("listener", default=None)
+
+
+def find_listener() -> Callable[[int], None] | None:
+    """Who wants to know which version draws the first token of the answer that is asked for here;
+    for engines, within `generate`."""
+    return _LISTENER.get()
+
+
+def note_version(version: int) -> None:
+    """The first token of the answer that is asked for here is drawn by that version; for engines,
+    within `generate`. Said again, where the answer is drawn anew, it replaces what was said."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(version)
+
+
+class Ages:
+    """The oldest version that drew a token of each answer in a group's episodes."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], int] = {}
+        self._calls = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """None: nothing is known to be drawn."""
+        return min(self._found.values(), default=None)
+
+    def add(self, index: int) -> Callable[[int], None]:
+        """What takes the version of one more answer of episode `index`; -1: it is not known."""
+        self._calls += 1
+        key = (index, self._calls)
+
+        def note(version: int) -> None:
+            if version >= 0:
+                self._found[key] = version
+
+        return note
+
+    def forget(self, index: int) -> None:
+        """Episode `index` begins anew."""
+        self._found = {key: found for key, found in self._found.items() if key[0] != index}
+
+
+class Dated:
+    """An engine for one episode, whose versions are noted."""
+
+    def __init__(self, engine: Engine, ages: Ages, index: int):
+        self._engine, self._ages, self._index = engine, ages, index
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """See types.Engine."""
+        note = self._ages.add(self._index)
+        token = _LISTENER.set(note)
+        try:
+            found = await self._engine.generate(prompt, sampling, stop_ids, index)
+        finally:
+            _LISTENER.reset(token)
+        note(min((v for v in found.versions if v >= 0), default=-1))
+        return found
+
+    @property
+    def version(self) -> int:
+        """See types.Engine."""
+        return self._engine.version
+
+    def counters(self) -> dict[str, float]:
+        """See types.Engine."""
+        return self._engine.counters()
+
+    async def close(self) -> None:
+        """Nothing: the engine is others', too."""
