@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rollout_producer import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, make_source
+from known_policy import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, make_source
 
 from jaxtrain.envs.guard import Guarded
 from jaxtrain.errors import Interrupted, RunStopped, UserError

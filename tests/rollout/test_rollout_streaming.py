@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_rollout_producer import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, wait_until
+from known_policy import GROUP, SAMPLING, Judge, KnownPolicy, OneToken, wait_until
 
 from jaxtrain.data.steps import Shape
 from jaxtrain.errors import Interrupted, RunStopped

@@ -17,8 +17,7 @@ from typing import Any
 from jaxtrain.rollout.cluster.far import Far, Lost, ask
 from jaxtrain.rollout.cluster.wire import pack_ask, unpack, unpack_failure
 from jaxtrain.rollout.producer import Drawn, GroupPlayer, Slot
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import EpisodeFailed, Sampling
+from jaxtrain.rollout.types import Ask, EpisodeFailed, Sampling
 
 BEAT = 5.0
 

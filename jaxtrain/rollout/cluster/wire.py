@@ -13,8 +13,7 @@ from jaxtrain import plugins
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.rollout.keep import as_array, pack, unpack
 from jaxtrain.rollout.producer import Slot
-from jaxtrain.rollout.prompts import Ask
-from jaxtrain.rollout.types import EpisodeFailed, Group
+from jaxtrain.rollout.types import Ask, EpisodeFailed, Group
 
 ERRORS = {kind.__name__: kind for kind in (UserError, RunStopped, Interrupted)}
 """What ends a run, by name; anything else is a bug."""
