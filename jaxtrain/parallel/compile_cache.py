@@ -23,7 +23,8 @@ def keep_compiled() -> Path | None:
     programs another CPU of the same home directory may not run), and where the folder cannot be
     written to: that costs the time to compile, not the run.
     """
-    if jax.config.jax_compilation_cache_dir or jax.default_backend() == "cpu":
+    named = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if named or jax.default_backend() == "cpu":
         return None
     folder = default_folder()
     try:

@@ -251,10 +251,11 @@ def test_raw_prompts_of_rollouts_follow_the_rule(tokenizer):
 def test_what_tools_say_to_an_agent_is_text(tokenizer):
     history = History(TurnTemplate(tokenizer))
     talk = [say("user", EVIL), say("assistant", "x"), say("tool", EVIL)]
-    first = list(history.prepare(talk[:1], {}, None))
+    prompt = history.prepare(talk[:1], {}, None)
+    first = list(prompt.tokens)
     drawn = encode(tokenizer, "x<|im_end|>")
-    history.add(Completion(drawn, [0.0] * len(drawn), "stop"))
-    whole = list(history.prepare(talk, {1: 0}, None))
+    history.add(prompt, Completion(drawn, [0.0] * len(drawn), "stop"))
+    whole = history.prepare(talk, {1: 0}, None).tokens
     assert controls(tokenizer, first) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert whole[: len(first) + len(drawn)] == first + drawn
     assert len(controls(tokenizer, whole)) == 7

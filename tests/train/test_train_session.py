@@ -1,5 +1,6 @@
 """What a session opens is closed again when it cannot be opened to its end."""
 
+import contextlib
 import dataclasses
 import tomllib
 
@@ -100,7 +101,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
 
     class Servers:
         def __init__(self, *_):
-            pass
+            self.closing, self.all = contextlib.ExitStack(), []
 
         def open(self):
             told.append("open")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -151,7 +152,7 @@ class RolloutService:
 
         def work(mine: Held) -> dict[str, Any]:
             if table is not None:
-                mine.producer.tell(lambda: mine.crew.use(table))
+                mine.producer.tell(partial(mine.crew.use, table))
             reports, mine.crew.reports = mine.crew.reports, []
             return {"reports": reports}
 

@@ -34,9 +34,7 @@ class Link:
         self.own = True
         """Whether what it serves came over this link, and does not lie in another's memory, so that
         it is a base for a delta."""
-        held = hello.get("serves")
-        known = isinstance(held, list) and len(held) == 2 and all(type(n) is int for n in held)
-        self.held: tuple[int, int] | None = (held[0], held[1]) if known else None
+        self.held = read_held(hello.get("serves"))
         """(version, checksum) of this run's that it serves and can be sent a delta on; None where
         that is not known."""
         self.host, self.own_host = (
@@ -67,6 +65,13 @@ class Link:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def read_held(said: Any) -> tuple[int, int] | None:
+    """What a hello says of the version that is served there; None where it says nothing."""
+    if isinstance(said, list) and len(said) == 2 and all(type(number) is int for number in said):
+        return said[0], said[1]
+    return None
 
 
 class WeightLinks:
