@@ -2,9 +2,9 @@
 
     python benchmarks/many_servers.py
 
-The run's side is its own (`rollout/vllm`): pool, affinity, admission, requests, answers. The servers
-are ports of one other process that answer at once, with as many tokens as are asked for. CPU is that
-of the run's process alone.
+The run's side is its own (`rollout/vllm`): pool, affinity, admission, requests, answers. Servers are
+ports of one other process that answer at once, with as many tokens as are asked for. CPU is that of
+the run's process alone.
 """
 
 import argparse
@@ -113,9 +113,8 @@ def main() -> None:
     answered = sum(len(answer.tokens) == options.tokens for answer in answers)
     probes = sum(asked) - total
     print(f"{answered} of {total} answered, {probes} requests more than that (probes, retries)")
-    print(
-        f"retries {counted.get('vllm/retries', 0):g}, lost {counted.get('vllm/servers_lost', 0):g}"
-    )
+    retries, lost = (counted.get(f"vllm/{name}", 0) for name in ("retries", "servers_lost"))
+    print(f"retries {retries:g}, servers lost {lost:g}")
     print(f"requests of a server: {min(asked)} to {max(asked)}")
     print(f"{seconds:.2f} s; CPU {1e3 * cpu / options.groups:.2f} ms a group of {options.size}")
 
