@@ -2,9 +2,9 @@
 
     python benchmarks/many_servers.py
 
-The run's side is its own (`rollout/vllm`): pool, affinity, admission, requests, answers. Servers are
-ports of one other process that answer at once, with as many tokens as are asked for. CPU is that of
-the run's process alone.
+The run's side is its own (`rollout/vllm`): pool, affinity, admission, requests and answers. Servers
+are ports of one other process that answer at once, with as many tokens as are asked for. CPU is
+that of the run's process alone.
 """
 
 import argparse
