@@ -156,8 +156,11 @@ class GymServers:
         env = {
             name: value
             for name, value in os.environ.items()
-            if name not in ("PYTHONPATH", "PYTHONHOME", "RAY_ADDRESS", "VIRTUAL_ENV")
+            if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         }
+        # A cluster of its own: else Ray tries for good to reach the last one of this machine, which
+        # may have been killed.
+        env["RAY_ADDRESS"] = "local"
         env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
         env["VIRTUAL_ENV"] = str(python.parent.parent)
         command = [str(program), "env", "start", "--config", str(place)]
