@@ -5,7 +5,8 @@
                     played, judged ──> learn(ask, rewards), once its slot is done
 
 What a curator has learnt is part of the cursor in every checkpoint. Its chances hang on its seed
-and the number of the draw alone, so that a resumed run chooses as one that was never stopped.
+and the number of the draw alone, so that in mode sync a resumed run chooses as one that was never
+stopped; ahead of the trainer prompts are chosen before the last rounds were learnt from.
 """
 
 import inspect

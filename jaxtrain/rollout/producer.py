@@ -12,7 +12,7 @@ it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the tim
 Which slot leaves first: the first one started, or, unordered, the one with the oldest tokens
 (earliest deadline first), then the first one started. Where a bound of the lag is set, what is
 still played with tokens that no later round may train is given up as soon as that is known, and
-its prompt is asked anew in the same slot, by the newest weights (`drop_older`).
+its prompt is asked anew in the same slot, by whatever weights the engine holds (`drop_older`).
 
 Slots are played in an event loop with a thread of its own (event_loop.py). An episode that fails is
 tried again, then its group is dropped; failures.py ends the run where that persists.
