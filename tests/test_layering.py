@@ -33,6 +33,7 @@ LAYERS = [
     ["train"],
     ["api"],
     ["verbs"],
+    ["commands"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}

@@ -1,0 +1,117 @@
+"""The verbs of the command line: what each takes and does, and where it is found"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: its arguments and its purpose in a line of --help each, and the function
+    "package.module:function" that reads the rest of the command line and returns the exit code or
+    None. The module is imported when the verb is asked for; it imports nothing heavy by itself."""
+
+    arguments: str
+    purpose: str
+    function: str
+
+
+VERBS = {
+    "preprocess": Verb(
+        "--config FILE",
+        "tokenise, validate, show samples",
+        "jaxtrain.commands.data:run_preprocess",
+    ),
+    "capture": Verb(
+        "--config FILE",
+        "states of a draft's target, onto disk",
+        "jaxtrain.commands.data:run_capture",
+    ),
+    "eval": Verb(
+        "RUN | --config FILE",
+        "held-out loss, problems answered",
+        "jaxtrain.commands.eval:run_eval",
+    ),
+    "generate": Verb(
+        "RUN|MODEL [--prompt TEXT]",
+        "answer prompts; without one: a conversation",
+        "jaxtrain.commands.models:run_generate",
+    ),
+    "speculate": Verb(
+        "RUN|MODEL --draft FOLDER",
+        "what a draft model is worth: tau, speed",
+        "jaxtrain.commands.models:run_speculate",
+    ),
+    "score": Verb(
+        "RUN|MODEL DATA --output FILE",
+        "scores of a reward model, row by row",
+        "jaxtrain.commands.models:run_score",
+    ),
+    "export": Verb(
+        "RUN|MODEL [--output FOLDER]",
+        "write a Hugging Face model folder",
+        "jaxtrain.commands.folders:run_export",
+    ),
+    "merge": Verb(
+        "RUN|ADAPTER [--base MODEL]",
+        "adapter and base as one model folder",
+        "jaxtrain.commands.folders:run_merge",
+    ),
+    "serve-rollouts": Verb(
+        "--config FILE",
+        "a rollout service on Ray that outlives runs",
+        "jaxtrain.verbs.serve_rollouts:serve_rollouts",
+    ),
+    "stop-rollouts": Verb(
+        "NAME",
+        "end a rollout service",
+        "jaxtrain.verbs.serve_rollouts:stop_rollouts",
+    ),
+    "watch": Verb(
+        "RUN [RUN ...]",
+        "dashboard in the terminal, live or afterwards",
+        "jaxtrain.watch.open:watch_command",
+    ),
+    "report": Verb(
+        "RUN [RUN ...] [-o FILE]",
+        "one HTML file about runs",
+        "jaxtrain.report.open:report_command",
+    ),
+    "plot": Verb(
+        "RUN [RUN ...] [--output FILE]",
+        "draw curves",
+        "jaxtrain.run.plot:plot_command",
+    ),
+    "convert": Verb(
+        "FILE [--output FILE]",
+        "a config of Axolotl, TRL or prime-rl as ours",
+        "jaxtrain.commands.config:run_convert",
+    ),
+    "docs": Verb(
+        "",
+        "every key as Markdown",
+        "jaxtrain.commands.config:run_docs",
+    ),
+    "schema": Verb(
+        "",
+        "every key as JSON schema",
+        "jaxtrain.commands.config:run_schema",
+    ),
+}
+
+TRAINING = {
+    "--config FILE [section.key=value ...]": "train",
+    "--config FILE --dry-run": "check everything, allocate nothing",
+}
+
+NOTES = """
+RUN is a run's output_dir, MODEL a Hugging Face folder or Hub id. A verb's own options: -h after it.
+`python -m jaxtrain.main` is the same program. `jaxtrain --help` lists every config key, `--version`
+what is installed.
+"""
+
+
+def write_usage() -> str:
+    """What `jaxtrain` answers where nothing is asked of it: a line for every verb."""
+    lines = [(arguments, purpose) for arguments, purpose in TRAINING.items()]
+    lines += [(f"{name} {verb.arguments}".rstrip(), verb.purpose) for name, verb in VERBS.items()]
+    shown = [f"  jaxtrain {asked:<42} {purpose}" for asked, purpose in lines]
+    return "\n".join(["usage:", *shown, NOTES])

@@ -1,0 +1,45 @@
+"""Verbs that write model folders: export, merge"""
+
+import os
+
+from jaxtrain.arguments import Parser, expand_path
+
+
+def run_export(argv: list[str]) -> None:
+    """Write a checkpoint, or a Hugging Face folder anew, as a Hugging Face model folder."""
+    parser = Parser("jaxtrain export", description=run_export.__doc__)
+    parser.add_argument(
+        "source", type=expand_path, help="a run's output_dir, a Hugging Face folder or a Hub id"
+    )
+    parser.add_argument("--output", type=expand_path, help="default, of a run: RUN/model")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as loaded"
+    )
+    parser.add_argument("--max-shard-size", help="of a weights file: 500MB, 2GiB; default 5GB")
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.verbs.export import export_command
+
+    export_command(args.source, args.output, args.step, args.dtype, args.max_shard_size)
+
+
+def run_merge(argv: list[str]) -> None:
+    """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
+    parser = Parser("jaxtrain merge", description=run_merge.__doc__)
+    parser.add_argument("source", type=expand_path, help="a run's output_dir or a PEFT folder")
+    parser.add_argument(
+        "--base", type=os.path.expanduser, help="folder or Hub id; default: what the adapter names"
+    )
+    parser.add_argument("--output", type=expand_path, help="default: SOURCE/merged")
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "nf4", "int8", "mxfp4"),
+        default="none",
+        help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
+    )
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.verbs.merge import merge_command
+
+    merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
