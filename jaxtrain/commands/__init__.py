@@ -15,6 +15,16 @@ class Verb:
 
 
 VERBS = {
+    "quickstart": Verb(
+        "[section.key=value ...]",
+        "train a small model from nothing: minutes",
+        "jaxtrain.commands.recipes:run_quickstart",
+    ),
+    "init": Verb(
+        "[NAME] [--output FILE]",
+        "copy a config that comes with jaxtrain",
+        "jaxtrain.commands.recipes:run_init",
+    ),
     "preprocess": Verb(
         "--config FILE",
         "tokenise, validate, show samples",
