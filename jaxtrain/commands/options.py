@@ -10,7 +10,10 @@ def config_parser(verb: str, required: bool = True, first: str = "") -> Parser:
     """The options that every verb with a config shares."""
     parser = Parser(f"jaxtrain {verb}")
     parser.add_argument(
-        "--config", type=os.path.expanduser, required=required, help="TOML or YAML file, or the name of a config that comes with jaxtrain"
+        "--config",
+        type=os.path.expanduser,
+        required=required,
+        help="TOML or YAML file, or the name of a config that comes with jaxtrain",
     )
     parser.add_argument("overrides", nargs="*", help=f"{first}section.key=value")
     return parser

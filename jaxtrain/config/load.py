@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 from jaxtrain import plugins
 from jaxtrain.config.overrides import change_table, lay_presets
+from jaxtrain.config.recipes import find_config
 from jaxtrain.config.root import OUTSIDE, TASKS, Config, find_tag
 from jaxtrain.config.secrets import hides
-from jaxtrain.config.recipes import find_config
 from jaxtrain.config.tables import read_table
 from jaxtrain.config.task import TaskSection
 from jaxtrain.convert import find_hint
@@ -66,7 +66,8 @@ MOST_PROBLEMS = 8
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML, YAML or JSON file, or a config that comes with jaxtrain by its name, apply `section.key=value` overrides and validate.
+    """Read a TOML, YAML or JSON file, or a config that comes with jaxtrain, by its name; apply
+    `section.key=value` overrides and validate.
 
     Raises UserError with one line per problem.
     """
