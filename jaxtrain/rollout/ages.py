@@ -4,7 +4,8 @@
     Producer <── Ages.oldest <─────────────────────────────────────────────────────────────┘
 
 An engine that tells when it begins an answer lets the producer give up what can no longer be
-trained while it is drawn; of any other, the turns that are over tell it.
+trained while it is drawn; of any other, the turns that are over tell it. Episodes that another
+process plays are dated there, and its reports say how old they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ class Ages:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], int] = {}
         self._calls = 0
+        self.told: Callable[[], None] = lambda: None
+        """Called after every news."""
 
     @property
     def oldest(self) -> int | None:
@@ -49,8 +52,14 @@ class Ages:
         def note(version: int) -> None:
             if version >= 0:
                 self._found[key] = version
+                self.told()
 
         return note
+
+    def replace(self, oldest: int) -> None:
+        """What another process, which plays all of them, knows by now."""
+        self._found = {(-1, 0): oldest}
+        self.told()
 
     def forget(self, index: int) -> None:
         """Episode `index` begins anew."""

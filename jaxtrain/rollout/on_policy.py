@@ -105,3 +105,4 @@ class OnPolicy:
                 assert isinstance(self.publisher, DraftPublisher), "the config says who takes one"
                 self.publisher.use_draft(draft.held())
             self.published = self.publisher.publish(self.source.version, held.params(), rebuild)
+        self.source.give_up_stale()  # its prompts are asked anew, now of these weights

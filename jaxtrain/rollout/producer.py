@@ -12,7 +12,8 @@ it is trained (lag 1); with ahead = max_lag rounds and ordered=False all the tim
 Which slot leaves first: the first one started, or, unordered, the one with the oldest tokens
 (earliest deadline first), then the first one started. Where a bound of the lag is set, what is
 still played with tokens that no later round may train is given up as soon as that is known, and
-its prompt is asked anew in the same slot, by whatever weights the engine holds (`drop_older`).
+its prompt is asked anew in the same slot, by whatever weights the engine holds: the newest, since
+`drop_older` comes after they were brought there.
 
 Slots are played in an event loop with a thread of its own (event_loop.py). An episode that fails is
 tried again, then its group is dropped; failures.py ends the run where that persists.
@@ -22,6 +23,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from jaxtrain.errors import RunStopped, UserError
@@ -175,12 +177,22 @@ class GroupPlayer:
         size = self.rules.group_size
         first = (ask.draw * MAX_ATTEMPTS + ask.attempt) * size
         env, rewards = self.own[ask.dataset] if self.own else (self.env, self.rewards)
-        found = await asyncio.gather(
-            *(self.play_one(env, ask.row, first + i, slot, sampling) for i in range(size))
-        )
+        failed: list[EpisodeFailed] = []
+
+        async def play(index: int) -> Episode | EpisodeFailed:
+            episode = await self.play_one(env, ask.row, index, slot, sampling)
+            if isinstance(episode, EpisodeFailed):
+                failed.append(episode)
+            return episode
+
+        try:
+            found = await asyncio.gather(*(play(first + i) for i in range(size)))
+        except asyncio.CancelledError:
+            for failure in failed:  # for good, whatever becomes of the others
+                self.failures.add(failure)
+            raise
         episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
-        if len(episodes) < size:
-            failed = [failure for failure in found if isinstance(failure, EpisodeFailed)]
+        if failed:
             slot.dropped[f"failed: {failed[0]}"] += 1
             self.failures.add(None, len(episodes))
             for failure in failed:
@@ -263,6 +275,8 @@ class Producer:
         self._asked = self._started = 0
         self._running: dict[asyncio.Task, int] = {}
         self._playing: dict[asyncio.Task, Slot] = {}
+        self._oldest = 0
+        """Version of the oldest tokens that are still of use."""
         self.cancelled: Counter[str] = Counter()
         """Groups given up while they were played, by reason, since the start."""
         self._finished: dict[int, Slot] = {}
@@ -295,8 +309,8 @@ class Producer:
                         self.prompts.learn(ask, self.player.totals(group))
 
     def drop_older(self, version: int) -> None:
-        """Give up what is played and has tokens from before that version: no later round takes it.
-        Its prompts are asked anew."""
+        """Give up what is played and has tokens from before that version, now or as soon as that
+        is known: no later round takes it. Its prompts are asked anew."""
         self._loop.tell(lambda: self._drop_older(version))
 
     def state(self) -> dict[str, Any]:
@@ -380,6 +394,7 @@ class Producer:
             slot.ages = Ages()
             task = asyncio.ensure_future(self.player.play(ask, slot))
             self._playing[task] = slot
+            slot.ages.told = partial(self._drop_if_older, task, slot.ages)
             try:
                 return await task
             except asyncio.CancelledError:
@@ -392,10 +407,15 @@ class Producer:
         return None
 
     def _drop_older(self, version: int) -> None:
+        self._oldest = version
         for task, slot in list(self._playing.items()):
-            if slot.ages.oldest is not None and slot.ages.oldest < version and task.cancel():
-                del self._playing[task]
-                self.cancelled["stale"] += 1
+            self._drop_if_older(task, slot.ages)
+
+    def _drop_if_older(self, task: asyncio.Task, ages: Ages) -> None:
+        known = ages.oldest is not None and task in self._playing
+        if known and ages.oldest < self._oldest and task.cancel():
+            del self._playing[task]
+            self.cancelled["stale"] += 1
 
     async def _cancel(self) -> None:
         for task in self._running:

@@ -119,7 +119,8 @@ class RoundSource:
         """Of the round, not handed out yet."""
         self.num_samples, self.more_counters = num_samples, counters
         self.lengths = labels.shape.lengths
-        self._version = 0
+        self.version = 0
+        """Of the policy that trains next."""
         self.part, self.last_part = 0, True
         self.metrics: dict[str, float] = {}
         self.samples: list[dict[str, Any]] = []
@@ -164,16 +165,11 @@ class RoundSource:
             self._idle_drops.update(taken.drops)
         return self._hand_out(taken, found)
 
-    @property
-    def version(self) -> int:
-        """Of the policy that trains next."""
-        return self._version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._version = value
+    def give_up_stale(self) -> None:
+        """What is played with tokens that no round from now on may train is given up. To be called
+        once the engine draws by the newest weights, or they would be asked of the last ones."""
         if self.max_lag is not None:
-            self.producer.drop_older(value - self.max_lag)
+            self.producer.drop_older(self.version - self.max_lag)
 
     @property
     def progress(self) -> float:

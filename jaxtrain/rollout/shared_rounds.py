@@ -69,6 +69,11 @@ class SharedRounds:
         if self.own is not None:
             self.own.version = value
 
+    def give_up_stale(self) -> None:
+        """See RoundSource."""
+        if self.own is not None:
+            self.own.give_up_stale()
+
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Lines for samples.jsonl."""

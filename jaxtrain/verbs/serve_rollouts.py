@@ -12,7 +12,7 @@ from jaxtrain.config.ray import DEFAULT_NAME, SCHEME, RayConfig, service_name
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.cluster.actors import start_service
 from jaxtrain.rollout.cluster.far import Lost, read
-from jaxtrain.rollout.cluster.hosts import find_hosts, launch
+from jaxtrain.rollout.cluster.hosts import describe_hosts, find_hosts, launch
 from jaxtrain.rollout.cluster.ray_cluster import join
 
 STOP_SECONDS = 20.0
@@ -44,9 +44,9 @@ def serve_rollouts(argv: list[str]) -> None:
             " it, or choose another name"
         )
     # First the servers: they make the key that the service's workers need.
+    hosts = []
     if rollout.vllm.launch == "ray":
         hosts = launch(cluster, config, None, name)
-        print(f"{len(hosts)} servers are being started; their logs: RUN/servers or /tmp/servers")
     service = start_service(cluster, name)
     try:
         read(service.call("status").result(rollout.ray.wait_seconds))
@@ -55,6 +55,8 @@ def serve_rollouts(argv: list[str]) -> None:
             f"serve-rollouts: the cluster had no room for the service within"
             f" {rollout.ray.wait_seconds:g} s (rollout.ray.wait_seconds): {error}; see ray status"
         ) from None
+    for line in describe_hosts(hosts):
+        print(line)
     print(f"service {name} is there, {cluster.describe()}")
     print(
         f"a run uses it with rollout.service={SCHEME}{name}; jaxtrain stop-rollouts {name} ends it"

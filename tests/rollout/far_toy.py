@@ -70,7 +70,7 @@ class World:
     """One turn; a row may say how it goes wrong."""
 
     def __init__(self, asked):
-        self.asked = asked
+        self.asked, self.failed = asked, 0
 
     async def run(self, row, engine, sampling, index):
         if row["id"] == self.asked.get("fails"):
@@ -82,6 +82,12 @@ class World:
         if row["id"] in self.asked.get("holds", ()):
             await asyncio.sleep(1000)
         found = await engine.generate([row["id"] % 50], sampling, (), index)
+        if row["id"] in self.asked.get("lingers", ()):
+            if index % GROUP == 1:
+                self.failed += 1
+                raise EpisodeFailed("no such world", again=False)
+            if found.versions[0] == 0:
+                await asyncio.sleep(1000)
         return Episode(
             [row["id"] % 50, *found.tokens],
             [False, True, True],

@@ -3,12 +3,14 @@ one process, and every row of what may fail."""
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.rollout.cluster import crew as crews
 from jaxtrain.rollout.cluster import remote_producer
+from jaxtrain.rollout.cluster.hosts import describe_hosts
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.cluster.service import RolloutService
 from jaxtrain.rollout.cluster.worker import EpisodeWorker
@@ -256,3 +258,45 @@ def test_a_lost_cluster_ends_the_run(cluster):
     threading.Timer(0.05, lose).start()
     with pytest.raises(RunStopped, match="Ray cluster lost"):
         producer.next_slots(1)
+
+
+def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
+    """All wait for ever behind tokens of version 0, but for one episode of each that fails."""
+    pool = Pool()
+    producer = cluster.join(engine=pool, rows=8, ahead=4, worker={"lingers": range(8)})
+    taken = threading.Thread(target=lambda: slots.extend(producer.next_slots(4)))
+    slots: list = []
+    taken.start()
+    wait_until(lambda: cluster.service.made._held is not None)
+    there = cluster.service.made._held.producer
+    worlds = lambda: [worker.made._opened.player.env for worker in cluster.workers]  # noqa: E731
+    wait_until(lambda: len(there._playing) == 8 and sum(one.failed for one in worlds()) == 8)
+    wait_until(lambda: all(slot.ages.oldest == 0 for slot in list(there._playing.values())))
+    pool.publish(2)
+    producer.drop_older(2)
+    taken.join(30)
+    assert there.cancelled["stale"] == 8 and [slot.group for slot in slots] == [None] * 4
+    # Those of the groups that were given up, and of the same prompts asked anew.
+    wait_until(lambda: len(there._finished) + len(slots) == 8)
+    assert producer.cancelled["stale"] == 8
+    wait_until(lambda: there.player.failures._failed + len(there.player.crew.late) == 16)
+
+
+def test_hosts_say_where_their_logs_are():
+    class Host:
+        def __init__(self, **told):
+            self.told = told
+
+        def call(self, name):
+            answer = Future()
+            if self.told:
+                answer.set_result(self.told)
+            return answer
+
+    there = Host(url="http://a:1", key="secret", log="/tmp/servers/0.log", node="node-7")
+    lines = list(describe_hosts([there, Host(), Host(failed="status 1, log X on Y")], 0.01))
+    assert lines == [
+        "server 0: log /tmp/servers/0.log on node-7",
+        "server 1 is not there yet: it waits for room; see ray status",
+        "server 2: status 1, log X on Y",
+    ]

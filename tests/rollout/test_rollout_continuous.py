@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.rollout.ages import Ages, Dated
 from jaxtrain.rollout.local import sampler as local
 from jaxtrain.rollout.local import slots
 from jaxtrain.rollout.local.engine import LocalEngine
@@ -199,6 +200,30 @@ def test_turns_meet_and_a_cancelled_coroutine_lets_go(models):
     for index, tokens in enumerate(found):
         (answer,) = open_sampler(models[0]).generate([[4 + index]], Sampling(max_new_tokens=6))
         assert tokens[1 : 1 + len(answer.tokens)] == answer.tokens
+
+
+def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
+    """The version of the first chunk, once; the coroutine is cancelled behind it."""
+    engine = LocalEngine(LocalSampler(None, (), max_len=128))
+    engine.use(models[0], 7)
+    ages, told = Ages(), []
+    ages.told = lambda: told.append(ages.oldest)
+    sampling = Sampling(max_new_tokens=120)
+
+    async def play():
+        old = asyncio.create_task(Dated(engine, ages, 0).generate([7], sampling))
+        while not told:
+            await asyncio.sleep(0.001)
+        engine.use(models[0], 8)
+        old.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await old
+        await Dated(engine, ages, 1).generate([8], Sampling(max_new_tokens=4))
+        await engine.close()
+
+    asyncio.run(play())
+    assert told == [7, 7, 7] and ages._found == {(0, 1): 7, (1, 2): 8}
+    assert not engine._unbegun and not engine._futures and not engine.sampler.busy
 
 
 def test_an_error_of_the_device_reaches_all_who_wait(models, monkeypatch):

@@ -1,26 +1,37 @@
 """Who leaves first, what is given up while it is played, which prompts are asked, how much is
 replayed; an engine whose answers wait until they are let go."""
 
+import asyncio
 import json
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from known_policy import GROUP, Judge, KnownPolicy, make, make_source, wait_until
+from known_policy import GROUP, Judge, KnownPolicy, OneToken, make, make_source, wait_until
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.ages import Ages, note_version
 from jaxtrain.rollout.curators import Greso, Solved, open_curator
+from jaxtrain.rollout.on_policy import OnPolicy
 from jaxtrain.rollout.prompts import MAX_ATTEMPTS
 from jaxtrain.rollout.replay import ReplayBuffer
-from jaxtrain.rollout.types import Ask, Completion
+from jaxtrain.rollout.shared_rounds import SharedRounds
+from jaxtrain.rollout.types import Ask, Completion, EpisodeFailed
 
 
 class Telling(KnownPolicy):
     """Says which version begins an answer, as real engines do; the answer is that version's."""
 
+    def __init__(self, held=()):
+        super().__init__(held=held)
+        self.begun: list[tuple[int, int]] = []
+        """(draw, version) of each answer that was begun."""
+
     async def generate(self, prompt, sampling, stop_ids=(), index=0):
         note_version(begun := self.version)
+        self.begun.append((draw_of(index), begun))
         found = await super().generate(prompt, sampling, stop_ids, index)
         return Completion(*found[:3], [begun])
 
@@ -44,9 +55,21 @@ def trained(source):
 
 
 def begin(source, engine, version):
-    """The weights of a version are out: what is asked anew is drawn by them."""
-    engine.version = version
-    source.version = version
+    """The loop has trained a round: it publishes that version."""
+
+    def publish(number, params, rebuild):
+        source.producer.wait(asyncio.sleep(0.005))  # the episodes go on meanwhile
+        engine.version = number
+        return {}
+
+    roles = SimpleNamespace(rebuild=lambda role: None, trained="policy")
+    held = SimpleNamespace(roles=roles, params=dict)
+    live = SimpleNamespace(held=lambda: held, phase=lambda name: nullcontext(), beside={})
+    publisher = SimpleNamespace(publish=publish)
+    rounds = SharedRounds(source)
+    loop = OnPolicy(rounds, publisher, engine, ExitStack(), serves=True, total_steps=9)
+    rounds.version, loop.begun = version - 1, True
+    loop.finish(live, interrupted=False)
 
 
 def test_the_oldest_tokens_leave_first(closing):
@@ -81,6 +104,7 @@ def test_what_no_round_can_take_is_given_up_and_asked_anew(closing):
     wait_until(lambda: engine.answered.count(0) == GROUP)
     draws = [draw for _ in range(3) for draw in trained(source)]
     assert 0 in draws  # the new answers, of version 2, in the place of the old ones
+    assert {begun for draw, begun in engine.begun if draw == 0} == {0, 2}
     assert sum(engine.answered.count(draw) for draw in set(draws)) == len(set(draws)) * GROUP
     assert source.counters()["dropped"].get("stale", 0) == 0
 
@@ -117,6 +141,44 @@ def test_a_prompt_that_is_always_too_slow_is_dropped_in_the_end(closing):
 
 def running(producer, draw):
     return [slot for slot in list(producer._playing.values()) if slot.asks[-1].draw == draw]
+
+
+def test_what_turns_out_to_be_old_later_is_given_up_then(closing):
+    """An engine that draws in chunks tells the version of the first one when it is over."""
+
+    class Late(Telling):
+        async def generate(self, prompt, sampling, stop_ids=(), index=0):
+            begun = self.version
+            while draw_of(index) == 0 and self.version == 0:
+                await asyncio.sleep(0.002)
+            note_version(begun)
+            self.begun.append((draw_of(index), begun))
+            return Completion([10 + index % GROUP], [-0.5], "stop", [begun])
+
+    engine = Late()
+    producer = closing(make(engine, ahead=2, ordered=False))
+    source = make_source(producer, max_lag=0)
+    next(source)
+    begin(source, engine, 1)
+    wait_until(lambda: engine.begun.count((0, 1)) == GROUP)
+    assert 0 in trained(source) + trained(source) and producer.cancelled["stale"] == 1
+
+
+def test_what_failed_for_good_counts_though_its_group_is_given_up(closing):
+    class Env(OneToken):
+        async def run(self, row, engine, sampling, index):
+            if draw_of(index) == 0 and index % GROUP == 1:
+                raise EpisodeFailed("no such world", again=False)
+            return await super().run(row, engine, sampling, index)
+
+    engine = Telling(held={0})
+    producer = closing(make(engine, Env(), ahead=2, ordered=False))
+    source = make_source(producer, max_lag=0)
+    next(source)
+    failures = producer.player.failures
+    before = failures._failed
+    begin(source, engine, 1)
+    wait_until(lambda: producer.cancelled["stale"] == 1 and failures._failed == before + 1)
 
 
 def test_an_engine_that_tells_nothing_loses_nothing(closing):

@@ -13,6 +13,7 @@ from fake_vllm import STOP, FakeVllm
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.rollout.ages import Ages, Dated
 from jaxtrain.rollout.types import Completion, EpisodeFailed
 from jaxtrain.rollout.vllm.control import ServerGone, call
 from jaxtrain.rollout.vllm.engine import VllmEngine
@@ -338,6 +339,34 @@ def test_an_answer_that_spans_a_change_of_weights_says_so():
         late.join()
     assert answer.tokens == ANSWER
     assert list(answer.versions) == sorted(answer.versions) and set(answer.versions) == {0, 1}
+
+
+def test_a_request_tells_who_begins_it_and_lets_go_when_it_is_given_up():
+    """Asked again after the connection broke, it is begun by newer weights."""
+    fake = FakeVllm()
+    fake.token_seconds = 0.05
+    fake.script.append("cut")
+    ages, told = Ages(), []
+    ages.told = lambda: told.append(ages.oldest)
+    with opened([fake]) as (engine, servers, _):
+        engine.first_pause = 0.2
+
+        async def play():
+            asked = asyncio.create_task(Dated(engine, ages, 0).generate([1, 2], DRAW, (STOP,)))
+            while servers.counters["retries"] == 0:
+                await asyncio.sleep(0.005)
+            fake.label = servers.label(1)
+            servers.mark_up(servers.all[0], 1)
+            while not fake.drawn:
+                await asyncio.sleep(0.005)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert servers.all[0].in_flight == 0
+            await engine.close()
+
+        asyncio.run(play())
+    assert told == [0, 1] and ages.oldest == 1 and fake.answered == 0
 
 
 def test_weights_that_this_run_never_sent_are_refused_and_replaced():

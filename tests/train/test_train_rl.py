@@ -2,6 +2,7 @@
 run that was never stopped, and what the config asks for is what the numbers show."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,16 +95,40 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
         np.testing.assert_array_equal(value, right[path], err_msg=path)
 
 
+SLOW = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rl_toy_env import EvenTokens
+class Slow(EvenTokens):
+    async def run(self, row, engine, sampling, index):
+        episode = await super().run(row, engine, sampling, index)
+        if index == 80:  # the first episode of the sixth prompt never ends
+            await asyncio.sleep(1000)
+        return episode
+"""
+
+
 def test_the_local_engine_works_ahead_on_devices_of_its_own(config, tmp_path):
+    """Gives up what no round can take any more, leaves out what is solved, replays."""
+    (tmp_path / "slow.py").write_text(SLOW)
     lines = run(
         config,
         tmp_path / "run",
         *("rollout.mode=async", "rollout.devices=2", "rollout.max_lag=2", "run.max_steps=8"),
         *("task.importance_correction=token_truncate", "checkpoint.every=4"),
+        *(f"env.path={tmp_path}/slow.py:Slow", "rollout.prompts_per_step=4"),
+        *("rollout.curator=solved", "rollout.curator_options={threshold=0.5, bound=0.3}"),
+        *("rollout.replay_share=0.25", "rollout.replay_size=8", "rollout.replay_max_lag=1"),
+        "data.datasets.0.options={num_rows=12}",
     )
     lags = [line["lag/max"] for line in lines]
-    assert lags[0] == 0 and max(lags) == 2
+    total = {name: sum(line.get(name, 0) for line in lines) for line in lines for name in line}
+    # Two rounds behind at most, and a round more where one is replayed.
+    assert lags[0] == 0 and 2 <= max(lags) <= 3
     assert [line["policy_version"] for line in lines] == list(range(8))
+    # Drawn by versions 0, 3 and 6; the third has not become too old.
+    assert total["cancelled/stale"] == 2
+    assert total["groups/replayed"] >= 6 and total["curator/skipped"] > 0
     # Weights of the token's own version drew it: with lag 0 both sides compute the same numbers.
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert lines[-1]["sampling/sampling_logp_difference/max"] > 1e-3

@@ -57,6 +57,10 @@ class Crew:
         self.counters: Counter[str] = Counter()
         self.reports: list[Any] = []
         """What the trainer's engine has not heard yet."""
+        self.late: list[Any] = []
+        """Failures in prompts that were given up, which their player has not counted yet."""
+        self._slots: dict[int, Slot] = {}
+        """Of the prompts under way."""
         self._changed: list[asyncio.Event] = []
         self._beats: list[asyncio.Task] = []
         self._numbers = itertools.count()
@@ -90,6 +94,7 @@ class Crew:
         member = min(self.members, key=lambda one: (not one.there, one.load))
         member.load += 1
         number = next(self._numbers)
+        self._slots[number] = slot
         arguments = (self.key, number, pack_ask(prompt), sampling.model_dump(), self.table)
         try:
             while True:
@@ -109,6 +114,7 @@ class Crew:
             member.far.call("cancel", number)
             raise
         finally:
+            del self._slots[number]
             member.load -= 1
 
     async def close(self) -> None:
@@ -150,6 +156,10 @@ class Crew:
 
     def _hear(self, member: Member, reply: dict[str, Any]) -> None:
         self.reports += reply.get("reports", [])
+        self.late += reply.get("late", [])
+        for number, oldest in reply.get("ages", {}).items():
+            if oldest is not None and number in self._slots:
+                self._slots[number].ages.replace(oldest)
         for name, count in reply.get("counters", {}).items():
             # Less than before: the worker was opened anew.
             before = member.counted.get(name, 0.0)
@@ -185,7 +195,8 @@ class FarPlayer(GroupPlayer):
         slot.redone += reply["redone"]
         for told in reply["told"]:
             self.failures.tell(unpack_failure(told))
-        for failure, count in reply["added"]:
+        late, self.crew.late = self.crew.late, []
+        for failure, count in [*late, *reply["added"]]:
             self.failures.add(None if failure is None else unpack_failure(failure), count)
         drawn = unpack(reply["drawn"])
         return None if drawn is None else (drawn[0], drawn[1])

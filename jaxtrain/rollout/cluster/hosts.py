@@ -13,7 +13,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from jaxtrain.config import Config
 from jaxtrain.config.ray import service_name
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.rollout.cluster.far import Lost
+from jaxtrain.rollout.cluster.far import Far, Lost
 from jaxtrain.rollout.cluster.ray_cluster import LOOPBACK, RayCluster, RayFar, join
 from jaxtrain.rollout.vllm.command import build_command, build_environment
 from jaxtrain.rollout.vllm.control import KEY_VARIABLE
@@ -72,7 +72,8 @@ class ServerHost:
         """{"url"}, or {"failed"} for a server that ended."""
         if self.failed:
             return {"failed": self.failed}
-        return {"url": f"http://{self.host}:{self.port}", "key": self.key, "log": str(self.log)}
+        url, node = f"http://{self.host}:{self.port}", os.uname().nodename
+        return {"url": url, "key": self.key, "node": node, "log": str(self.log)}
 
     def stop(self, seconds: float = 10.0) -> dict[str, Any]:
         """End the server, for good."""
@@ -190,6 +191,22 @@ def find_hosts(cluster: RayCluster, name: str) -> list[RayFar]:
             found.append(cluster.find(host_name(name, len(found))))
         except UserError:
             return found
+
+
+def describe_hosts(hosts: Sequence[Far], seconds: float = 2.0) -> Iterator[str]:
+    """A line for each: where its log is, which its machine alone knows. seconds: for all of them;
+    those that wait for room are said to."""
+    deadline = time.monotonic() + seconds
+    asked = [host.call("where") for host in hosts]
+    for number, answer in enumerate(asked):
+        try:
+            told = answer.result(max(0.0, deadline - time.monotonic()))
+        except (NotYet, Lost, RuntimeError) as error:
+            why = "it waits for room" if isinstance(error, NotYet) else error
+            yield f"server {number} is not there yet: {why}; see ray status"
+        else:
+            place = f"log {told['log']} on {told['node']}" if "url" in told else told["failed"]
+            yield f"server {number}: {place}"
 
 
 def host_name(name: str, number: int) -> str:

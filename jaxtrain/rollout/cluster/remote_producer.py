@@ -152,15 +152,14 @@ class RemoteProducer:
         self._state = state
 
     def drop_older(self, version: int) -> None:
-        """See Producer."""
-        self.forward("drop_older", version)
-
-    def forward(self, name: str, *arguments: Any) -> None:
-        """Another call that the producer answers with nothing; lost with its service."""
+        """See Producer; the newest table goes there first, or prompts would be asked anew of the
+        last weights. A service that is lost has nothing to give up."""
+        table = self._table()
         try:
-            self._hear(self._call("forward", self.token, name, arguments))
+            self._hear(self._call("drop_older", self.token, version, table))
         except Lost:
-            pass
+            return
+        self._sent = max(self._sent, table[0])
 
     @property
     def cancelled(self) -> Counter[str]:

@@ -162,9 +162,15 @@ class RolloutService:
         """Whoever waits in `take` gives up."""
         return self._do(token, lambda mine: mine.stop.set() or {})
 
-    def forward(self, token: str, name: str, arguments: Sequence[Any]) -> dict[str, Any]:
-        """Another call of the producer that returns nothing."""
-        return self._do(token, lambda mine: getattr(mine.producer, name)(*arguments) or {})
+    def drop_older(self, token: str, version: int, table: tuple[int, Any]) -> dict[str, Any]:
+        """See Producer.drop_older."""
+
+        def work(mine: Held) -> dict[str, Any]:
+            mine.producer.wait(told(mine.crew, table))
+            mine.producer.drop_older(version)
+            return {}
+
+        return self._do(token, work)
 
     def leave(self, token: str) -> dict[str, Any]:
         """The trainer ends: what is played is given up, the lease is free."""

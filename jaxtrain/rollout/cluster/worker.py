@@ -3,7 +3,8 @@
     service ── draw(ask) ──> env.run x G ── engine ──> servers
             <── episodes, rewards, failures ──┘
     service ── beat(table) ──> which servers there are     (no answer: the service ends the worker)
-            <── reports ──     servers that failed a request, tokens' ages, counters
+            <── reports ──     servers that failed a request, tokens' ages, counters,
+                               failures of what was given up
 
 Everything runs in the actor's one event loop, as in the trainer's process, so a world that blocks
 it also holds up the beat.
@@ -44,12 +45,16 @@ class Opened(Protocol):
     def close(self) -> None: ...
 
 
+Added = tuple[dict[str, Any] | None, int]
+"""What `Failures.add` gets, packed."""
+
+
 class Notes:
     """`Failures` of one call: what is told and counted there, to be told and counted elsewhere."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
-        self.added: list[tuple[dict[str, Any] | None, int]] = []
+        self.added: list[Added] = []
 
     def tell(self, failure: EpisodeFailed) -> None:
         self.told.append(pack_failure(failure))
@@ -64,7 +69,9 @@ class EpisodeWorker:
     def __init__(self) -> None:
         self._key = ""
         self._opened: Opened | None = None
-        self._running: dict[int, asyncio.Task] = {}
+        self._running: dict[int, tuple[asyncio.Task, Slot]] = {}
+        self._late: list[Added] = []
+        """Failures for good in prompts that were given up, which no reply told."""
         self._epoch = -1
         """Of the newest table that came: messages may overtake each other."""
 
@@ -98,10 +105,12 @@ class EpisodeWorker:
         player, slot, notes = copy.copy(opened.player), Slot(None, []), Notes()
         player.failures = notes  # type: ignore[assignment]
         work = player.draw(unpack_ask(ask), slot, SamplingConfig(**sampling))
-        self._running[number] = task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(work)
+        self._running[number] = (task, slot)
         try:
             drawn = await task
         except asyncio.CancelledError:
+            self._late += notes.added
             return {"cancelled": True}
         except (UserError, RunStopped, Interrupted) as error:
             return {"error": pack_error(error)}
@@ -118,8 +127,8 @@ class EpisodeWorker:
 
     async def cancel(self, number: int) -> dict[str, Any]:
         """Give up a prompt."""
-        if task := self._running.get(number):
-            task.cancel()
+        if number in self._running:
+            self._running[number][0].cancel()
         return {}
 
     async def beat(self, key: str, table: tuple[int, Any]) -> dict[str, Any]:
@@ -127,7 +136,9 @@ class EpisodeWorker:
         if self._opened is None or self._key != key:
             return {}
         self._update(self._opened, table)
-        return self._opened.report()
+        late, self._late = self._late, []
+        ages = {number: slot.ages.oldest for number, (_, slot) in self._running.items()}
+        return {**self._opened.report(), "ages": ages, "late": late}
 
     async def close(self) -> dict[str, Any]:
         """Give up everything; it may be opened again."""
@@ -140,7 +151,7 @@ class EpisodeWorker:
             opened.update(table[1])
 
     async def _close(self) -> None:
-        for task in self._running.values():
+        for task, _ in self._running.values():
             task.cancel()
         opened, self._opened, self._key, self._epoch = self._opened, None, "", -1
         if opened is not None:
