@@ -13,6 +13,7 @@ from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.policies import PolicyConfig
 from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig
@@ -45,6 +46,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PolicyConfig",
     "PolicyTask",
     "PreferenceTask",
     "RLTask",

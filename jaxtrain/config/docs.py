@@ -44,7 +44,8 @@ def list_sections() -> list[tuple[str, type[BaseModel]]]:
         sections = [one for one in members(field.annotation) if one is not TaskSection]
         for section in sections:
             kind = kind_of(section) if len(sections) > 1 else None
-            found.append((f'{name} (kind = "{kind}")' if kind else name, section))
+            title = f"{name}.NAME" if get_origin(field.annotation) is dict else name
+            found.append((f'{name} (kind = "{kind}")' if kind else title, section))
             for key, inner in section.model_fields.items():
                 nested = section_type(inner.annotation)
                 if nested and not any(section is nested for _, section in found):

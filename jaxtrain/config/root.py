@@ -17,6 +17,7 @@ from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
 from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.policies import PolicyConfig, find_policy_problems
 from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
 from jaxtrain.config.rewards import RewardConfig, find_reward_conflicts
@@ -94,6 +95,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     env: EnvConfig = EnvConfig()
     rewards: list[RewardConfig] = []
+    policies: dict[str, PolicyConfig] = {}
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -161,6 +163,7 @@ def find_conflicts(config: Config):
     yield from find_adapter_conflicts(config.adapter)
     yield from find_reward_conflicts(config)
     yield from find_eval_set_conflicts(config)
+    yield from find_policy_problems(config)
     yield from find_unused_sections(config)
     yield from config.task.find_conflicts(config)
     generated = any(dataset.path.startswith("builtin:caterpillar") for dataset in data.datasets)

@@ -14,29 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.envs.history import History, TurnTemplate
+from jaxtrain.envs.talk import Answer, Talk, list_messages, make_answer, read_answer
 from jaxtrain.envs.tools import Toolbox, make_tool
-from jaxtrain.envs.turns import (
-    ToolCall,
-    parse_tool_calls,
-    split_thinking,
-    strip_tool_calls,
-)
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Engine, Episode, EpisodeFailed, Sampling
 
 Rewards = float | Mapping[str, float | None] | None
-
-
-class Answer(str):
-    """An assistant turn: the text itself, without its thinking and its tool calls."""
-
-    raw: str
-    """All that was drawn but the token that ended it, special tokens included."""
-    thinking: str
-    tool_calls: list[ToolCall]
-    finished: bool
-    """Whether the model ended it; False: it was cut off, at sampling.max_new_tokens, at a stop
-    text, or because the row is full."""
 
 
 class Conversation:
@@ -87,17 +70,18 @@ class Conversation:
 
         keys: further ones of the message, such as name="search" with role="tool".
         """
-        if isinstance(content, str):
-            self._add({"role": role, "content": content, **keys})
-            return
-        messages = [content] if isinstance(content, Mapping) else content
-        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        for message in list_messages(content, role, keys):
+            self._add(message)
+
+    def other(self, name: str) -> Talk:
+        """A conversation with another policy, beside this one: of section policies, by its name."""
+        others = getattr(self.engine, "others", {})
+        if name not in others:
+            known = ", ".join(others) or "none"
             raise UserError(
-                f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
-                " list of such messages"
+                f"chat.other({name!r}): there is no such policy; section policies has: {known}"
             )
-        for message in messages:
-            self._add(dict(message))
+        return Talk(others[name])
 
     @property
     def full(self) -> bool:
@@ -146,12 +130,7 @@ class Conversation:
         self._texts.append(shown)
         self._add(message)
         raw = template.tokenizer.decode(turn.tokens[:-1] if turn.finished else turn.tokens)
-        thinking, rest = split_thinking(raw, turn.opened)
-        answer = make_answer(
-            strip_tool_calls(rest).strip(), parse_tool_calls(rest), finished=turn.finished
-        )
-        answer.raw, answer.thinking = raw, thinking
-        return answer
+        return read_answer(raw, finished=turn.finished, opened=turn.opened)
 
     async def answer(self) -> Answer:
         """Draw turns and make the tool calls in them, until one calls nothing, is cut off, or is
@@ -233,18 +212,6 @@ class Conversation:
             if number is not None and message.get("content") == self._texts[number]:
                 found[index] = number
         return found
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
-
-
-def make_answer(text: str, tool_calls: Sequence[ToolCall], *, finished: bool) -> Answer:
-    """An answer with nothing but its text and calls."""
-    answer = Answer(text)
-    answer.raw, answer.thinking = text, ""
-    answer.tool_calls, answer.finished = list(tool_calls), finished
-    return answer
 
 
 def read_reward(value: Any, what: str) -> float:

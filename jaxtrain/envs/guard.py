@@ -10,7 +10,7 @@ What goes wrong is raised as EpisodeFailed, with the key and the name of the env
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,16 @@ from jaxtrain.config import EnvConfig
 from jaxtrain.data.text_only import MediaTokens, find_media
 from jaxtrain.envs.open import open_env
 from jaxtrain.errors import Interrupted, RunStopped, UserError
-from jaxtrain.rollout.types import Completion, Engine, Env, Episode, EpisodeFailed, Sampling
+from jaxtrain.rollout.types import (
+    Completion,
+    Engine,
+    Env,
+    Episode,
+    EpisodeFailed,
+    Reply,
+    Sampling,
+    Speaker,
+)
 from jaxtrain.shown import printable
 
 ENDS = (EpisodeFailed, RunStopped, Interrupted)
@@ -127,12 +136,14 @@ class Watched:
         """See types.Engine."""
         if self._media and (problem := find_media(prompt, self._media)):
             raise UserError(problem)
-        self.asking += 1
-        try:
+        with self.waiting():
             return await self._engine.generate(prompt, sampling, stop_ids, index)
-        finally:
-            self.asking -= 1
-            self.since = time.monotonic()
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The run's other policies by name; the time that they take is none of the world's."""
+        found = getattr(self._engine, "others", {})
+        return {name: WatchedSpeaker(one, self) for name, one in found.items()}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -160,6 +171,18 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         """What else an engine of one's own may offer."""
         return getattr(self._engine, name)
+
+
+class WatchedSpeaker:
+    """A frozen policy of an episode that is watched."""
+
+    def __init__(self, speaker: Speaker, watched: Watched):
+        self._speaker, self._watched = speaker, watched
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """See types.Speaker."""
+        with self._watched.waiting():
+            return await self._speaker.reply(messages)
 
 
 def find_problem(episode: Any) -> str:

@@ -1,9 +1,9 @@
 """An engine that says what it is told to: to try an environment without any model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
+from jaxtrain.rollout.types import Completion, EpisodeFailed, Reply, Sampling
 
 
 class Script:
@@ -12,8 +12,11 @@ class Script:
 
     version = 0
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str]):
-        self.tokenizer, self.texts = tokenizer, list(texts)
+    def __init__(
+        self, tokenizer: Any, texts: Sequence[str], others: Mapping[str, Any] | None = None
+    ):
+        """others: what `chat.other` finds, by name."""
+        self.tokenizer, self.texts, self.others = tokenizer, list(texts), dict(others or {})
 
     async def generate(
         self,
@@ -35,3 +38,16 @@ class Script:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+class ScriptedSpeaker:
+    """`rollout.types.Speaker` that says its texts, one after the other."""
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts = list(texts)
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """The next text."""
+        if not self.texts:
+            raise EpisodeFailed("the script has ended")
+        return Reply(self.texts.pop(0), True)

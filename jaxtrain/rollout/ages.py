@@ -10,6 +10,7 @@ process plays are dated there, and its reports say how old they are.
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from jaxtrain.rollout.types import Completion, Engine, Sampling
 
@@ -88,6 +89,11 @@ class Dated:
             _LISTENER.reset(token)
         note(min((v for v in found.versions if v >= 0), default=-1))
         return found
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The run's other policies, by name."""
+        return dict(getattr(self._engine, "others", {}))
 
     @property
     def version(self) -> int:

@@ -16,6 +16,7 @@ from jaxtrain.envs.guard import Guarded, open_guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rewards import Rewards, open_rewards
+from jaxtrain.rollout.company import accompany
 from jaxtrain.rollout.eval_sets import (
     Answered,
     answer_set,
@@ -26,6 +27,7 @@ from jaxtrain.rollout.eval_sets import (
 )
 from jaxtrain.rollout.event_loop import EventLoop
 from jaxtrain.rollout.failures import Failures
+from jaxtrain.rollout.frozen import open_frozen
 from jaxtrain.rollout.open import seed_sampling
 from jaxtrain.rollout.prompt_rows import check_columns, rename
 from jaxtrain.rollout.types import Engine, Env, Sampling
@@ -45,12 +47,14 @@ class ProblemSets:
         show: int = 0,
         patience: float | None = None,
         say: Callable[[str], None] = print,
+        others: Mapping[str, Any] | None = None,
     ):
-        """Reads all rows. envs: one for each set. show: best and worst answers of each set to
+        """Reads all rows. envs: one for each set. others: the frozen policies. show: best and worst answers of each set to
         tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.patience, self.say = show, patience, say
+        self.others = dict(others or {})
 
     def run(
         self,
@@ -66,6 +70,7 @@ class ProblemSets:
         says so.
         """
         found: dict[str, float] = {}
+        engine = accompany(engine, self.others)
         for index, (one, rows) in enumerate(self.sets):
             loop = EventLoop("evaluation", self.patience, self.say)
             loop.should_stop = should_stop
@@ -143,6 +148,7 @@ def open_problem_sets(
             show=config.eval.show,
             patience=config.env.step_timeout,
             say=say,
+            others=open_frozen(config),
         )
         stack.pop_all()
         return made

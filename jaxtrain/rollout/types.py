@@ -6,7 +6,7 @@ row ──Env.run──> Episode ─┘
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -87,6 +87,23 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Let go of connections, within the event loop that generated; requests under way end with
         EpisodeFailed."""
+        ...
+
+
+class Reply(NamedTuple):
+    """What a frozen policy said."""
+
+    text: str
+    finished: bool
+    """False: it was cut off."""
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """A policy that is never trained, and may be any model: it is asked by messages."""
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """Its next turn. Raises EpisodeFailed where it cannot be had, RunStopped where none can."""
         ...
 
 

@@ -23,8 +23,10 @@ from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.cluster.open import open_remote
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
+from jaxtrain.rollout.company import accompany
 from jaxtrain.rollout.curators import Curator, open_curator
 from jaxtrain.rollout.failures import Failures
+from jaxtrain.rollout.frozen import open_frozen
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
@@ -125,10 +127,12 @@ class PromptData:
         stack.callback(publisher.close)
         second_tries = SecondTries(rollout.reroll_start, rollout.reroll_max_groups)
         rules = self.make_rules()
+        asked = engine
         if rollout.service == "process":
+            asked = accompany(engine, open_frozen(config))
             player = GroupPlayer(
                 env,
-                engine,
+                asked,
                 rewards,
                 seed_sampling(config),
                 rules,
@@ -162,7 +166,7 @@ class PromptData:
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             num_replayed=replayed,
             num_samples=None if rollout.samples == "all" else rollout.samples,
-            counters=lambda: count_all(rewards.counters, engine, producer),
+            counters=lambda: count_all(rewards.counters, asked, producer),
             max_idle=rollout.max_idle_rounds,
             max_prompts=max_prompts,
         )

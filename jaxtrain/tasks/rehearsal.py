@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.envs.scripted import Script
+from jaxtrain.envs.scripted import Script, ScriptedSpeaker
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.round_metrics import excerpt
@@ -71,7 +71,8 @@ async def play(
     config: Config, tokenizer: Any, row: dict[str, Any], env: Env, rewards: Any
 ) -> tuple[Episode, dict[str, float | None]]:
     """A row's episode by an engine that always says the same, and what it is worth."""
-    engine = Script(tokenizer, [SAYS] * 1000)
+    others = {name: ScriptedSpeaker([SAYS] * 1000) for name in config.policies}
+    engine = Script(tokenizer, [SAYS] * 1000, others)
     episode = await env.run(dict(row), engine, config.sampling, 0)
     if rewards is None:
         return episode, dict(episode.all_rewards)

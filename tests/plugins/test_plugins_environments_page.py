@@ -11,7 +11,7 @@ from test_plugins_rl_page import MODEL, QWEN, ROWS, TITLED
 from jaxtrain.config import EnvConfig, SamplingConfig, load_config
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.open import open_env
-from jaxtrain.envs.scripted import Script
+from jaxtrain.envs.scripted import Script, ScriptedSpeaker
 from jaxtrain.main import main
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
@@ -34,10 +34,10 @@ def there(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def play(name, row, *texts, **options):
+def play(name, row, *texts, others=None, **options):
     tokenizer = load_tokenizer("builtin")
     env = open_env(EnvConfig(kind=f"{name}.py:{name}", options=options), tokenizer)
-    script = Script(tokenizer, texts)
+    script = Script(tokenizer, texts, others)
     episode = asyncio.run(env.run(row, script, SamplingConfig(max_new_tokens=400), 0))
     assert not script.texts, "not all turns were asked for"
     return episode
@@ -72,6 +72,13 @@ def test_several_turns():
     row = {"questions": ["1 + 1?", "Twice that?"], "answers": ["2", "4"]}
     episode = play("tutor", row, "2", "5")
     assert episode.turn_rewards == [{"tutor": 1.0}, {"tutor": 0.0}]
+
+
+def test_a_judge():
+    judge = ScriptedSpeaker(["It is too short.", "Yes."])
+    episode = play("debate", {"question": "Why?"}, "So.", "Because.", others={"judge": judge})
+    assert episode.all_rewards == {"debate": 1.0}
+    assert told(episode) == ["A critic says: It is too short.\nAnswer again."]
 
 
 def test_a_game():
@@ -143,7 +150,7 @@ def test_the_game_is_played_by_hand_as_the_page_says(capsys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_of_the_page_is_valid(folder, name):
-    assert CONFIGS == ["programmer.toml", "openenv.toml", "verifiers.toml"]
+    assert CONFIGS == ["debate.toml", "programmer.toml", "openenv.toml", "verifiers.toml"]
     assert load_config(folder / name, []).task.kind == "rl"
 
 

@@ -15,6 +15,7 @@ from jaxtrain.config import (
     Config,
     DataConfig,
     EnvConfig,
+    PolicyConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -25,6 +26,8 @@ from jaxtrain.rewards import open_rewards
 from jaxtrain.rollout.cluster.actors import start_service
 from jaxtrain.rollout.cluster.ray_cluster import join
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
+from jaxtrain.rollout.company import accompany
+from jaxtrain.rollout.frozen import open_frozen
 from jaxtrain.rollout.open import open_envs, seed_sampling
 from jaxtrain.rollout.producer import GroupPlayer, Rules
 from jaxtrain.rollout.types import Shared
@@ -39,7 +42,7 @@ def worker_settings(
     dumped = config.model_dump(mode="json")
     rollout = ("group_size", "reward_workers", "retries")
     return {
-        **{name: dumped[name] for name in ("env", "rewards", "sampling", "data")},
+        **{name: dumped[name] for name in ("env", "rewards", "sampling", "data", "policies")},
         "run": {name: dumped["run"][name] for name in ("output_dir", "seed")},
         "rollout": {name: dumped["rollout"][name] for name in rollout},
         "engine": (shared.opener, shared.settings),
@@ -107,9 +110,10 @@ class OpenedWorker:
                 config, tokenizer, self.rewards, settings["room"], stack, settings["media"]
             )
             self.engine = EntryPoint("engine", opener, "").load()(asked, name_worker())
+            self.asked = accompany(self.engine.engine, open_frozen(config))
             self.player = GroupPlayer(
                 env,
-                self.engine.engine,
+                self.asked,
                 self.rewards,
                 seed_sampling(config),
                 Rules(rollout.group_size, self.rewards.weights, retries=rollout.retries),
@@ -120,7 +124,7 @@ class OpenedWorker:
 
     def report(self) -> dict[str, Any]:
         """See worker.Opened."""
-        counters = {**self.rewards.counters, **self.engine.engine.counters()}
+        counters = {**self.rewards.counters, **self.asked.counters()}
         return {"counters": counters, "reports": self.engine.reports()}
 
     def close(self) -> None:
@@ -141,6 +145,7 @@ def read_sections(settings: dict[str, Any]) -> Config:
         rewards=[RewardConfig(**one) for one in settings["rewards"]],
         sampling=SamplingConfig(**settings["sampling"]),
         data=DataConfig(**settings["data"]),
+        policies={name: PolicyConfig(**one) for name, one in settings["policies"].items()},
         rollout=RolloutConfig(**settings["rollout"]),
     )
 

@@ -31,6 +31,11 @@ class ServerRefused(Exception):
         super().__init__(f"HTTP {status}: {message}")
         self.status, self.message = status, message
 
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may be answered later, or elsewhere."""
+        return self.status >= 500 or self.status in (408, 425, 429)
+
 
 class Deadline:
     """One end for many steps."""
@@ -43,19 +48,26 @@ class Deadline:
         return max(0.0, min(most, self._end - time.monotonic()))
 
 
-def headers() -> dict[str, str]:
-    """Headers of every request."""
-    key = os.environ.get(KEY_VARIABLE)
+def headers(key: str | None = None) -> dict[str, str]:
+    """Headers of every request; key: other than that of KEY_VARIABLE."""
+    key = key or os.environ.get(KEY_VARIABLE)
     found = {"Content-Type": "application/json"}
     return {**found, "Authorization": f"Bearer {key}"} if key else found
 
 
 def call(
-    url: str, method: str, path: str, body: Any = None, *, timeout: float, **query: str | int
+    url: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    timeout: float,
+    api_key: str | None = None,
+    **query: str | int,
 ) -> Any:
     """The JSON of an answer, None for an empty one; ServerGone or ServerRefused otherwise.
 
-    timeout: seconds for all of it, however slowly bytes come.
+    timeout: seconds for all of it, however slowly bytes come. api_key: as for `headers`.
     """
     if query:
         path = f"{path}?{urllib.parse.urlencode(query)}"
@@ -71,7 +83,7 @@ def call(
         with contextlib.closing(connection):
             connection.connect()
             with cut_after(timeout, connection.sock, expired):
-                connection.request(method, f"{base.path}{path}", data, headers())
+                connection.request(method, f"{base.path}{path}", data, headers(api_key))
                 answer = connection.getresponse()
                 raw = answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -116,7 +116,7 @@ class TeacherServer:
                 reason = str(gone)
             except ServerRefused as refused:
                 reason = str(refused)
-                if refused.status < 500 and refused.status not in (408, 425, 429):
+                if not refused.passes:
                     raise UserError(
                         f"task.teacher.url {self.url} refuses {path}: {printable(reason)}; a"
                         f" server for task.top_k {self.k} is started with --max-logprobs {self.k}"

@@ -1,0 +1,50 @@
+"""The policies of a run together: the engine that environments are given, and the others beside it.
+
+    env.run(row, engine, ...)   engine.generate(...)            the policy that plays
+                                engine.others["judge"].reply    a frozen one
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain.rollout.types import Completion, Engine, Sampling
+
+
+class Company:
+    """`types.Engine` with others beside it."""
+
+    def __init__(self, engine: Engine, others: Mapping[str, Any]):
+        """others: by name; closed with the engine."""
+        self.engine, self.others = engine, dict(others)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+    ) -> Completion:
+        """See types.Engine."""
+        return await self.engine.generate(prompt, sampling, stop_ids, index)
+
+    @property
+    def version(self) -> int:
+        """See types.Engine."""
+        return self.engine.version
+
+    def counters(self) -> dict[str, float]:
+        """Those of all."""
+        found = dict(self.engine.counters())
+        for other in self.others.values():
+            found |= other.counters()
+        return found
+
+    async def close(self) -> None:
+        """Let all go."""
+        for one in (self.engine, *self.others.values()):
+            await one.close()
+
+
+def accompany(engine: Engine, others: Mapping[str, Any]) -> Engine:
+    """The engine with others beside it; itself where there are none."""
+    return Company(engine, others) if others else engine
