@@ -1,7 +1,7 @@
 """The policies of a run together: the engine that environments are given, and the others beside it.
 
-    env.run(row, engine, ...)   engine.generate(...)            the policy that plays
-                                engine.others["judge"].reply    a frozen one
+env.run(row, engine, ...)   engine.generate(...)            the policy that plays
+                            engine.others["judge"].reply    a frozen one
 """
 
 from collections.abc import Mapping, Sequence
