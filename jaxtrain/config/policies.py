@@ -1,4 +1,4 @@
-"""Sections policies.NAME: who else speaks in an episode, beside the policy that section model trains."""
+"""Sections policies.NAME: who speaks in an episode beside the policy that section model trains."""
 
 import re
 from collections.abc import Iterator

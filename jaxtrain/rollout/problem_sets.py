@@ -49,8 +49,8 @@ class ProblemSets:
         say: Callable[[str], None] = print,
         others: Mapping[str, Any] | None = None,
     ):
-        """Reads all rows. envs: one for each set. others: the frozen policies. show: best and worst answers of each set to
-        tell; UserError for a set that cannot be read."""
+        """Reads all rows. envs: one for each set. others: the frozen policies. show: best and
+        worst answers of each set to tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.patience, self.say = show, patience, say

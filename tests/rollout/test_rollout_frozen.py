@@ -114,7 +114,9 @@ def test_words_of_a_judge_are_context(judges, env):
     episode = play(env, judge)
     assert episode.all_rewards == {"judged": 1.0} and episode.metrics["seen"] == 2
     tokenizer = load_tokenizer("builtin")
-    said = tokenizer.decode([t for t, d in zip(episode.tokens, episode.sampled, strict=True) if not d])
+    said = tokenizer.decode(
+        [t for t, d in zip(episode.tokens, episode.sampled, strict=True) if not d]
+    )
     assert "yes" in said and "Hm." not in said
     assert tokenizer.decode(episode.drawn_tokens, skip_special_tokens=True) == "2Good."
     assert judges[0].asked == [
