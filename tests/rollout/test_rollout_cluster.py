@@ -277,7 +277,7 @@ def test_what_became_too_old_is_given_up_where_it_is_played(cluster):
     taken.join(30)
     assert there.cancelled["stale"] == 8 and [slot.group for slot in slots] == [None] * 4
     # Those of the groups that were given up, and of the same prompts asked anew.
-    wait_until(lambda: len(there._finished) + len(slots) == 8)
+    wait_until(lambda: all(task.done() for task in there._running))
     assert producer.cancelled["stale"] == 8
     wait_until(lambda: there.player.failures._failed + len(there.player.crew.late) == 16)
 
