@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python
 # first takes half of what the other has left.
 SPREAD = -n 2 --dist worksteal
 
-.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs clean
+.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs site clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -48,8 +48,15 @@ style: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(VENV)/bin/basedpyright --pythonpath $(RUN)
 
+# The generated pages of docs/.
 docs: $(VENV)/installed
-	$(RUN) -m jaxtrain.main docs > docs/config.md
+	$(RUN) scripts/make_reference.py
+	$(RUN) scripts/make_tree.py
+
+# The documentation as a site, in build/site.
+site: $(VENV)/installed-docs
+	$(RUN) -m sphinx -q -W --keep-going -b html docs build/site
+	@echo build/site/index.html
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +65,10 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-test: pyproject.toml $(VENV)/installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+$(VENV)/installed-docs: pyproject.toml $(VENV)/installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 clean:

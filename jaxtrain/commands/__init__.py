@@ -101,7 +101,7 @@ VERBS = {
         "jaxtrain.commands.config:run_docs",
     ),
     "schema": Verb(
-        "",
+        "[--output FILE]",
         "every key as JSON schema",
         "jaxtrain.commands.config:run_schema",
     ),

@@ -1,9 +1,8 @@
 """Verbs about configs: convert, docs, schema"""
 
-import json
 from pathlib import Path
 
-from jaxtrain.arguments import Parser
+from jaxtrain.arguments import Parser, expand_path
 
 
 def run_convert(argv: list[str]) -> int:
@@ -24,14 +23,26 @@ def run_convert(argv: list[str]) -> int:
 
 
 def run_docs(argv: list[str]) -> None:
-    """Print docs/config.md."""
+    """Print every key of the config, with type, default and meaning, as Markdown."""
+    Parser("jaxtrain docs", description=run_docs.__doc__).parse_args(argv)
     from jaxtrain.config.docs import render_markdown
 
     print(render_markdown(), end="")
 
 
 def run_schema(argv: list[str]) -> None:
-    """Print the config's JSON schema, for editors."""
-    from jaxtrain.config import Config
+    """Print the config's JSON schema, for editors, or write it to a file that the first line of a
+    config names: `#:schema schema.json` in TOML, `# yaml-language-server: $schema=schema.json`."""
+    parser = Parser("jaxtrain schema", description=run_schema.__doc__)
+    parser.add_argument("--output", type=expand_path, help="JSON file; without: the terminal")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
+    args = parser.parse_args(argv)
+    from jaxtrain.config.schema import render_schema
+    from jaxtrain.run.belongings import require_writable, write_output
 
-    print(json.dumps(Config.model_json_schema(), indent=2))
+    if args.output is None:
+        print(render_schema(), end="")
+        return
+    require_writable(args.output, args.overwrite)
+    write_output(args.output, render_schema().encode())
+    print(args.output)

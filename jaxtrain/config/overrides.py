@@ -16,6 +16,8 @@ WHICH_MODEL = {"path", "init", "architecture", "family", "tokenizer", "chat_temp
 MOST_PARTS = 32
 """Of the key of an override."""
 
+PRESETS = resources.files("jaxtrain") / "presets"
+
 
 def change_table(
     table: dict[str, Any], overrides: Sequence[str], sections: Collection[str]
@@ -84,24 +86,35 @@ def lay_preset(below: Any, section: str, name: str, sections: Collection[str]) -
 
 def load_preset(section: str, name: str, sections: Collection[str]) -> dict[str, Any]:
     """The shipped table `presets/<section>/<name>.toml`."""
-    folder = resources.files("jaxtrain") / "presets"
-    having = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    presets = list_presets()
     if section not in sections:
         near = difflib.get_close_matches(section[:64], sections, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sections)}"
         raise UserError(f"unknown key {show(section)} (={show(name)}); {hint}")
-    if section not in having:
+    if section not in presets:
         raise UserError(
-            f"{section}={show(name)}: this section has no presets, only {' and '.join(having)}"
+            f"{section}={show(name)}: this section has no presets, only {' and '.join(presets)}"
             f" have; set {section}.<key>=value"
         )
-    known = sorted(f.name[:-5] for f in (folder / section).iterdir() if f.name.endswith(".toml"))
-    if name not in known:
+    if name not in presets[section]:
         raise UserError(
-            f"{section}={show(name)}: no such preset; known presets: {', '.join(known)}; or set"
-            f" {section}.<key>=value"
+            f"{section}={show(name)}: no such preset; known presets: {', '.join(presets[section])};"
+            f" or set {section}.<key>=value"
         )
-    return tomllib.loads((folder / section / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((PRESETS / section / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def list_presets() -> dict[str, list[str]]:
+    """{section: names of its presets}, both in alphabetical order."""
+    return {
+        folder.name: sorted(
+            entry.name.removesuffix(".toml")
+            for entry in folder.iterdir()
+            if entry.name.endswith(".toml")
+        )
+        for folder in sorted(PRESETS.iterdir(), key=lambda one: one.name)
+        if folder.is_dir()
+    }
 
 
 def _child(node: Any, part: str, override: str, empty: dict | list) -> Any:

@@ -23,6 +23,7 @@ from jaxtrain.main import main
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.tasks import make_task
+from tests.docs.metric_names import require_rows
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -181,6 +182,7 @@ plot = false
 
 
 def read_lines(folder):
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         (line["step"], name): value

@@ -17,6 +17,7 @@ from jaxtrain.losses.distillation import COMPONENT, OWN
 from jaxtrain.main import main
 from jaxtrain.tasks import make_task
 from jaxtrain.train.evaluate import average_batches
+from tests.docs.metric_names import require_rows
 
 MODEL = MODEL.replace("max_position_embeddings = 64", "max_position_embeddings = 512")
 TEACHER = """
@@ -173,6 +174,7 @@ learning_rate = 1e-2
 """
     config.write_text("\n".join([MODEL, DATA, TASK, "on_policy_share = 0.5", TEACHER, draws]))
     main(["--config", str(config), f"run.output_dir={tmp_path}/run", "eval.at_start=true"])
+    require_rows(tmp_path / "run")
     lines = read(tmp_path / "run/metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     evals = [line for line in lines if "eval/kl" in line]

@@ -33,6 +33,8 @@ from jaxtrain.tasks import make_task
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 import test_rollout_drafts as drafts
 
+from tests.docs.metric_names import require_rows
+
 REFRESH = {
     "dflash": {"kind": "dflash", "num_anchors": 64, "decay": 4.0},
     "eagle3": {"kind": "eagle3", "decay": 0.5},
@@ -181,6 +183,7 @@ CLOCKS = ("time", "seconds", "per_second", "memory", "mfu", "tflops")
 
 
 def read_numbers(folder) -> list[dict]:
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in lines]
 

@@ -23,6 +23,7 @@ from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.tasks import make_task
 from jaxtrain.tasks.eagle3 import label_guesses
+from tests.docs.metric_names import require_rows
 
 MODEL = MODEL.replace("num_hidden_layers = 1", "num_hidden_layers = 3")
 RUN = """
@@ -285,6 +286,7 @@ def test_runs_resume_exactly_and_go_on_from_an_export(tmp_path, capsys):
     assert main([*again, f"task.draft.path={tmp_path}/whole/model"]) == 0
     again, first = (tmp_path / name / "model" / "config.json" for name in ("again", "whole"))
     assert json.loads(again.read_text()) == json.loads(first.read_text())
+    require_rows(tmp_path / "whole")
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     steps = [found for line in lines if "loss" in (found := json.loads(line))]
     assert {"acc/1", "acc/2", "accept_len", "kept", "overlap"} <= set(steps[-1])

@@ -23,6 +23,7 @@ from jaxtrain.rollout.labels import Labels, label
 from jaxtrain.rollout.rounds import Estimator, RoundSource, Table
 from jaxtrain.rollout.types import Episode, Group
 from jaxtrain.tasks.ebft import Matching, make
+from tests.docs.metric_names import require_rows
 
 CONFIG = """
 [run]
@@ -238,6 +239,7 @@ def test_the_network_is_a_frozen_copy_in_bfloat16_that_no_checkpoint_holds(folde
 
 
 def read(folder):
+    require_rows(folder)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

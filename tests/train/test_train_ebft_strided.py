@@ -29,6 +29,7 @@ from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.tasks import make_task
 from jaxtrain.tasks.features import FEATURES
+from tests.docs.metric_names import require_rows
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -276,6 +277,7 @@ plot = false
 
 
 def read_lines(folder):
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "ebft/", "eval/", "grad")
     return {

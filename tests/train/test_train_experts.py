@@ -10,6 +10,7 @@ from toy_run import EVEN_TOKENS, MODEL
 from jaxtrain.main import main
 from jaxtrain.models import build
 from jaxtrain.train.trained import open_trained
+from tests.docs.metric_names import require_rows
 
 CONFIG = Path(__file__).parents[2] / "configs" / "sft_qwen3_moe.toml"
 SMALL = [
@@ -33,6 +34,7 @@ SMALL = [
 def test_the_shipped_config_trains_exports_and_reports_the_balance(tmp_path):
     folder = tmp_path / "run"
     assert main(["--config", str(CONFIG), f"run.output_dir={folder}", *SMALL]) == 0
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if "expert_load_max" in line]
     assert len(found) == 3 and np.isfinite([line["loss"] for line in found]).all()

@@ -37,6 +37,7 @@ from jaxtrain.tasks.preference import (
     read_fields,
     read_objective,
 )
+from tests.docs.metric_names import require_rows
 
 ROWS, TOKENS = 4, 96
 PAIRS = {
@@ -273,6 +274,7 @@ def config(tmp_path_factory):
 
 def run(config, folder, *words) -> list[dict]:
     assert main(["--config", str(config), f"run.output_dir={folder}", *words]) == 0
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line or "eval/loss" in line]
 

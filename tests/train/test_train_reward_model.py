@@ -15,6 +15,7 @@ from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.tasks import make_task
+from tests.docs.metric_names import require_rows
 
 COMMON = f"""{MODEL}
 [run]
@@ -95,6 +96,7 @@ def arguments(folder, name, *more):
 @pytest.mark.slow
 def test_held_out_accuracy_rises_and_what_is_dropped_is_counted(pairs):
     _, run = pairs
+    require_rows(run)
     lines = read(run / "metrics.jsonl")
     first, *_, last = (line for line in lines if "eval/accuracy" in line)
     assert first["eval/loss"] == pytest.approx(np.log(2), abs=0.1)

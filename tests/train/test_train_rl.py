@@ -12,6 +12,7 @@ from jaxtrain.adapters.spec import Adapter
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.tasks.reference import find_reference
+from tests.docs.metric_names import require_rows
 
 CONFIG = f"""
 [run]
@@ -53,6 +54,7 @@ def config(tmp_path_factory):
 def run(config, folder, *words) -> list[dict]:
     code = main(["--config", str(config), f"run.output_dir={folder}", *words])
     assert code == 0
+    require_rows(folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 

@@ -1,0 +1,94 @@
+"""The site: what Sphinx makes of this folder. `make site` builds it into build/site.
+
+Everything is Markdown, as the repository shows it. Generated pages lie here ready made, so that a
+build imports nothing of jaxtrain.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx import addnodes
+from sphinx.util.docutils import SphinxDirective
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from llms import write_llms  # noqa: E402
+
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+
+project = PROJECT["name"]
+release = version = PROJECT["version"]
+html_title = f"{project} {release}"
+extensions = ["myst_parser", "sphinx_copybutton"]
+exclude_patterns = ["**/__pycache__"]
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+# A code block is a block of code: without a language it is shown as it stands.
+highlight_language = "none"
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["schema.json"]
+html_copy_source = True
+html_sourcelink_suffix = ""
+html_show_sphinx = False
+html_last_updated_fmt = None
+copybutton_prompt_text = "$ "
+
+
+class CodeCell(SphinxDirective):
+    """A cell of a notebook's Markdown, shown as code: tests run it, the site does not."""
+
+    has_content = True
+    optional_arguments = 1
+    final_argument_whitespace = True
+    option_spec = {"tags": directives.unchanged}
+
+    def run(self) -> list[nodes.Node]:
+        """The block."""
+        text = "\n".join(self.content)
+        shell = all(line.startswith(("!", "%")) for line in self.content if line.strip())
+        return [nodes.literal_block(text, text, language="sh" if shell else "python")]
+
+
+def leave_as_text(app, doctree) -> None:
+    """Links to folders of the repository, which a site does not have: their names are shown.
+
+    Links to its files are downloads already; links to what is not there stay warnings.
+    """
+    folder = Path(app.env.doc2path(app.env.docname)).parent
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        for start in (folder, HERE.parent):  # the README's are seen from the repository
+            place = (start / node.get("reftarget", "")).resolve()
+            if place.is_dir() and HERE.parent in place.parents and node.parent is not None:
+                node.replace_self(node.children)
+                break
+
+
+def list_the_rest(app, docname: str, source: list[str]) -> None:
+    """Pages that no table of contents on the front page names go into one of their own."""
+    if docname != "index":
+        return
+    named = set(re.findall(r"^[\w/]+$", source[0], flags=re.M)) | {"index"}
+    rest = sorted(set(app.env.found_docs) - named)
+    for caption, own in (
+        ("Notebooks", [page for page in rest if page.startswith("notebooks/")]),
+        ("More", [page for page in rest if not page.startswith("notebooks/")]),
+    ):
+        if own:
+            pages = "\n".join(own)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+
+
+def setup(app) -> None:
+    """What Sphinx calls first."""
+    app.add_directive("code-cell", CodeCell)
+    app.connect("source-read", list_the_rest)
+    app.connect("doctree-read", leave_as_text)
+    app.connect("build-finished", write_llms)
