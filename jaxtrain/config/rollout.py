@@ -149,6 +149,8 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
     yield from find_ray_conflicts(rollout)
     if rollout.engine == "vllm":
         yield from find_vllm_conflicts(rollout.vllm, config.adapter.kind, rollout.mode)
+        if rollout.vllm.eval_servers and not config.eval.sets:
+            yield "rollout.vllm.eval_servers has no effect without [[eval.sets]]; remove it"
         yield from find_launch_conflicts(config)
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -92,6 +92,10 @@ class VllmConfig(Section):
     sleep: bool = False
     """Let the servers give their GPU memory back while the trainer works: one GPU for both. Only
     with rollout.mode sync."""
+    eval_servers: Annotated[int, Field(ge=0, le=WORKERS)] | list[str] = 0
+    """Servers that answer eval.sets while training goes on: how many, or their URLs. From the begin
+    of an evaluation to its end they keep its version and answer nobody else; then they are given
+    the newest weights. 0: all servers answer the sets, between rounds."""
     any_version: bool = False
     """Go on with a vLLM version that this release was not tested with."""
 
@@ -146,8 +150,33 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             f"rollout.vllm.listen {vllm.listen!r} cannot be reached from {remote[0]}; write this"
             " machine's address as that server sees it"
         )
+    yield from find_eval_server_conflicts(vllm)
     if vllm.sleep and mode != "sync":
         yield (
             f"rollout.vllm.sleep stops the servers while training, but rollout.mode {mode} samples"
             ' then; set rollout.mode to "sync" or rollout.vllm.sleep to false'
+        )
+
+
+def find_eval_server_conflicts(vllm: VllmConfig) -> Iterator[str]:
+    """Yield one sentence for each reason why no server can be spared for evaluations."""
+    asked, key = vllm.eval_servers, "rollout.vllm.eval_servers"
+    if not asked:
+        return
+    fixed = not vllm.discover and vllm.launch == "none"
+    known = {url.rstrip("/") for url in vllm.servers}
+    if isinstance(asked, list):
+        unknown = [url for url in asked if url.rstrip("/") not in known]
+        if fixed and unknown:
+            yield f"{key} names {unknown[0]!r}, which is not one of rollout.vllm.servers"
+    count = len(asked) if isinstance(asked, list) else asked
+    most = len(vllm.servers) + (vllm.replicas if vllm.launch != "none" else 0)
+    if not vllm.discover and count >= most:
+        yield f"{key} {asked} leaves none of {most} servers to training; name fewer"
+    if vllm.sleep:
+        yield f"{key}: with rollout.vllm.sleep all servers rest while training; remove one of them"
+    if vllm.routed:
+        yield (
+            f"{key}: a router would send training's requests to servers that keep older weights;"
+            ' set rollout.vllm.via to "direct"'
         )

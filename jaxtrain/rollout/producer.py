@@ -412,8 +412,8 @@ class Producer:
             self._drop_if_older(task, slot.ages)
 
     def _drop_if_older(self, task: asyncio.Task, ages: Ages) -> None:
-        known = ages.oldest is not None and task in self._playing
-        if known and ages.oldest < self._oldest and task.cancel():
+        oldest = self._oldest if ages.oldest is None else ages.oldest
+        if task in self._playing and oldest < self._oldest and task.cancel():
             del self._playing[task]
             self.cancelled["stale"] += 1
 

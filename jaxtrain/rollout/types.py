@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.config import Config, SamplingConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunStopped, UserError
 
 Sampling = SamplingConfig
 """How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
@@ -105,6 +105,28 @@ class Speaker(Protocol):
     async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """Its next turn. Raises EpisodeFailed where it cannot be had, RunStopped where none can."""
         ...
+
+
+class KeptEngine(Engine, Protocol):
+    """A part of an engine that keeps its version; it raises KeepLost where it cannot."""
+
+    def release(self) -> None:
+        """The version is not needed any more."""
+        ...
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """An engine that can spare a part of itself for an evaluation while training goes on."""
+
+    def keep(self) -> KeptEngine | None:
+        """A part that answers by the newest version alone, until it is released; called on the loop
+        thread between rounds. None: there is nothing to spare now."""
+        ...
+
+
+class KeepLost(RunStopped):
+    """Nobody holds the kept version any more: what was asked of it must be asked anew."""
 
 
 class Publisher(Protocol):

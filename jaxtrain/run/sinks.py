@@ -264,7 +264,7 @@ class WandB:
         self._run: Any = None
         self._samples: dict[str, list[dict[str, Any]]] = {}
         """Answers that wait for the numbers of their step: steps may only rise."""
-        self._last_table = -math.inf
+        self._last_table, self._last = -math.inf, 0
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._has_key():
             raise UserError(
                 "log.wandb_project is set but Weights & Biases knows no API key: run `wandb login`,"
@@ -296,6 +296,9 @@ class WandB:
         self._id_file.write_text(self._run.id)
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        if step < self._last:  # steps may only rise: an evaluation beside training comes later
+            values, step = {**values, "eval/step": float(step)}, self._last
+        self._last = step
         self._run.log({**values, **self._tables(step)}, step=step)
 
     def sampled(self, lines: list[dict[str, Any]]) -> None:

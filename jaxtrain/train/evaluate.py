@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,14 @@ from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
+from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import EvaluationWeights
 from jaxtrain.rollout.problem_sets import ProblemSets
 from jaxtrain.rollout.types import Engine
+from jaxtrain.train.beside import Beside
 
 
 class Evaluation:
@@ -42,31 +45,71 @@ class Evaluation:
         served: bool = False,
         run_eval: Callable | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        beside: Beside | None = None,
     ):
         """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0,
         if `served`: it holds the current weights whenever an evaluation comes; else process 0
         answers the sets itself. run_eval: of step.make_eval, where there is one already.
-        should_stop: asked while problems are answered, which then ends by Interrupted."""
+        should_stop: asked while problems are answered, which then ends by Interrupted. beside: on
+        process 0, where servers may answer the sets while training goes on."""
         self.config, self.task, self.parts, self.say = config, task, roles.parts, say
         self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
-        self.should_stop = should_stop
+        self.should_stop, self.beside = should_stop, beside
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
         self.sampler: Requests | None = None
         self.weights = EvaluationWeights(self.parts)
 
-    def run(self, held: Held, scorer: Scorer) -> dict[str, float]:
-        """Evaluate weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}."""
+    def run(self, held: Held, scorer: Scorer, *, aside: bool = False) -> dict[str, float]:
+        """Evaluate weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}. aside: the sets may be
+        answered while training goes on, if the config says so; `collect` gives their numbers."""
         found: dict[str, float] = {}
         for index, dataset in enumerate(self.config.data.eval_datasets):
             name = "eval" if index == 0 else f"eval/{index}"
             means = self.held_out(held, dataset, scorer)
             found.update({f"{name}/{key}": value for key, value in means.items()})
         found.update(self.task.evaluate(held, scorer))
-        found.update(self.generate(held))
-        self.history.append(found)
+        if not (aside and self.goes_aside and broadcast("aside", partial(self.begin, held.step))):
+            found.update(self.generate(held))
+        if found:
+            self.history.append(found)
         return found
+
+    @property
+    def goes_aside(self) -> bool:
+        """Whether some servers answer the sets while training goes on; on all processes alike."""
+        rollout = self.config.rollout
+        return self.served and bool(self.config.eval.sets) and bool(rollout.vllm.eval_servers)
+
+    def begin(self, step: int) -> bool:
+        """See Beside; on process 0."""
+        assert self.beside is not None, "it is process 0's"
+        return self.beside.begin(step)
+
+    def collect(self, *, wait: bool = False) -> tuple[tuple[int, dict[str, float]] | None, bool]:
+        """((step, numbers) of an evaluation that went on beside training and is over, whether one
+        is to be asked again); see Beside.collect."""
+
+        def take() -> tuple[tuple[int, dict[str, float]] | None, bool]:
+            assert self.beside is not None, "it is process 0's"
+            found, again = self.beside.collect(wait=wait)
+            if found is None:
+                return None, again
+            self.sampled(found.step, found.samples)
+            return (found.step, found.numbers), again
+
+        if not self.goes_aside:
+            return None, False
+        found, again = broadcast_or_raise("evaluations", take)
+        if found is not None:
+            self.history.append(found[1])
+        return found, again
+
+    def close(self) -> None:
+        """Break off what is under way."""
+        if self.beside is not None:
+            self.beside.close()
 
     def held_out(self, held: Held, dataset: DatasetConfig, scorer: Scorer) -> dict[str, float]:
         """Weighted means over all batches, at most eval.max_batches: loss, its components where

@@ -9,7 +9,7 @@ the current step's, so that a state with a loss that is not finite is never save
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import jax
@@ -24,7 +24,8 @@ from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
 from jaxtrain.parallel.relay import broadcast
 from jaxtrain.report.open import write_report
-from jaxtrain.rollout.problem_sets import open_problem_sets
+from jaxtrain.rollout.problem_sets import ProblemSets, open_problem_sets
+from jaxtrain.rollout.types import Keeping
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.folder import RunFolder
 from jaxtrain.run.hardware import Hardware
@@ -33,6 +34,7 @@ from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.sinks import Sinks
 from jaxtrain.run.watchdog import Signals, Watchdog
 from jaxtrain.tasks import make_task
+from jaxtrain.train.beside import Beside, find_broken_off
 from jaxtrain.train.early_stop import EarlyStop, read_values
 from jaxtrain.train.evaluate import Evaluation
 from jaxtrain.train.saving import Saves, is_due
@@ -97,7 +99,9 @@ def train(config: Config, command: list[str]) -> int:
             served=session.rounds.serves,
             run_eval=session.run_eval,
             should_stop=session.asked_to_stop,
+            beside=open_beside(session, sets),
         )
+        stack.callback(evaluation.close)
         run = Loop(session, sinks, watchdog, signals, checkpoints, evaluation)
         with stack.enter_context(
             ProfileWindow(
@@ -117,6 +121,15 @@ def train(config: Config, command: list[str]) -> int:
         with watchdog.phase("exporting the model"):
             sinks.summarise(finish(session, evaluation))
     return 0
+
+
+def open_beside(session: Session, sets: ProblemSets | None) -> Beside | None:
+    """Where some of the engine's servers may answer the sets while training goes on."""
+    engine = session.rounds.engine
+    wanted = session.config.rollout.vllm.eval_servers and session.rounds.serves
+    if sets is None or not wanted or not isinstance(engine, Keeping):
+        return None
+    return Beside(engine, sets, session.folder, session.asked_to_stop)
 
 
 def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
@@ -157,6 +170,8 @@ class Loop:
         try:
             self.train_rounds(profile)
             profile.close(session.state)
+            if not self.signals.stop and self.collect(wait=True):
+                self.evaluate(aside=False)
             if session.step > session.start:
                 self.save()
         except Exception as error:  # whatever it is, it goes on from here
@@ -167,7 +182,10 @@ class Loop:
     def train_rounds(self, profile: ProfileWindow) -> None:
         """All rounds, with what is due between them."""
         session = self.session
-        if self.config.eval.at_start and session.step == 0:
+        begun = broadcast("broken off", lambda: find_broken_off(session.folder, session.start))
+        if begun is not None:
+            self.sinks.say(f"the evaluation of step {begun} was broken off: it is asked again")
+        if begun is not None or (self.config.eval.at_start and session.step == 0):
             session.rounds.ready(session)
             self.evaluate()
         while session.step < session.rounds.total_steps and not self.stopping():
@@ -267,9 +285,10 @@ class Loop:
     def act(self, before: int) -> None:
         """Whatever is due after the steps `before` + 1 to the current one."""
         step, total, options = self.session.step, self.session.rounds.total_steps, self.config.eval
-        last = step == total
+        last, again = step == total, self.collect()
         times = (options.per_epoch or 0) * (self.config.run.num_epochs or 0)
-        if (last and self.evaluated < step) or is_due(step, before, options.every, times, total):
+        due = (last and self.evaluated < step) or is_due(step, before, options.every, times, total)
+        if due or again:
             self.report()
             self.evaluate()
         if not last and self.saves.due(before):
@@ -298,24 +317,53 @@ class Loop:
             self.round = {}
             self.sinks.write(pending.step, values)
 
-    def evaluate(self) -> None:
-        """Held-out numbers of the current weights; none if the run is to stop meanwhile."""
-        self.evaluated = self.session.step
+    def evaluate(self, *, aside: bool = True) -> None:
+        """Held-out numbers of the current weights; none if the run is to stop meanwhile. aside:
+        those of problem sets may come later, but after the last step."""
+        session = self.session
+        self.evaluated = session.step
+        aside = aside and session.step < session.rounds.total_steps
+        self.collect(wait=True)
+        if self.signals.stop:
+            return
         try:
             with self.watchdog.phase("evaluating"):
-                found = self.evaluation.run(self.session.held(), self.session.scorer)
+                found = self.evaluation.run(session.held(), session.scorer, aside=aside)
         except Interrupted:
             self.stop()
             return
         self.reader.restart()
-        if found:
+        self.note_evaluation(session.step, found)
+
+    def collect(self, *, wait: bool = False) -> bool:
+        """Note what was evaluated beside training and is over; whether it is to be asked again."""
+        try:
+            with self.watchdog.phase("waiting for an evaluation") if wait else nullcontext():
+                found, again = self.evaluation.collect(wait=wait)
+        except Interrupted:
+            self.stop()
+            return False
+        if found is not None:
+            self.report()
+            self.note_evaluation(*found)
+            if self.evaluation.beside is not None:
+                self.evaluation.beside.written()
+        return again
+
+    def note_evaluation(self, step: int, found: dict[str, float]) -> None:
+        """Numbers of the weights after `step`, perhaps an earlier one."""
+        if not found:
+            return
+        if step == self.session.step:
             self.latest = {**self.latest, **found}
-            if self.early_stop is not None:
-                self.early_stop.look(found)
-            self.sinks.evaluated(self.session.step, found)
+        if self.early_stop is not None:
+            self.early_stop.look(found)
+        self.sinks.evaluated(step, found)
 
     def save(self) -> None:
         """Checkpoint the current state together with the data's cursor."""
+        if (self.config.checkpoint.best_metric or "").startswith("eval/"):
+            self.collect(wait=True)  # the best one is found by the numbers of its own step
         self.report()
         with self.watchdog.phase("saving a checkpoint"):
             self.saves.save(self.latest)

@@ -23,8 +23,9 @@ from jaxtrain.batch import RouteShape
 from jaxtrain.data.routes import join_routes
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.ages import note_version
-from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
+from jaxtrain.rollout.types import Completion, EpisodeFailed, KeepLost, Sampling
 from jaxtrain.rollout.vllm.control import explain, headers
+from jaxtrain.rollout.vllm.keep import Kept
 from jaxtrain.rollout.vllm.messages import (
     Answer,
     GarbageAnswer,
@@ -75,19 +76,40 @@ class VllmEngine:
         first_pause: float = 0.5,
         routes: RouteShape | None = None,
         group_size: int | None = None,
+        kept: Kept | None = None,
     ):
         """routes: ask the servers where tokens went, and refuse one that does not say.
         group_size: so many indices in a row are of one prompt, a session, and prefer one server;
-        None: every request goes to the least loaded one."""
+        None: every request goes to the least loaded one. kept: ask these servers alone, and have
+        all tokens of the version that they keep."""
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
-        self.routes, self.group_size = routes, group_size
+        self.routes, self.group_size, self.kept = routes, group_size, kept
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
         self._told: set[str] = set()
 
     @property
     def version(self) -> int:
-        """Newest published version."""
-        return self.servers.version
+        """Newest published version, or the one that is kept."""
+        return self.servers.version if self.kept is None else self.kept.version
+
+    def keep(self) -> "VllmEngine | None":
+        """See types.Keeping; which servers, rollout.vllm.eval_servers says."""
+        found = self.servers.keep(self.servers.config.eval_servers)
+        if not found:
+            return None
+        return VllmEngine(
+            self.servers,
+            adapters=self.adapters,
+            first_pause=self.first_pause,
+            routes=self.routes,
+            group_size=self.group_size,
+            kept=Kept(self.servers, found),
+        )
+
+    def release(self) -> None:
+        """See types.KeptEngine."""
+        assert self.kept is not None, "of a kept one"
+        self.kept.release()
 
     def counters(self) -> dict[str, float]:
         """Requests, retries, servers lost and the like since the start, and how many servers there
@@ -172,6 +194,8 @@ class VllmEngine:
     async def _take(self, line: Line, session: int, direct: bool) -> Server:
         """A server to ask, waited for; RunStopped when none comes. direct: not the router."""
         servers = self.servers
+        if self.kept is not None:
+            return await self.kept.take(session if self.group_size else None)
         async with line.gate:
             deadline = servers.clock() + servers.config.wait_seconds
             while True:
@@ -234,7 +258,10 @@ class VllmEngine:
                 f"{server.url} does not say to which experts tokens went, which"
                 " rollout.router_replay needs; start it with --enable-return-routed-experts"
             )
-        return answer, self._date(server, answer, began)
+        versions = self._date(server, answer, began)
+        if self.kept is not None and any(version != self.kept.version for version in versions):
+            raise KeepLost(f"{server.url} went on to other weights")
+        return answer, versions
 
     def _date(self, server: Server, answer: Answer, began: int) -> list[int]:
         """The version of each token; drops a server whose weights are not this run's."""
@@ -300,6 +327,8 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         if loop not in self._lines:
             room = self.servers.config.concurrency
+            if self.kept is not None:
+                room = max(1, int(room * self.kept.share))
             # Shorter than the server's 5 s, or a request meets the end of its connection half way.
             connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
             session = aiohttp.ClientSession(connector=connector, headers=headers())

@@ -24,7 +24,7 @@ from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.inspect import Inspector
 from jaxtrain.rollout.vllm.pool import Pool, Server
 
-TOLD = ("url", "state", "version", "epoch", "capacity", "updating", "model", "route")
+TOLD = ("url", "state", "version", "epoch", "capacity", "updating", "kept", "model", "route")
 TOLD += ("max_model_len", "processed")
 """Fields of a server that travel."""
 

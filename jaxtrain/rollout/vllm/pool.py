@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.errors import RunStopped
@@ -53,6 +53,10 @@ class Server:
     """Whether a source still lists it: what drains is forgotten, or waited for."""
     updating: bool = False
     """It gets no new requests."""
+    kept: int | None = None
+    """The version that it keeps for an evaluation, which alone may ask it; None: it keeps none."""
+    behind: bool = False
+    """Whether it kept a version and has not been given the newest since."""
     strikes: int = 0
     model: str = ""
     """Name of the base model there."""
@@ -76,6 +80,11 @@ class Server:
     def lost(self) -> bool:
         """Whether nothing that it held counts any more."""
         return self.state in ("down", "gone")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its weights must stay as they are."""
+        return self.kept is not None and self.version == self.kept
 
     def tell(self) -> str:
         """The URL and why it is not up."""
@@ -209,15 +218,19 @@ class Pool:
             server
             for server in self.all
             if server.state == "up" and not server.updating and server.version == self.version
+            if server.kept is None
         ]
 
-    def acquire(self, session: int | None = None) -> Server | None:
+    def acquire(
+        self, session: int | None = None, among: Callable[[], list[Server]] | None = None
+    ) -> Server | None:
         """A server that may be asked now, its load counted; None: none may.
 
-        session: what shares a prefix, so that it goes to one server as long as that can be.
+        session: what shares a prefix, so that it goes to one server as long as that can be. among:
+        those that may be asked; by default `ready`.
         """
         with self._lock:
-            ready = self.ready()
+            ready = self.ready() if among is None else among()
             self._turn += 1
             number = self._turn if session is None else session
             chosen = choose(number, self._weigh(ready), sticky=session is not None)
@@ -350,6 +363,38 @@ class Pool:
 
     # -- weights
 
+    def keep(self, wanted: int | Collection[str]) -> list[Server]:
+        """Have servers keep the newest version until `let_go`: so many, the least loaded ones, or
+        those of these URLs. Others are left to be asked; empty: there are too few."""
+        with self._lock:
+            free = [one for one in self.up() if one.kept is None and not one.behind]
+            chosen = sorted(free, key=lambda one: one.in_flight / (one.capacity or 1.0))
+            if isinstance(wanted, int):
+                chosen = chosen[:wanted]
+            else:
+                urls = {url.rstrip("/") for url in wanted}
+                chosen = [one for one in free if one.url in urls]
+            chosen = chosen[: max(0, len(free) - 1)]
+            for server in chosen:
+                server.kept = self.version
+        return chosen
+
+    def let_go(self, servers: Iterable[Server]) -> None:
+        """What they kept is not needed any more; those that are behind are given the newest."""
+        with self._lock:
+            for server in servers:
+                server.behind = server.kept is not None and server.version < self.version
+                server.kept = None
+                server.nudge.set()
+        self.changed()
+
+    def _let_go_of_last(self) -> None:
+        """Training comes first: where all other servers are gone, none keeps anything."""
+        up = self.up()
+        if up and all(server.kept is not None for server in up):
+            self.say("only servers that kept weights for an evaluation are left: they train now")
+            self.let_go(up)
+
     def begin_publish(self, version: int) -> None:
         """No server that holds an older version is asked any more; what is under way goes on."""
         with self._lock:
@@ -367,6 +412,7 @@ class Pool:
             server.progressed = self.clock()
             server.version, server.strikes = version, 0
             self.version = max(self.version, version)
+            server.behind = server.behind and version < self.version
         if returned:
             self.say(f"vllm {server.url} is back with version {version}")
         self.changed()
@@ -381,7 +427,7 @@ class Pool:
                 self.end_drain(server, now=True)
                 return
             self._set(server, "down", why)
-            server.version = -1
+            server.version, server.kept, server.behind = -1, None, False
             server.epoch += 1
             left = len(self.up())
             self.counters["servers_lost"] += 1
@@ -412,6 +458,7 @@ class Pool:
         """Raise what ends the run: a watcher's error, or that no server came back in time."""
         if self.error is not None:
             raise self.error
+        self._let_go_of_last()
         if too_late:
             known = ", ".join(server.tell() for server in self.all) or "none is known"
             raise RunStopped(

@@ -22,14 +22,15 @@ CLOSE_SECONDS = 15.0
 
 
 def bring_to_all(servers: Servers, bring: Callable[[Server], None], version: int) -> None:
-    """Bring `version` to every server that is up or new, all at once.
+    """Bring `version` to every server that is up or new and keeps no other, all at once.
 
     A server that fails, or is not done after sync_seconds, is dropped; returns as soon as the
     others hold the version, waits when there are none, and raises RunStopped when that takes too
     long. Raises UserError when a server says that the run is set up wrongly.
     """
     limit = servers.config.sync_seconds
-    wanted = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
+    there = [s for s in servers.all if s.state == "up" or (s.state == "new" and s.model)]
+    wanted = [server for server in there if not server.keeps]
     failures: queue.Queue[tuple[Server, BaseException | None]] = queue.Queue()
 
     def try_one(server: Server) -> None:

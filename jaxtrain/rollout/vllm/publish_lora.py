@@ -161,6 +161,8 @@ class LoraPublisher:
             return True
         if server.lost:
             return True  # taken back, it counts as one that holds none
+        if server.kept is not None and name == self.servers.label(server.kept):
+            return False  # an evaluation asks for it
         try:
             body = {"lora_name": name}
             call(server.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_SECONDS)

@@ -114,6 +114,8 @@ class WeightPublisher:
             self._sent = dict.fromkeys(COUNTED, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
             left, self._left = self._left, []
+            kept = [server.url for server in self.servers.all if server.keeps]
+            self.staging.pass_over([link for url in kept for link in self.links.known(url)])
             bring_to_all(self.servers, self.bring, version)
             for image in left:  # by now all that are up read something else
                 image.free()

@@ -170,6 +170,8 @@ class Servers(Pool):
         if asked:
             found["affinity"] = first / asked
         found["servers_up"] = float(len(self.up()))
+        if self.config.eval_servers:
+            found["servers_kept"] = float(sum(server.kept is not None for server in self.all))
         if not self.fixed:
             draining = sum(server.state == "draining" for server in self.all)
             found |= {

@@ -10,7 +10,7 @@ memory. Who cannot read another's memory (a container, another user) is sent its
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -157,6 +157,14 @@ class Staging:
             tasks = [pool.submit(self._stage_one, one, edition, own, deadline) for one in links]
             for task in tasks:
                 task.result()
+
+    def pass_over(self, links: Collection[Link]) -> None:
+        """Workers that keep what they hold: others of their hosts shall not wait for them."""
+        with self._lock:
+            hosts = list(self._hosts.values())
+        for host in hosts:
+            with host.changed:
+                host.owner = None if host.owner in links else host.owner
 
     def send(
         self,

@@ -81,6 +81,8 @@ class Watcher:
             self._take_in(server)
         elif self._wants_weights(server) and self.bring is not None:
             self._take_back(server, self.bring)
+        elif server.behind and not self.pool.publishing and self.bring is not None:
+            self._catch_up(server, self.bring)
         elif server.state in ("up", "draining"):
             self._check_progress(server)
 
@@ -155,6 +157,13 @@ class Watcher:
             server.why = str(error)
         except (UserError, RunStopped) as error:
             self._tell_useless(server, error)
+
+    def _catch_up(self, server: Server, bring: Callable[[Server], None]) -> None:
+        """It kept older weights for an evaluation, and works all the while."""
+        try:
+            bring(server)
+        except (ServerGone, ServerRefused, RunStopped) as error:
+            self.pool.drop(server, f"weight sync: {error}")
 
     def _tell_useless(self, server: Server, error: Exception) -> None:
         """It came as something that this run cannot use; the others may do without it."""

@@ -114,6 +114,11 @@ class WeightLinks:
                     raise ServerGone(f"{found} of {count} workers connected in {seconds:g} s")
             return list(self._links[server])
 
+    def known(self, server: str) -> list[Link]:
+        """The links of a server as far as there are any."""
+        with self._changed:
+            return list(self._links.get(server, ()))
+
     def all_share(self) -> bool:
         """Whether all workers that are connected read the trainer's memory."""
         with self._changed:
