@@ -1,7 +1,7 @@
 """Evaluations of problem sets by servers that keep a version, while training goes on.
 
-    loop thread   begin(step) ── keep ──> part of the engine      collect() ──> [Found], between rounds
-    "evaluation"        └── a thread: answers of all sets ──────────┘
+    loop thread    begin(step) ── keep ──> part of the engine    collect() ──> Found, between rounds
+    "evaluation"       └── a thread: answers of all sets ────────────┘
 
 One at a time. Its numbers are those of one version of the weights and stand at that version's
 step, whenever they come. What lost its servers is asked anew, of the weights of then; so is what
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jaxtrain.errors import Interrupted
 from jaxtrain.foreign import read_text
 from jaxtrain.rollout.problem_sets import ProblemSets
-from jaxtrain.rollout.types import KeepLost, Keeping, KeptEngine
+from jaxtrain.rollout.types import Keeping, KeepLost, KeptEngine
 from jaxtrain.run.manifest import write_atomically
 
 NOTE = "evaluating.json"

@@ -10,7 +10,7 @@ from known_policy import wait_until
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig, find_eval_server_conflicts
-from jaxtrain.rollout.types import KeepLost, Keeping
+from jaxtrain.rollout.types import Keeping, KeepLost
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish import bring_to_all
 from jaxtrain.rollout.vllm.servers import Servers
