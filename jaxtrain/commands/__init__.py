@@ -65,6 +65,11 @@ VERBS = {
         "adapter and base as one model folder",
         "jaxtrain.commands.folders:run_merge",
     ),
+    "quantize": Verb(
+        "RUN|MODEL --scheme fp8|int8|int4",
+        "weights in few bits, for vLLM",
+        "jaxtrain.commands.folders:run_quantize",
+    ),
     "serve-rollouts": Verb(
         "--config FILE",
         "a rollout service on Ray that outlives runs",

@@ -1,4 +1,4 @@
-"""Verbs that write model folders: export, merge"""
+"""Verbs that write model folders: export, merge, quantize"""
 
 import os
 
@@ -43,3 +43,28 @@ def run_merge(argv: list[str]) -> None:
     from jaxtrain.verbs.merge import merge_command
 
     merge_command(args.source, args.base, args.output, args.step, args.dtype, args.quantize)
+
+
+def run_quantize(argv: list[str]) -> None:
+    """Write a model with its matrices in fp8, int8 or int4 (compressed-tensors), as vLLM and
+    transformers load it; with held-out loss before and after, of a run with eval data."""
+    parser = Parser("jaxtrain quantize", description=run_quantize.__doc__)
+    parser.add_argument(
+        "source",
+        type=expand_path,
+        help="a run's output_dir, a Hugging Face or PEFT folder, or a Hub id",
+    )
+    parser.add_argument("--scheme", choices=("fp8", "int8", "int4"), required=True)
+    parser.add_argument(
+        "--group", type=int, default=128, help="of int4: numbers that share a scale (default 128)"
+    )
+    parser.add_argument(
+        "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
+    )
+    parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
+    parser.add_argument("--base", help="of a PEFT folder: folder or Hub id it belongs to")
+    parser.add_argument("--no-eval", action="store_true", help="do not compute held-out loss")
+    args = parser.parse_intermixed_args(argv)
+    from jaxtrain.verbs.quantize import quantize_command
+
+    quantize_command(args)

@@ -60,17 +60,22 @@ def copy_folder(
                 yield Piece(name, stored.shape, place, array[None])
 
     write_folder(output, plan, pieces(), max_shard_bytes)
-    for file in base.iterdir():
-        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
-            if file.suffix in (".json", ".jinja", ".txt", ".model"):
-                check_inside(base, file)  # the folder may be given to others
-                shutil.copyfile(file, output / file.name)
+    copy_beside(base, output)
     if dtype and config is not None:
         config = {**config, "torch_dtype": str(np.dtype(dtype))}
         config.pop("dtype", None)
     if config is not None and (dtype or packed):
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (output / "config.json").write_text(text)
+
+
+def copy_beside(base: Path, output: Path) -> None:
+    """Copy what lies beside a folder's weights: configs, tokenizer, template."""
+    for file in base.iterdir():
+        if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                check_inside(base, file)  # the folder may be given to others
+                shutil.copyfile(file, output / file.name)
 
 
 def is_float(dtype: np.dtype) -> bool:

@@ -8,6 +8,8 @@ FP8 in blocks (DeepSeek-V3: arXiv:2412.19437, section 3.3.2): `X` float8_e4m3fn 
 to be multiplied with `X_scale_inv` [..., out / 128, in / 128], rounded up, each number for a block
 of 128 x 128.
 
+What compressed-tensors and `jaxtrain quantize` write: hf/compressed.py.
+
 Only what is fetched is decoded, and the parts of a tensor may lie in different shards.
 """
 
@@ -15,21 +17,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.hf.compressed import BFLOAT16, FLOAT8, METHOD, check_config, find_compressed
 from jaxtrain.hf.files import describe, shorten, spell
 from jaxtrain.hf.ops import Fetch, Index, whole
 from jaxtrain.hf.safetensors import Folder, Stored
 
 SCALES = "_scale_inv"
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-METHODS = ("mxfp4", "fp8")
+METHODS = ("mxfp4", "fp8", METHOD)
 """Values of quantization_config.quant_method that are read."""
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
 """float32 [256]: what each byte stands for."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -138,7 +138,11 @@ class PackedFolder(Folder):
     def __init__(self, folder: Any):
         super().__init__(folder)
         self._stored = dict(self.tensors)
-        self.packed: dict[str, Packed] = {**find_mxfp4(self._stored), **find_fp8(self._stored)}
+        self.packed: dict[str, Packed] = {
+            **find_mxfp4(self._stored),
+            **find_fp8(self._stored),
+            **find_compressed(self._stored),
+        }
         for name, packed in self.packed.items():
             home = self._stored[packed.parts[0]]
             for part in packed.parts:
@@ -193,6 +197,8 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
             f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK} only; convert others"
             " to plain weights with transformers"
         )
+    if packing.get("quant_method") == METHOD:
+        check_config(packing)
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 

@@ -21,8 +21,8 @@ MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf"),
 )
 """What tells a folder with a model, an adapter or a tokenizer."""
-OUTPUTS = ("model", "merged")
-"""Where the verbs export and merge write within a run's folder, again and again."""
+OUTPUTS = ("model", "merged", "quantized-fp8", "quantized-int8", "quantized-int4")
+"""Where export, merge and quantize write within a run's folder, again and again."""
 OLDER = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt curves.png eval"
     " stacks.txt heartbeat.json model merged tensorboard profile wandb wandb_id"

@@ -23,13 +23,25 @@ def merge_command(
 ) -> None:
     """Write a full Hugging Face folder from a run with an adapter, or from a PEFT folder."""
     output = output or source / "merged"
+    changed, base = merge_source(source, base, output, step, dtype, quantize)
+    print(f"{changed} tensors of {base} changed; the merged model is in {output}")
+
+
+def merge_source(
+    source: Path,
+    base: str | None,
+    output: Path,
+    step: int | None,
+    dtype: str | None,
+    quantize: str = "none",
+) -> tuple[int, str]:
+    """The work of it: how many tensors changed, and of which base."""
     require_replaceable(output)  # before anything is read
     if (source / CONFIG).is_file():
         base = base or open_peft(source).config.get("base_model_name_or_path")
         if not base:
             raise UserError(f"{source / CONFIG} names no base model; give it with --base FOLDER")
-        merge(base, source, output, dtype, quantize)
-        return
+        return merge(base, source, output, dtype, quantize), base
     is_run = (source / "checkpoints").is_dir()
     trained = open_trained(str(source), [], step, frozen=False) if is_run else None
     parts = None if trained is None else trained.held.roles.parts
@@ -47,7 +59,7 @@ def merge_command(
     with tempfile.TemporaryDirectory() as temporary:
         write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
         quantize, family = parts.adapter.quantize, trained.config.model.family
-        merge(base, Path(temporary), output, dtype, quantize, family)
+        return merge(base, Path(temporary), output, dtype, quantize, family), base
 
 
 def merge(
@@ -57,11 +69,8 @@ def merge(
     dtype: str | None,
     quantize: str,
     family: str | None = None,
-) -> None:
-    """Merge, and tell."""
+) -> int:
+    """Number of tensors that the adapter changed."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
-        changed = merge_adapter(
-            folder, adapter, unfinished, dtype, quantize=quantize, family=family
-        )
-    print(f"{changed} tensors of {base} changed; the merged model is in {output}")
+        return merge_adapter(folder, adapter, unfinished, dtype, quantize=quantize, family=family)
