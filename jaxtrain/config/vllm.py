@@ -67,8 +67,11 @@ class VllmConfig(Section):
     listen_port: int = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
     adapter_dir: Place | None = None
-    """lora: folder for the adapters, which the servers see under the same path. Unset:
-    OUTPUT_DIR/adapters."""
+    """lora: folder for the adapters. Unset: OUTPUT_DIR/adapters."""
+    adapter_transport: Literal["auto", "disk", "http"] = "auto"
+    """lora: how servers get an adapter. disk: they see adapter_dir under the same path. http: it is
+    sent to each, which keeps it in a folder of its own (serve with VLLM_API_KEY). auto: a server
+    that does not see the folder is sent it."""
     keep_adapters: int = Field(2, ge=2, le=1024)
     """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
     concurrency: int = Field(128, ge=1, le=ITEMS)

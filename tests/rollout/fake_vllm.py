@@ -17,6 +17,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from jaxtrain_vllm.adapters import FILES_HEADER, ROUTE, AdapterStore
 from jaxtrain_vllm.shelf import WeightShelf, connect
 
 STOP = 3
@@ -69,6 +70,9 @@ class FakeVllm:
         """{path of a control call, or "links": "stall" or "drip"}: never answered, or a byte at a
         time."""
         self.tokenise = None
+        self.sees_disk = True
+        """Whether the trainer's folders are its own, too."""
+        self.store = AdapterStore()
         self.while_loading = None
         """What happens just then."""
         self.port = port
@@ -126,6 +130,8 @@ class FakeVllm:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
+        for method in ("PUT", "DELETE"):
+            app.router.add_route(method, ROUTE + "{name}", self._adapter)
         for path, method in CONTROL.items():
             getattr(app.router, f"add_{method}")(path, getattr(self, "_" + path.split("/")[-1]))
         runner = web.AppRunner(app, shutdown_timeout=0.01)
@@ -318,7 +324,8 @@ class FakeVllm:
     async def _load_lora_adapter(self, request):
         name, path = request[BODY]["lora_name"], request[BODY]["lora_path"]
         config = Path(path) / "adapter_config.json"
-        if not config.is_file():
+        own = Path(path).parent == self.store._folder
+        if not config.is_file() or not (self.sees_disk or own):
             error = {"message": f"Loading lora {name} failed: No adapter found for {path}"}
             return web.json_response({"error": error}, status=404)
         if json.loads(config.read_text())["r"] > self.max_rank:
@@ -329,6 +336,13 @@ class FakeVllm:
             return web.json_response({"error": error}, status=400)
         self.adapters[name] = path
         return web.json_response("Success")
+
+    async def _adapter(self, request):
+        name, files = request.match_info["name"], request.headers.get(FILES_HEADER)
+        status, found = await self.store.handle(
+            request.method, name, files, request.content.iter_any()
+        )
+        return web.json_response(found, status=status)
 
     async def _unload_lora_adapter(self, request):
         found = self.adapters.pop(request[BODY]["lora_name"], None)

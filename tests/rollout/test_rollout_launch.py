@@ -122,7 +122,8 @@ def test_the_command_says_what_the_config_says(monkeypatch, tmp_path):
     command = build_command(make(**vllm, weight_dtype="float32"), 81, ranks=4, longest=300)
     serve, options = command[: command.index("--")], command[command.index("--") + 1 :]
     assert serve[:3] == ["/vllm/python", "-m", "jaxtrain_vllm.serve"]
-    assert serve[3:] == "--model some/model --host 127.0.0.1 --port 81 --sync full --sleep".split()
+    own = "--model some/model --host 127.0.0.1 --port 81 --sync full --drain-seconds 0 --sleep"
+    assert serve[3:] == own.split()
     pairs = list(zip(options[::2], options[1::2], strict=True))
     assert pairs[0] == ("--max-model-len", "300") and pairs[-1] == ("--max-model-len", "99")
     assert {("--dtype", "float32"), ("--tensor-parallel-size", "4")} <= set(pairs)

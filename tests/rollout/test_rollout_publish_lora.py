@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import time
 
 import pytest
 from fake_vllm import STOP, FakeVllm
@@ -11,10 +12,12 @@ from test_rollout_vllm import ask
 
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.vllm.publish_lora import NOTE, LoraPublisher, reserve
+from jaxtrain_vllm.adapters import FILES
 
 
 def write_adapter(params, folder):
     (folder / "adapter_config.json").write_text(json.dumps({"r": params}))
+    (folder / "adapter_model.safetensors").write_bytes(folder.name.encode() * 70_000)
 
 
 @contextlib.contextmanager
@@ -67,9 +70,61 @@ def test_a_load_that_fails_says_what_to_change(tmp_path):
         with pytest.raises(UserError, match="--max-lora-rank of at least adapter.rank"):
             publisher.publish(0, 128)
 
-    with open_lora([FakeVllm()], tmp_path, write=lambda p, folder: None) as (_, publisher, _):
-        with pytest.raises(UserError, match="rollout.vllm.adapter_dir to a folder that the server"):
-            publisher.publish(0, 8)
+    words = "rollout.vllm.adapter_dir to a folder that"
+    for transport, answer in (("disk", None), ("auto", (404, {"detail": "Not Found"}))):
+        fake = FakeVllm()
+        fake.sees_disk = False
+        fake.store.handle = refuse_with(answer)
+        with open_lora([fake], tmp_path, adapter_transport=transport) as (_, publisher, _):
+            with pytest.raises(UserError, match=words):
+                publisher.publish(0, 8)
+
+
+def refuse_with(answer):
+    async def handle(*_):
+        assert answer is not None, "nothing may be sent"
+        return answer
+
+    return handle
+
+
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_a_server_that_does_not_see_the_disk_is_sent_the_files(tmp_path, transport):
+    fakes = [FakeVllm(), FakeVllm()]
+    fakes[0].sees_disk = False
+    options = {"keep_adapters": 2, "adapter_transport": transport}
+    with open_lora(fakes, tmp_path, **options) as (engine, publisher, said):
+        for version in range(4):
+            publisher.publish(version, 8)
+            assert {v for a in ask(engine, 4) for v in a.versions} == {version}
+            names = sorted(path.name for path in tmp_path.iterdir())
+            there = fakes[0].store.folder
+            assert sorted(path.name for path in there.iterdir()) == names
+            for name in names:
+                for file in FILES:
+                    sent = (there / name / file).read_bytes()
+                    assert sent == (tmp_path / name / file).read_bytes() and sent
+            assert set(fakes[0].adapters.values()) == {str(there / name) for name in names}
+            assert all(sorted(fake.adapters) == names for fake in fakes)
+    assert sum("over HTTP" in line for line in said) == (transport == "auto")
+    assert list(there.iterdir()) == list(tmp_path.iterdir()) == []
+    assert (fakes[1].store._folder is None) == (transport == "auto")
+
+
+def test_a_server_that_dies_while_it_is_sent_an_adapter_is_dropped(tmp_path):
+    fakes = [FakeVllm(), FakeVllm()]
+    with open_lora(fakes, tmp_path, adapter_transport="http") as (engine, publisher, said):
+        publisher.publish(0, 8)
+        kept = fakes[0].store.handle
+        fakes[0].store.handle = refuse_with((400, {"error": "another checksum"}))
+        publisher.publish(1, 8)
+        assert ask(engine)[0].versions == [1] * 4 and fakes[0].answered == 0
+        assert any("not taken: another checksum" in line for line in said)
+        fakes[0].store.handle = kept  # and comes back with the newest
+        deadline = time.monotonic() + 30
+        while len(engine.servers.ready()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(engine.servers.ready()) == 2
 
 
 def test_a_full_disk_costs_old_versions_then_the_run_but_never_a_half_adapter(tmp_path):

@@ -59,6 +59,7 @@ def build_command(
     assert model.path is not None, "the config says that there is one"
     command = [find_python(vllm.python), "-m", "jaxtrain_vllm.serve", "--model", str(model.path)]
     command += ["--host", host, "--port", str(port), "--sync", vllm.sync]
+    command += ["--drain-seconds", "0"]  # it ends with the run, which then waits for no answer
     if vllm.sync == "lora":
         rank = next((r for r in LORA_RANKS if r >= config.adapter.rank), config.adapter.rank)
         command += ["--max-lora-rank", str(rank)]

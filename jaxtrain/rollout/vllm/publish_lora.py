@@ -4,11 +4,15 @@ A new version never takes an old one's name or path: vLLM keys its prefix cache 
 go on with keys and values of the old weights. Answers under way end with the adapter they began
 with; older versions are unloaded, then deleted.
 
+A server that does not see the folder is sent the files (`send_adapter.py`) and loads them from a
+folder of its own.
+
 Each folder holds a note of which run made it under which name. An earlier process of the same run
 may leave such folders, and these alone are cleared away: adapter_dir may be anybody's, and several
 runs' at once.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -24,6 +28,7 @@ from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone, ServerRefused, call
 from jaxtrain.rollout.vllm.publish import CONTROL_SECONDS, bring_to_all, put_to_sleep, wake
+from jaxtrain.rollout.vllm.send_adapter import remove_adapter, send_adapter
 from jaxtrain.rollout.vllm.servers import Server, Servers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,6 +57,8 @@ class LoraPublisher:
         self._written: list[str] = []
         """Names of the folders that lie there, the oldest first."""
         self._loaded: defaultdict[Server, set[str]] = defaultdict(set)
+        self._sends: set[Server] = set()
+        """Those that do not see the folder."""
         self._lock = threading.Lock()
         servers.bring = self.bring
         self._clear_leftovers()
@@ -96,7 +103,11 @@ class LoraPublisher:
             self.servers.mark_up(server, version, epoch)
 
     def _load(self, server: Server, name: str, deadline: Deadline) -> None:
-        body = {"lora_name": name, "lora_path": str(self.folder / name)}
+        how, path = self.servers.config.adapter_transport, str(self.folder / name)
+        if how == "http" or server in self._sends:
+            self._sends.add(server)
+            path = send_adapter(server.url, self.folder, name, deadline)
+        body = {"lora_name": name, "lora_path": path}
         try:
             call(server.url, "POST", "/v1/load_lora_adapter", body, timeout=deadline.left())
         except ServerRefused as error:
@@ -107,6 +118,13 @@ class LoraPublisher:
                     f"{server.url} has no /v1/load_lora_adapter; start it with --enable-lora and"
                     " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
                 ) from None
+            if error.status == 404 and how == "auto" and server not in self._sends:
+                self.servers.say(
+                    f"vllm {server.url} does not see {self.folder}: adapters are sent to it over"
+                    " HTTP"
+                )
+                self._sends.add(server)
+                return self._load(server, name, deadline)
             if error.status == 404:
                 raise UserError(
                     f"{server.url} cannot read {body['lora_path']}: {error.message}; set"
@@ -172,21 +190,28 @@ class LoraPublisher:
         except ServerGone:
             return server.lost
         self._loaded[server].discard(name)
+        if server in self._sends:
+            with contextlib.suppress(ServerGone):  # then it is removed with the server's process
+                remove_adapter(server.url, name, CONTROL_SECONDS)
         return True
 
     def _clear_leftovers(self) -> None:
         """Adapters of an earlier process of this run: unload those still served, delete all."""
         own = self._find_own()
+        names = {path.name for path in own}
         if not own:
             return
         for server in self.servers.all:
             try:
                 listed = call(server.url, "GET", "/v1/models", timeout=CONTROL_SECONDS)
                 for model in listed["data"]:
-                    if model.get("parent") and Path(model.get("root", "")) in own:
+                    here = Path(model.get("root", "")) in own
+                    if model.get("parent") and (here or model["id"] in names):
                         body = {"lora_name": model["id"]}
                         path = "/v1/unload_lora_adapter"
                         call(server.url, "POST", path, body, timeout=CONTROL_SECONDS)
+                        if not here:  # it was sent there
+                            remove_adapter(server.url, model["id"], CONTROL_SECONDS)
             except (ServerGone, ServerRefused, TypeError, KeyError):
                 return  # in doubt they stay: a served adapter must keep its folder
         for path in own:

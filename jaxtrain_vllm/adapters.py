@@ -1,0 +1,126 @@
+"""Adapters that a trainer sends to a server which does not see its disk.
+
+    PUT /jaxtrain/adapters/NAME     X-Files: {"adapter_config.json": [bytes, crc32], ...}
+                                    body: the files, one behind the other
+          ─> {"path": a folder of this server}, which vLLM's own /v1/load_lora_adapter then reads
+    DELETE /jaxtrain/adapters/NAME
+
+A folder is there whole or not at all. Only the two files of an adapter are taken, under names that
+leave no folder; the newest MOST folders stay. The guard in front asks for the server's key; a
+server without one takes nothing.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+ROUTE = "/jaxtrain/adapters/"
+FILES_HEADER = "X-Files"
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+MOST_BYTES = 2**34
+"""Of an adapter; rank 64 on all layers of 70 billion weights is a fifth of that in bfloat16."""
+MOST = 64
+
+Answer = tuple[int, dict[str, Any]]
+"""(HTTP status, JSON)."""
+
+
+class Refused(Exception):
+    """What was sent is no adapter. status: of the answer."""
+
+    def __init__(self, status: int, why: str):
+        super().__init__(why)
+        self.status = status
+
+
+class AdapterStore:
+    """The adapters of one server."""
+
+    def __init__(self, folder: Path | None = None, most_bytes: int = MOST_BYTES):
+        """folder: a fresh one of this user alone, made when the first adapter comes and removed
+        with the process, unless it is given."""
+        self._folder, self.most_bytes = folder, most_bytes
+
+    @property
+    def folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="jaxtrain-adapters-"))
+            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    async def handle(
+        self, method: str, name: str, files: str | None, body: AsyncIterator[bytes]
+    ) -> Answer:
+        """The answer to one request. files: the header of that name."""
+        try:
+            if NAME.fullmatch(name) is None:
+                raise Refused(400, f"{name[:200]!r} is no name of an adapter")
+            if method == "DELETE":
+                await asyncio.to_thread(shutil.rmtree, self.folder / name, ignore_errors=True)
+                return 200, {}
+            if method != "PUT":
+                raise Refused(405, "PUT or DELETE")
+            return 200, {"path": str(await self._take(name, read_files(files), body))}
+        except Refused as refused:
+            return refused.status, {"error": str(refused)}
+        except OSError as error:
+            return 507, {"error": f"it cannot be written: {error.strerror or error}"}
+
+    async def _take(
+        self, name: str, files: dict[str, tuple[int, int]], body: AsyncIterator[bytes]
+    ) -> Path:
+        if sum(size for size, _ in files.values()) > self.most_bytes:
+            raise Refused(413, f"more than {self.most_bytes} bytes")
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=self.folder))
+        try:
+            rest = b""
+            for file, (size, crc) in files.items():
+                found, heard = 0, 0
+                with (part / file).open("wb") as stream:
+                    while heard < size:
+                        piece = rest or await anext(body, b"")
+                        if not piece:
+                            raise Refused(400, f"{file} is cut off after {heard} of {size} bytes")
+                        piece, rest = piece[: size - heard], piece[size - heard :]
+                        found, heard = zlib.crc32(piece, found), heard + len(piece)
+                        await asyncio.to_thread(stream.write, piece)
+                if found != crc:
+                    raise Refused(400, f"{file} is not what was sent: another checksum")
+            if rest or await anext(body, b""):
+                raise Refused(400, "more bytes than files")
+            await asyncio.to_thread(self._put, part, self.folder / name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return self.folder / name
+
+    def _put(self, part: Path, target: Path) -> None:
+        """In its place, and the oldest out."""
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(part, target)
+        there = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+        for path in sorted(there, key=lambda path: path.stat().st_mtime_ns)[:-MOST]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_files(text: str | None) -> dict[str, tuple[int, int]]:
+    """{name: (bytes, crc32)} of an X-Files header; Refused."""
+    try:
+        found = json.loads(text or "")
+        files = {name: (size, crc) for name, (size, crc) in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise Refused(400, f"no {FILES_HEADER} such as {{NAME: [bytes, crc32]}}") from None
+    numbers = [number for pair in files.values() for number in pair]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise Refused(400, f"{FILES_HEADER}: sizes and checksums are whole numbers")
+    if set(files) != set(FILES):
+        raise Refused(400, f"{FILES_HEADER}: an adapter is {' and '.join(FILES)}")
+    return files
