@@ -1,5 +1,5 @@
-"""What stands before a server's routes does more than ask for a key: it takes adapters, whole or not
-at all, and lets a server leave without losing an answer."""
+"""What stands before a server's routes does more than ask for a key: it takes adapters, whole or
+not at all, and lets a server leave without losing an answer."""
 
 import asyncio
 import json
@@ -16,8 +16,7 @@ from jaxtrain_vllm.guard import Guard
 
 CONFIG, TENSORS = b'{"r": 8}', b"tensors" * 1000
 SIZES = {
-    file: [len(data), zlib.crc32(data)]
-    for file, data in zip(FILES, (CONFIG, TENSORS), strict=True)
+    file: [len(data), zlib.crc32(data)] for file, data in zip(FILES, (CONFIG, TENSORS), strict=True)
 }
 
 

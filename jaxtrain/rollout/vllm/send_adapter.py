@@ -42,9 +42,9 @@ def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
     if status in (403, 404, 405):
         raise UserError(
             f"{url} does not see {folder}, where the adapters lie, and takes no files (HTTP"
-            f" {status}: {explain(raw, 120)}); set rollout.vllm.adapter_dir to a folder that it sees"
-            f" under the same path, or start it with python -m jaxtrain_vllm.serve and {KEY_VARIABLE}"
-            " in its environment and here"
+            f" {status}: {explain(raw, 120)}); set rollout.vllm.adapter_dir to a folder that it"
+            " sees under the same path, or start it with python -m jaxtrain_vllm.serve and"
+            f" {KEY_VARIABLE} in its environment and here"
         )
     raise ServerRefused(status, f"the adapter was not taken: {explain(raw)}")
 
