@@ -38,6 +38,7 @@ html_extra_path = ["schema.json"]
 html_copy_source = True
 html_sourcelink_suffix = ""
 html_show_sphinx = False
+html_show_copyright = False
 html_last_updated_fmt = None
 copybutton_prompt_text = "$ "
 

@@ -1,7 +1,7 @@
 """docs/command_line.md: every verb with what it takes, made of the table of verbs and parsers."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from unittest.mock import patch
@@ -51,17 +51,24 @@ def _describe(function: str, program: str, forms: list[str]) -> list[str]:
     lines = ["```sh", *(f"{program} {form}".rstrip() for form in forms), "```", ""]
     if parser.description:
         lines += [_sentence(parser.description), ""]
-    rows = list(_rows(parser))
+    given = [  # required, and not in any form: the verb says it itself
+        action
+        for action in parser._actions
+        if action.required and action.option_strings and action.option_strings[0] not in str(forms)
+    ]
+    rows = list(_rows(parser, skip=given))
     if rows:
         lines += ["| | takes | |", "|---|---|---|"]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     return lines
 
 
-def _rows(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[str, str, str]]:
+def _rows(
+    parser: argparse.ArgumentParser, before: str = "", skip: Collection[argparse.Action] = ()
+) -> Iterator[tuple[str, str, str]]:
     """(name, values, meaning) of each argument, those of subcommands behind their names."""
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action in skip:
             continue
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():

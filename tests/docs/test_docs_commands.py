@@ -25,6 +25,8 @@ def check(words: list[str]) -> None:
     if words and not words[0].startswith("-") and "=" not in words[0]:
         verb, rest = words[0], words[1:]
         assert verb in VERBS, f"no verb {verb!r}"
+    if verb == "quickstart":
+        verb, rest = "train", ["--config", "configs/quickstart.toml", *rest]
     if {"-h", "--help", "--version"} & set(rest):
         return
     parser = parser_of(VERBS[verb].function if verb in VERBS else TRAIN)
