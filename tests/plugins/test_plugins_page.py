@@ -25,8 +25,9 @@ from jaxtrain.main import main
 from jaxtrain.models import build
 from jaxtrain.rewards.load import call_function, find_function
 from jaxtrain.rewards.score import open_rewards
+from jaxtrain.rollout.curators import open_curator
 from jaxtrain.rollout.open import find_engine
-from jaxtrain.rollout.types import Completion
+from jaxtrain.rollout.types import Ask, Completion
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.sinks import Sinks
 from jaxtrain.tasks import make_task
@@ -70,6 +71,18 @@ def make_config(**sections) -> Config:
         "log": {"console": "plain"},
     }
     return validate_config({**table, **sections}, "test")
+
+
+def test_a_curator_of_ones_own(name_of):
+    curator = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
+    first, other = Ask(0, 0, {}), Ask(1, 0, {}, index=1)
+    assert curator.choose(first)
+    curator.learn(first, [1.0, 0.5])
+    curator.learn(other, [1.0, 0.0])
+    state = json.loads(json.dumps(curator.state()))
+    resumed = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
+    resumed.restore(state)
+    assert [resumed.choose(one) for one in (first, other)] == [False, True]
 
 
 def test_a_reward(name_of):

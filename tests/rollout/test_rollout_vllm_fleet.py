@@ -1,0 +1,241 @@
+"""Real vLLM servers on CPU, several at once: what affinity is worth to their prefix caches, a router
+before them, an evaluation beside; adapters over HTTP, and a server that leaves.
+
+JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from real_vllm import (
+    CLOSE,
+    PYTHON,
+    RealServer,
+    ask,
+    change,
+    descendants,
+    free_port,
+    make_config,
+    make_model,
+    prompts,
+    worst,
+)
+
+from jaxtrain.core.assemble import abstract_params, assemble, open_params
+from jaxtrain.rollout.vllm.control import ServerRefused, call
+from jaxtrain.rollout.vllm.discover import list_workers
+from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.open import open_vllm
+from jaxtrain.rollout.vllm.telemetry import read_telemetry
+
+ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not Path(PYTHON or "/nowhere").is_file(),
+        reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
+    ),
+]
+GROUP, TURNS = 8, 3
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    model = make_model(folder / "model", seed=0, tied=True)
+    blocks = ("--block-size", "32")
+    found = [RealServer(model, "full", folder / f"{i}.log", *blocks) for i in range(2)]
+    yield found
+    for server in found:
+        server.kill(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def published(config):
+    """(engine, publisher, parts, parameters) with version 0 on all servers."""
+    parts = assemble(config)
+    params = open_params(parts, 0)
+    engine, publisher = open_vllm(config, parts)
+    try:
+        publisher.publish(0, params, None)
+        yield engine, publisher, parts, params
+    finally:
+        publisher.close()
+
+
+def urls(servers):
+    return [f"http://127.0.0.1:{server.port}" for server in servers]
+
+
+def open_all(servers, folder, **vllm):
+    options = {"weight_dtype": "float32", "servers": urls(servers), **vllm}
+    return make_config(servers[0], folder, "full", **options)
+
+
+def play(engine, sampling, groups, seed):
+    """Groups of episodes of some turns: the prompt is a group's, what follows an episode's own."""
+    dice = np.random.default_rng(seed)
+    shared = [dice.integers(0, 256, 192).tolist() for _ in range(groups)]
+    said = dice.integers(0, 256, (groups * GROUP, TURNS, 16)).tolist()
+
+    async def episode(index):
+        tokens = list(shared[index // GROUP])
+        for turn in range(TURNS):
+            answer = await engine.generate(tokens, sampling, (), index)
+            tokens += [*answer.tokens, *said[index][turn]]
+
+    async def run():
+        try:
+            await asyncio.gather(*(episode(i) for i in range(groups * GROUP)))
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_affinity_fills_prefix_caches(replicas, tmp_path):
+    """Tokens of prompts found in the cache: a group's requests at one server, or at the least loaded
+    one. Each has the servers' caches as large as they are and prompts of its own."""
+    config = open_all(replicas, tmp_path, concurrency=48)
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 16})
+    shares = {}
+    with published(config) as (engine, *_):
+        for seed, group_size in enumerate((GROUP, None)):
+            asking = VllmEngine(engine.servers, adapters=False, group_size=group_size)
+            before = [read_telemetry(url) for url in urls(replicas)]
+            began = time.monotonic()
+            play(asking, sampling, 16, seed)
+            told = [read_telemetry(url) for url in urls(replicas)]
+            seconds = time.monotonic() - began
+            pairs = list(zip(told, before, strict=True))
+            hits = sum(now.prefix_hits - then.prefix_hits for now, then in pairs)
+            queries = sum(now.prefix_queries - then.prefix_queries for now, then in pairs)
+            shares[group_size] = hits / queries
+            print(f"group_size {group_size}: {hits:.0f} of {queries:.0f}, {seconds:.1f} s")
+        affinity = engine.servers.measure()["affinity"]
+    print(f"shares {shares}, affinity {affinity:.2f}")
+    assert affinity > 0.8 and shares[GROUP] > shares[None] + 0.02
+
+
+def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_path):
+    config = open_all(replicas, tmp_path, eval_servers=1)
+    with published(config) as (engine, publisher, parts, params):
+        rebuild = abstract_params(parts)[1]
+        kept = engine.keep()
+        for version in (1, 2):
+            params = change(params, 0.02, version)
+            publisher.publish(version, params, None)
+            assert worst(engine, rebuild, params, config, version) < CLOSE
+        assert worst(kept, rebuild, open_params(parts, 0), config, 0) < CLOSE
+        kept.release()
+        (server,) = kept.kept.servers
+        end = time.monotonic() + 60
+        while server.version < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        only = [one for one in engine.servers.all if one is not server]
+        engine.servers.drop(only[0], "for this test: the one that was kept answers alone")
+        assert worst(engine, rebuild, params, config, 2) < CLOSE
+
+
+@pytest.mark.skipif(ROUTER is None, reason="needs pip install vllm-router")
+def test_a_router_before_real_servers(replicas, tmp_path):
+    """Weights go to both behind it; every token says its version; it dies and nothing is lost."""
+    port, metrics = free_port(), free_port()
+    command = [ROUTER, "--host", "127.0.0.1", "--port", str(port), "--policy", "consistent_hash"]
+    command += ["--prometheus-port", str(metrics), "--log-level", "warning"]
+    command += ["--worker-urls", *urls(replicas)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 60
+        while len(list_workers(url) or ()) < 2 and time.monotonic() < end:
+            time.sleep(0.2)
+        config = open_all(replicas, tmp_path, servers=[], discover=f"router+{url}")
+        with published(config) as (engine, publisher, parts, params):
+            rebuild = abstract_params(parts)[1]
+            for version in range(2):
+                assert worst(engine, rebuild, params, config, version) < CLOSE
+                if version == 0:
+                    params = change(params, 0.02, version)
+                    publisher.publish(1, params, None)
+            before = [read_telemetry(one).tokens for one in urls(replicas)]
+            answers = ask(engine, prompts(32), config.sampling)
+            assert {v for answer in answers for v in answer.versions} == {1}
+            after = [read_telemetry(one).tokens for one in urls(replicas)]
+            assert all(a != b for a, b in zip(before, after, strict=True)), "both were asked"
+            assert engine.servers.front.state == "up"
+            process.kill()
+            assert len(ask(engine, prompts(8), config.sampling)) == 8
+            assert engine.servers.counters["router_lost"] == 1
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_adapters_over_http_and_a_server_that_leaves(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    model = make_model(tmp_path / "model", seed=0, tied=False)
+    server = RealServer(model, "lora", tmp_path / "server.log")
+    try:
+        config = make_config(server, tmp_path, "lora", adapter_transport="http", keep_adapters=2)
+        parts = assemble(config)
+        rebuild, params = abstract_params(parts)[1], open_params(parts, 0)
+        engine, publisher = open_vllm(config, parts)
+        url = urls([server])[0]
+        try:
+            for version in range(3):
+                metrics = publisher.publish(version, params, None)
+                found = worst(engine, rebuild, params, config, version)
+                print(f"adapter {version} over HTTP: {found:.1e}, {metrics}")
+                assert found < CLOSE
+                params = change(params, 0.5, version) | {
+                    name: array for name, array in params.items() if ".adapter." not in name
+                }
+            listed = call(url, "GET", "/v1/models", timeout=30)["data"]
+            roots = [Path(one["root"]) for one in listed if one.get("parent")]
+            assert len(roots) == 2 and not any(root.is_relative_to(tmp_path) for root in roots)
+            assert sorted(root.name for root in roots[0].parent.iterdir()) == sorted(
+                root.name for root in roots
+            )
+            leave(server, url, engine, config)
+        finally:
+            with contextlib.suppress(Exception):
+                publisher.close()
+    finally:
+        server.kill()
+
+
+def leave(server, url, engine, config):
+    """SIGTERM while answers are under way: they end, others are refused, then the process does."""
+    sampling = config.sampling.model_copy(update={"max_new_tokens": 400})
+    found: list = []
+    asking = threading.Thread(target=lambda: found.extend(ask(engine, prompts(4), sampling)))
+    asking.start()
+    while not engine.servers.all[0].in_flight:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    below = descendants(server.process.pid)
+    os.kill(server.process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(ServerRefused, match="503: draining: this server ends within") as refused:
+        call(url, "GET", "/health", timeout=10)
+    print(refused.value)
+    began = time.monotonic()
+    asking.join(120)
+    print(f"answers after {time.monotonic() - began:.1f} s: {[len(a.tokens) for a in found]}")
+    assert [len(answer.tokens) for answer in found] == [400] * 4
+    assert not engine.servers.counters["retries"]
+    assert server.process.wait(60) == 0
+    time.sleep(1.0)
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
