@@ -8,6 +8,7 @@ step, whenever they come. What lost its servers is asked anew, of the weights of
 the end of a run broke off: a note in the run's folder says what is under way.
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -67,7 +68,8 @@ class Beside:
         kept = self.engine.keep() if self._in_a_row < MAX_LOSSES else None
         if kept is None:
             return False
-        write_atomically(self.note, json.dumps({"step": step}), durable=False)
+        with contextlib.suppress(OSError):  # a full disk costs the note, never the run
+            write_atomically(self.note, json.dumps({"step": step}), durable=False)
         self.step, self._found, self._error = step, None, None
         self._thread = threading.Thread(
             target=self._answer, args=(kept, step), name="evaluation", daemon=True
@@ -98,7 +100,8 @@ class Beside:
 
     def written(self) -> None:
         """The numbers of what was collected are in the run's folder."""
-        self.note.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.note.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Break off what is under way; the note stays, so that a resumed run asks again."""
@@ -137,7 +140,8 @@ def find_broken_off(folder: Path, step: int) -> int | None:
         begun = int(json.loads(read_text(note, 1024))["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    note.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        note.unlink()
     if begun > step or any(done >= begun for done in read_evaluated(folder / "metrics.jsonl")):
         return None
     return begun

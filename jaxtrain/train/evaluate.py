@@ -19,7 +19,6 @@ from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
-from jaxtrain.parallel.relay import broadcast
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
@@ -70,7 +69,8 @@ class Evaluation:
             means = self.held_out(held, dataset, scorer)
             found.update({f"{name}/{key}": value for key, value in means.items()})
         found.update(self.task.evaluate(held, scorer))
-        if not (aside and self.goes_aside and broadcast("aside", partial(self.begin, held.step))):
+        begin = partial(self.begin, held.step)
+        if not (aside and self.goes_aside and broadcast_or_raise("an evaluation", begin)):
             found.update(self.generate(held))
         if found:
             self.history.append(found)

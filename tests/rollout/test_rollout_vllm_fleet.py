@@ -1,5 +1,5 @@
-"""Real vLLM servers on CPU, several at once: what affinity is worth to their prefix caches, a router
-before them, an evaluation beside; adapters over HTTP, and a server that leaves.
+"""Real vLLM servers on CPU, several at once: what affinity is worth to their prefix caches, a
+router before them, an evaluation beside; adapters over HTTP, and a server that leaves.
 
 JAXTRAIN_VLLM_PYTHON names the Python of an environment with vLLM.
 """
@@ -47,7 +47,7 @@ pytestmark = [
         reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
     ),
 ]
-GROUP, TURNS = 8, 3
+GROUP, TURNS = 8, 4
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +83,18 @@ def open_all(servers, folder, **vllm):
     return make_config(servers[0], folder, "full", **options)
 
 
-def play(engine, sampling, groups, seed):
-    """Groups of episodes of some turns: the prompt is a group's, what follows an episode's own."""
+def play(engine, sampling, groups, seed, shared, said):
+    """Groups of episodes of some turns: a prompt of `shared` tokens is a group's, what follows,
+    with `said` tokens of the world a turn, an episode's own."""
     dice = np.random.default_rng(seed)
-    shared = [dice.integers(0, 256, 192).tolist() for _ in range(groups)]
-    said = dice.integers(0, 256, (groups * GROUP, TURNS, 16)).tolist()
+    prompt = dice.integers(0, 256, (groups, shared)).tolist()
+    told = dice.integers(0, 256, (groups * GROUP, TURNS, said)).tolist()
 
     async def episode(index):
-        tokens = list(shared[index // GROUP])
+        tokens = list(prompt[index // GROUP])
         for turn in range(TURNS):
             answer = await engine.generate(tokens, sampling, (), index)
-            tokens += [*answer.tokens, *said[index][turn]]
+            tokens += [*answer.tokens, *told[index][turn]]
 
     async def run():
         try:
@@ -105,27 +106,30 @@ def play(engine, sampling, groups, seed):
 
 
 def test_affinity_fills_prefix_caches(replicas, tmp_path):
-    """Tokens of prompts found in the cache: a group's requests at one server, or at the least loaded
-    one. Each has the servers' caches as large as they are and prompts of its own."""
+    """Tokens of prompts found in the cache: a group's requests at one server, or at the least
+    loaded one. No prompt comes twice; nothing is evicted."""
     config = open_all(replicas, tmp_path, concurrency=48)
     sampling = config.sampling.model_copy(update={"max_new_tokens": 16})
-    shares = {}
+    cases = [(192, 8, GROUP), (192, 8, None), (64, 80, GROUP), (64, 80, None)]
+    shares = []
     with published(config) as (engine, *_):
-        for seed, group_size in enumerate((GROUP, None)):
+        for seed, (shared, said, group_size) in enumerate(cases):
             asking = VllmEngine(engine.servers, adapters=False, group_size=group_size)
             before = [read_telemetry(url) for url in urls(replicas)]
             began = time.monotonic()
-            play(asking, sampling, 16, seed)
-            told = [read_telemetry(url) for url in urls(replicas)]
+            play(asking, sampling, 16, seed, shared, said)
             seconds = time.monotonic() - began
-            pairs = list(zip(told, before, strict=True))
+            pairs = list(zip([read_telemetry(url) for url in urls(replicas)], before, strict=True))
             hits = sum(now.prefix_hits - then.prefix_hits for now, then in pairs)
             queries = sum(now.prefix_queries - then.prefix_queries for now, then in pairs)
-            shares[group_size] = hits / queries
-            print(f"group_size {group_size}: {hits:.0f} of {queries:.0f}, {seconds:.1f} s")
-        affinity = engine.servers.measure()["affinity"]
-    print(f"shares {shares}, affinity {affinity:.2f}")
-    assert affinity > 0.8 and shares[GROUP] > shares[None] + 0.02
+            shares.append(hits / queries)
+            affinity = engine.servers.measure()["affinity"]
+            print(
+                f"prompt {shared}, {said} said a turn, group_size {group_size}: {hits:.0f} of"
+                f" {queries:.0f} tokens ({shares[-1]:.3f}), {seconds:.1f} s, affinity"
+                f" {affinity:.2f}"
+            )
+    assert shares[2] > shares[3] + 0.03
 
 
 def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_path):
