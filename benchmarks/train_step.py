@@ -39,8 +39,8 @@ from step_work import MODELS, WORKS
 
 from jaxtrain.adapters.attach import split_trained
 from jaxtrain.batch import Batch
-from jaxtrain.config import AdapterConfig, OptimConfig
-from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, open_params
+from jaxtrain.config import AdapterConfig, ModelConfig, OptimConfig
+from jaxtrain.core.assemble import Parts, abstract_params, make_adapter, make_product, open_params
 from jaxtrain.core.metrics import count_work, model_flops, peak_flops
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.step import init_state, make_step
@@ -75,6 +75,8 @@ class Setting:
     """What LoRA is on."""
     quantize: str = "none"
     """Storage of the frozen matrices."""
+    matmul: str = "default"
+    """model.matmul of a config."""
     param_dtype: str = "float32"
     dtype: str = "bfloat16"
     rows: int = 1
@@ -96,6 +98,7 @@ class Setting:
         if self.lora:
             parts += [f"lora={self.lora}", self.target]
         parts += [self.quantize] if self.quantize != "none" else []
+        parts += [self.matmul] if self.matmul != "default" else []
         parts += [f"{axis}={size}" for axis, size in self.mesh]
         parts += [f"{name.removeprefix('xla_')}={value}" for name, value in self.flags]
         return " ".join(parts)
@@ -129,6 +132,7 @@ class Program:
                 "attention_impl": setting.impl,
             },
             adapter=make_adapter(adapter, self.architecture),
+            product=make_product(ModelConfig(matmul=setting.matmul, path="-")),
         )
         with jax.set_mesh(self.mesh):
             _, self.rebuild = abstract_params(self.parts)
@@ -225,7 +229,7 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     each = itertools.product(
         options.model, options.work, options.impl, options.remat, options.layers
     )
-    return [Setting(*one, **shared) for one in each]
+    return [Setting(*one, **shared, matmul=how) for one in each for how in options.matmul]
 
 
 def run(
@@ -384,6 +388,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--remat", nargs="+", default=["none"])
     parser.add_argument("--layers", nargs="+", choices=["scan", "unroll"], default=["scan"])
+    parser.add_argument("--matmul", nargs="+", default=["default"], help="model.matmul")
     parser.add_argument("--depth", type=int, default=0, help="layers instead of the model's")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains everything")
     parser.add_argument("--param-dtype", default="float32")

@@ -128,6 +128,13 @@ def find_conflicts(config: Config):
             "set either model.path (a Hugging Face folder or Hub id) or model.architecture (a"
             f" config.json inline); {'both are' if model.path else 'neither is'} set"
         )
+    if model.matmul != "default" and config.adapter.quantize != "none":
+        yield (
+            f"model.matmul {model.matmul!r} needs kernels as they are, and adapter.quantize"
+            f" {config.adapter.quantize!r} stores them in fewer bits; remove one"
+        )
+    if model.matmul != "default" and model.compute_dtype == "float64":
+        yield "model.compute_dtype 'float64' is for exact checks; remove model.matmul"
     if model.architecture and not model.tokenizer:
         yield "model.architecture has no tokenizer of its own; set model.tokenizer"
     if not data.datasets:

@@ -29,6 +29,7 @@ from jaxtrain.hf.generation import find_problem
 from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.tokenizer import find_differences
 from jaxtrain.layers.expert_transport import Transport
+from jaxtrain.layers.fp8 import Fp8Product, use_fp8
 from jaxtrain.models import build
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Rebuild, name_path, split_model
@@ -55,6 +56,8 @@ class Parts:
     model are all there is."""
     adapter: Adapter | None = None
     """What is trained, where that is not everything."""
+    product: Fp8Product | None = None
+    """What the Linears of the layers multiply by; None: in the dtype that they compute in."""
     row_tokens: int = 0
     """Of the longest text that models will see; 0: not known."""
 
@@ -93,6 +96,7 @@ def assemble(
         folder=folder if config.model.init == "pretrained" else None,
         options={**model_options(config.model), "transport": transport_of(config.parallel)},
         adapter=make_adapter(config.adapter, architecture),
+        product=make_product(config.model),
     )
 
 
@@ -118,6 +122,7 @@ def assemble_beside(
         folder=folder if model.init == "pretrained" else None,
         options={**model_options(model), "transport": parts.options["transport"]},
         adapter=None,
+        product=make_product(model),
     )
 
 
@@ -156,6 +161,24 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
         "scan_layers": model.scan_layers,
         "attention_impl": model.attention,
     }
+
+
+def make_product(model: ModelConfig) -> Fp8Product | None:
+    """What key matmul asks for; UserError where the devices have no FP8 to multiply in."""
+    if model.matmul == "default":
+        return None
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        able = float(getattr(device, "compute_capability", 0)) >= 8.9
+    else:
+        able = device.platform == "cpu"  # where the same numbers are computed in float32: for tests
+    if not able:
+        raise UserError(
+            f"model.matmul {model.matmul!r} needs GPUs with FP8 (Ada, Hopper and later), found"
+            f" {device.device_kind}; remove it"
+        )
+    scale = "row" if model.matmul == "fp8_row" else "tensor"
+    return Fp8Product(scale, model.matmul_gradients)
 
 
 def transport_of(parallel: ParallelConfig) -> Transport:
@@ -215,6 +238,8 @@ def abstract_params(
     so that an export keeps their dtypes.
     """
     model = build.abstract(parts.architecture, **parts.options)
+    if parts.product is not None:
+        model = use_fp8(model, parts.product)
     if parts.folder is not None:
         model = build.remember(model, parts.folder)
     if parts.adapter is not None:

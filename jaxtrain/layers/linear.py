@@ -21,7 +21,7 @@ class Linear(nnx.Module):
 
     Two slots, for jaxtrain.adapters: `kernel` may be a module that stores it in fewer bits, with
     `multiply(x)`, for experts `packed()`; `adapter` is None, or a module (x, y, kernel) ->
-    corrected y.
+    corrected y. `product`: None, or what multiplies x by a kernel in other numbers (layers.fp8).
     """
 
     token_share = 1.0
@@ -49,6 +49,7 @@ class Linear(nnx.Module):
             else None
         )
         self.adapter: Any = nnx.data(None)
+        self.product: Callable[[jax.Array, jax.Array], jax.Array] | None = None
         self.dtype = jnp.dtype(dtype)
 
     @property
@@ -59,7 +60,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, nnx.Param):
-            return self.correct(x, x @ gathered(self.kernel, self.dtype))
+            kernel = gathered(self.kernel, self.dtype)
+            return self.correct(x, x @ kernel if self.product is None else self.product(x, kernel))
         return self.correct(x, self.kernel.multiply(x))
 
     def matrix(self, num_in: int) -> jax.Array:
@@ -92,6 +94,7 @@ def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
+    plain = plain and all(linear.product is None for linear in linears)
     # Pieces of a product that is split over devices would have to be moved.
     split = not mesh.empty and mesh.size > 1
     if not plain or split or math.prod(x.shape[:-1]) < MANY:

@@ -254,6 +254,8 @@ class Stack(nnx.Module):
         for kind in {spec.kind for spec in self.specs}:
             delattr(self, kind)
         for _, variable in nnx.iter_graph(layers):
+            if isinstance(variable, Linear):
+                variable.product = None  # numbers of training, scaled by all that a batch holds
             if isinstance(variable, nnx.Variable):
                 axes = variable.get_metadata()["axes"][1:]
                 variable.set_metadata(axes=axes)
