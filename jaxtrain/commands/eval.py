@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from jaxtrain.commands.options import config_parser
-from jaxtrain.commands.together import leave_gpus, run_together
+from jaxtrain.commands.together import settle_before_jax, run_together
 from jaxtrain.errors import UserError
 
 
@@ -23,10 +23,10 @@ def run_eval(argv: list[str]) -> int:
         from jaxtrain.config.load import apply_overrides, read_saved, validate_config
 
         if args.config:
-            return leave_gpus(load_config(args.config, overrides)).parallel
+            return settle_before_jax(load_config(args.config, overrides)).parallel
         with contextlib.suppress(UserError):  # told where all of the config is read
             saved = f"{runs[0]}/config.json"
-            leave_gpus(validate_config(apply_overrides(read_saved(saved), overrides), saved))
+            settle_before_jax(validate_config(apply_overrides(read_saved(saved), overrides), saved))
         # Not as the run's own config says: that is how its first process was started.
         own = [word for word in overrides if word.startswith("parallel.")]
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtrain.commands import write_usage
 from jaxtrain.commands.options import config_parser, read_config
-from jaxtrain.commands.together import leave_gpus, run_together
+from jaxtrain.commands.together import settle_before_jax, run_together
 
 
 def run_train(argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def run_train(argv: list[str]) -> int:
     if args.print_config:
         print(json.dumps(config.saved(), indent=2))
         return 0
-    leave_gpus(config)
+    settle_before_jax(config)
     from jaxtrain.verbs.dry_run import dry_run
 
     dry_run(config)
@@ -45,4 +45,4 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
     def join(config):
         return config.parallel, Path(config.run.output_dir)
 
-    return run_together(lambda: leave_gpus(read_config(args)), join, work)
+    return run_together(lambda: settle_before_jax(read_config(args)), join, work)
