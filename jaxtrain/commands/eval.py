@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from jaxtrain.commands.options import config_parser
-from jaxtrain.commands.together import settle_before_jax, run_together
+from jaxtrain.commands.together import run_together, settle_before_jax
 from jaxtrain.errors import UserError
 
 

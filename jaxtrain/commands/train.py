@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtrain.commands import write_usage
 from jaxtrain.commands.options import config_parser, read_config
-from jaxtrain.commands.together import settle_before_jax, run_together
+from jaxtrain.commands.together import run_together, settle_before_jax
 
 
 def run_train(argv: list[str]) -> int:

@@ -38,8 +38,8 @@ class ModelConfig(Section):
     scan_layers: bool = True
     """Compile one layer and loop over it, rather than compile every layer."""
     matmul: Literal["default", "fp8", "fp8_row"] = "default"
-    """In what the matrices of the layers are multiplied in training: compute_dtype; or FP8, with one
-    scale for each operand or one for each row of it (docs/fp8.md). Head, embeddings, routers,
+    """In what the matrices of the layers are multiplied in training: compute_dtype; or FP8, with
+    one scale for each operand or one for each row of it (docs/fp8.md). Head, embeddings, routers,
     experts and all weights stay as they are, and samplers compute in compute_dtype."""
     matmul_gradients: Literal["e5m2", "e4m3"] = "e5m2"
     """The FP8 type of gradients in these products: more range, or one bit more of precision."""

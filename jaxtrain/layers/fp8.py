@@ -5,8 +5,8 @@ e4m3), each scaled by its largest magnitude of this very call ("current" scaling
 float32 inside the product, and what comes out is in the Linear's own dtype. Weights, their
 gradients, the optimizer and everything between the products stay as they were.
 
-Scales are powers of two: they cost a number in FP8 no precision, and multiplying by them is exact in
-bfloat16, so a scale may stand before or behind a product.
+Scales are powers of two: they cost a number in FP8 no precision, and multiplying by them is exact
+in bfloat16, so a scale may stand before or behind a product.
 """
 
 import dataclasses
@@ -86,8 +86,8 @@ def quantise(x: jax.Array, dtype: str, axis: int | None = None) -> tuple[jax.Arr
 
 
 def dot(a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-    """The product of two matrices in FP8, summed over dim over[0] of a and over[1] of b, in `dtype`;
-    summed in float32."""
+    """The product of two matrices in FP8, summed in float32 over dim over[0] of a and over[1] of b,
+    in `dtype`."""
     dims = (((over[0],), (over[1],)), ((), ()))
 
     def fast(a, b):
