@@ -242,6 +242,8 @@ class FakeVllm:
     async def _health(self, request):
         if self.healthy == "stalled":
             await asyncio.sleep(60)
+        if self.healthy == "draining":
+            return web.Response(status=503, text="draining: this server ends within 5 s")
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, request):

@@ -12,6 +12,7 @@ from jaxtrain.config import SamplingConfig
 from jaxtrain.config.vllm import VllmConfig, find_eval_server_conflicts
 from jaxtrain.rollout.types import Keeping, KeepLost
 from jaxtrain.rollout.vllm.engine import VllmEngine
+from jaxtrain.rollout.vllm.listing import describe
 from jaxtrain.rollout.vllm.publish import bring_to_all
 from jaxtrain.rollout.vllm.servers import Servers
 
@@ -133,20 +134,27 @@ def test_an_evaluation_begun_while_weights_are_on_the_way_waits_for_them(fleets)
     assert versions(found[0]) == {1}
 
 
-def test_the_death_of_its_server_ends_the_evaluation_and_another_can_be_begun(fleets):
-    fleet = fleets(3)
+def test_the_death_of_a_server_moves_an_evaluation_of_the_last_one_ends_it(fleets):
+    fleet = fleets(4, eval_servers=2)
     kept = fleet.engine.keep()
-    (server,) = kept.kept.servers
-    mine = fleet.place(server)
-    fleet.fakes[mine].token_seconds = 60.0
-    thread, found = in_thread(lambda: ask(kept, 2))
-    wait_until(lambda: fleet.fakes[mine].drawn > 0)
-    fleet.fakes[mine].kill()
-    thread.join(60)
-    assert isinstance(found[0], KeepLost) and server.url in str(found[0])
-    kept.release()
+    first, second = (fleet.fakes[fleet.place(server)] for server in kept.kept.servers)
+    assert describe(kept.kept.servers[0])["why"] == "keeps version 0 for an evaluation"
+    first.token_seconds = 60.0
+    thread, found = in_thread(lambda: ask(kept, 6))
+    wait_until(lambda: first.drawn > 0)
     fleet.publish(1)
+    first.kill()
+    thread.join(60)
+    assert len(found[0]) == 6 == second.answered and versions(found[0]) == {0}
+    second.token_seconds = 60.0
+    thread, found = in_thread(lambda: ask(kept, 2))
+    wait_until(lambda: fleet.servers.all[fleet.fakes.index(second)].in_flight)
+    second.kill()
+    thread.join(60)
+    assert isinstance(found[0], KeepLost) and second.url in str(found[0])
+    kept.release()
     again = fleet.engine.keep()
+    assert len(again.kept.servers) == 1, "one of the two that are left trains"
     assert versions(ask(again, 2)) == {1} == versions(ask(fleet.engine, 2))
 
 

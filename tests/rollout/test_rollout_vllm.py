@@ -236,6 +236,24 @@ def test_a_server_that_reports_ill_loses_its_requests_at_once():
     assert time.monotonic() - started < 30
 
 
+def test_a_server_that_says_it_leaves_ends_what_it_began_and_may_come_back():
+    fakes = [FakeVllm(), FakeVllm()]
+    fakes[0].token_seconds = 0.1
+    with opened(fakes) as (engine, servers, _):
+        leaving = fakes[0].after(1, setattr, fakes[0], "healthy", "draining")
+        answers = ask(engine, 8)
+        leaving.join()
+        began = fakes[0].answered
+        assert [answer.tokens for answer in answers] == [ANSWER] * 8 and began > 0
+        assert servers.counters["servers_drained"] == 1 and not servers.counters["retries"]
+        assert len(ask(engine, 4)) == 4 and fakes[0].answered == began
+        fakes[0].healthy = True
+        deadline = time.monotonic() + 60
+        while len(servers.ready()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(servers.ready()) == 2 and not servers.counters["servers_lost"]
+
+
 def test_a_server_that_does_not_answer_health_is_stalled(monkeypatch):
     monkeypatch.setattr("jaxtrain.rollout.vllm.watch.HEALTH_TIMEOUT_SECONDS", 0.5)
     fakes = [FakeVllm(), FakeVllm()]

@@ -53,11 +53,14 @@ class Listing:
 
 def describe(server: Server) -> dict[str, Any]:
     """A server as people see it, without the password of its URL."""
+    why = "" if server.state == "up" else server.why
+    if server.keeps:
+        why = f"keeps version {server.kept} for an evaluation"
     return {
         "url": redact_text(server.url),
         "state": server.state,
         "version": server.version if server.version >= 0 else None,
         "in_flight": server.in_flight,
-        "why": "" if server.state == "up" else shorten(redact_text(printable(server.why)), 300),
+        "why": shorten(redact_text(printable(why)), 300),
         "since": round(server.since, 3),
     }
