@@ -32,7 +32,7 @@ LAYERS = [
     ["tasks"],
     ["train"],
     ["api"],
-    ["verbs"],
+    ["verbs", "sweep"],
     ["commands"],
     ["main"],
 ]
@@ -56,6 +56,7 @@ WITHOUT_JAX = [
     "watch.open",
     "report.open",
     "watch.app",
+    "sweep",
     "data",
     "envs",
     "rewards",

@@ -70,6 +70,11 @@ VERBS = {
         "weights in few bits, for vLLM",
         "jaxtrain.commands.folders:run_quantize",
     ),
+    "sweep": Verb(
+        "SWEEP.toml [--jobs N] [--print]",
+        "many runs of a config: grid, random, tpe",
+        "jaxtrain.commands.sweep:run_sweep",
+    ),
     "serve-rollouts": Verb(
         "--config FILE",
         "a rollout service on Ray that outlives runs",

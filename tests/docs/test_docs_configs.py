@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.config.schema import make_schema
+from jaxtrain.sweep.space import check_sweep, check_trials, list_checked
 from tests.docs.blocks import ROOT, list_blocks
 
 WHOLE: dict[str, Any] = {
@@ -27,7 +28,7 @@ DRAFT = {"task": {"kind": "dflash"}}
 TABLES = [
     pytest.param(tomllib.loads(block.text), block.page, id=block.place)
     for block in list_blocks()
-    if block.language == "toml" and not block.text.startswith("# pyproject.toml")
+    if block.language == "toml" and not block.text.startswith(("# pyproject.toml", "[sweep]"))
 ]
 SCHEMA = jsonschema.Draft7Validator(make_schema())
 
@@ -68,6 +69,15 @@ def test_config_of_a_page_loads(table, page, monkeypatch):
     whole = complete(table)
     validate_config(whole, page)
     assert not [error.message for error in SCHEMA.iter_errors(whole)]
+
+
+def test_sweeps_of_pages_are_sweeps(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = [block for block in list_blocks() if block.text.startswith("[sweep]")]
+    assert found
+    for block in found:
+        file = check_sweep(tomllib.loads(block.text), block.place)
+        check_trials(file, list_checked(file))
 
 
 def test_a_key_that_is_none_is_found():
