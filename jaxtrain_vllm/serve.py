@@ -29,7 +29,8 @@ def build_command(options: argparse.Namespace, extra: list[str]) -> list[str]:
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     if options.sync == "lora":
         command += ["--enable-lora", "--max-lora-rank", str(options.max_lora_rank)]
-        command += ["--max-loras", "2", "--max-cpu-loras", "4"]
+        command += ["--max-loras", str(options.max_loras)]
+        command += ["--max-cpu-loras", str(2 * options.max_loras)]
     else:
         command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     if runs_on_cpu():
@@ -76,6 +77,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--sync", choices=["lora", "full", "delta"], default="full")
     parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument(
+        "--max-loras", type=int, default=2, help="two for each policy that is trained"
+    )
     parser.add_argument(
         "--drain-seconds",
         type=float,

@@ -15,9 +15,14 @@ TAKEN = ("policy", "reference", "draft", "teacher", "eval", "params", "opt_state
 
 
 class PolicyConfig(Section):
-    """A frozen model that environments talk to by its name, `chat.other("NAME")`: a judge, a user,
-    a rival. It stands behind servers and is never updated; its words are context."""
+    """Who else speaks in an episode: environments talk to it by its name, `chat.other("NAME")`.
+    Frozen, behind servers (a judge, a user, a rival): its words are context. Or trained: one of
+    several adapters on the base of section model."""
 
+    trained: bool = False
+    """An adapter by section adapter that this run trains, as all that are trained, on one base; the
+    first of them is who plays where an environment names none. Every other key is of frozen ones.
+    """
     servers: list[str] = []
     """URLs of servers with POST /v1/chat/completions: vLLM, or anybody's of that shape. Each
     request goes to the least busy one."""
@@ -50,16 +55,67 @@ def find_policy_problems(config: Any) -> Iterator[str]:
                 f"{key}: a policy's name is small letters, digits and _, and none of"
                 f" {', '.join(TAKEN)}"
             )
-        if not policy.servers:
-            yield f'{key}.servers is empty; name where it answers: ["http://host:8000"]'
+        if policy.trained:
+            for other in policy.model_dump(exclude_defaults=True):
+                if other != "trained":
+                    yield f"{key}.{other} is for a frozen policy; remove it, or {key}.trained"
+        elif not policy.servers:
+            yield (
+                f'{key}.servers is empty; name where it answers: ["http://host:8000"], or'
+                f" set {key}.trained to train it"
+            )
         for url in policy.servers:
             if not url.startswith(("http://", "https://")):
                 yield f"{key}.servers: {url!r} is no URL; write http://host:port"
         for own in ("messages", "model", "max_tokens", "temperature", "n", "stream"):
             if own in policy.options:
                 yield f"{key}.options.{own} is not to be set there; use the section's own keys"
+    if list_trained(config):
+        yield from find_trained_problems(config)
     if config.policies and "env" not in config.task.reads and not config.eval.sets:
         yield (
             "section policies has no effect without an environment that talks to them: task.kind"
             ' "rl", or [[eval.sets]]; remove it'
         )
+
+
+def list_trained(config: Any) -> tuple[str, ...]:
+    """Names of the policies that the run trains, in the config's order; none: it trains the one of
+    section model, without a name."""
+    return tuple(name for name, policy in config.policies.items() if policy.trained)
+
+
+def find_trained_problems(config: Any) -> Iterator[str]:
+    """One sentence for each thing that several adapters on one base do not go with."""
+    key = f"policies.{list_trained(config)[0]}.trained"
+    rollout, adapter, task = config.rollout, config.adapter, config.task
+    if task.kind != "rl":
+        yield f'{key} is for task.kind "rl", not {task.kind}'
+        return
+    if adapter.kind == "none":
+        yield f'{key}: every policy is an adapter on one base; set adapter.kind to "lora"'
+    for name in ("train_embeddings", "train_head"):
+        if getattr(adapter, name):
+            yield f"adapter.{name} trains a table of the base, which policies share; remove it"
+    if rollout.engine == "vllm" and rollout.vllm.sync != "lora":
+        yield (
+            f"{key}: servers hold one base and an adapter for each policy; set rollout.vllm.sync to"
+            ' "lora"'
+        )
+    if rollout.service != "process":
+        yield f'{key} plays in the trainer\'s process; set rollout.service to "process"'
+    if rollout.curator != "all":
+        yield f'{key}: rollout.curator goes by the rewards of one policy; set it to "all"'
+    if task.reference == "frozen":
+        yield f'{key}: policies share the base as reference; set task.reference to "adapter_off"'
+    off = {
+        "rollout.streaming": rollout.streaming,
+        "rollout.replay_size": rollout.replay_size,
+        "rollout.draft": rollout.draft is not None,
+        "rollout.draft_refresh": rollout.draft_refresh is not None,
+        "rollout.vllm.eval_servers": bool(rollout.vllm.eval_servers),
+        "rewards.model": any(reward.model is not None for reward in config.rewards),
+    }
+    for other, given in off.items():
+        if given:
+            yield f"{other} goes with one trained policy; remove it, or {key}"

@@ -27,6 +27,9 @@ class RewardConfig(Section):
     process reward model each turn, which then counts as that turn's reward."""
     name: str | None = None
     """What metrics call it. Unset: the function's own name."""
+    policy: str | None = None
+    """Of several trained policies (section policies) the one whose answers it judges; unset: all.
+    """
     weight: float = 1.0
     """Factor in the sum; 0 only reports it."""
     timeout: float = Field(30.0, gt=0, le=SECONDS)
@@ -85,6 +88,12 @@ def find_model_conflicts(config: Any, draws: bool) -> Iterator[str]:
         if (reward.function is None) == (reward.model is None):
             found = "neither is" if reward.model is None else "both are"
             yield f"{key}: set either function or model; {found} set"
+        trained = [name for name, policy in config.policies.items() if policy.trained]
+        if reward.policy is not None and reward.policy not in trained:
+            yield (
+                f"{key}.policy {reward.policy!r} is no trained policy; section policies trains:"
+                f" {', '.join(trained) or 'none'}"
+            )
         if reward.model is None:
             continue
         if reward.options:

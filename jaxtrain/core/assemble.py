@@ -281,11 +281,16 @@ def open_params(parts: Parts, seed: int) -> Params:
     if parts.adapter is None:
         return base
     shapes, _ = split_trained(abstract_params(parts)[0], parts.adapter)
+    return {**base, **start_adapter(parts, shapes, base, seed)}
+
+
+def start_adapter(parts: Parts, shapes: Mapping[str, Any], base: Params, seed: int) -> Params:
+    """What an adapter trains, as it starts on this base: drawn, or read from its folder. shapes: of
+    it, with shardings."""
+    assert parts.adapter is not None, "the config says that there is one"
     if parts.adapter.source is None:
-        trained = draw_trained(shapes, base, parts.adapter, seed)
-    else:
-        trained = load_trained(shapes, parts.architecture, parts.adapter)
-    return {**base, **trained}
+        return draw_trained(dict(shapes), base, parts.adapter, seed)
+    return load_trained(dict(shapes), parts.architecture, parts.adapter)
 
 
 def find_architecture(model: ModelConfig) -> tuple[Path | None, dict[str, Any]]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jaxtrain
@@ -43,6 +43,20 @@ def export_model(held: Held, config: Config, folder: Path, dtype: str | None = N
         if writes:
             parts.tokenizer.save_pretrained(unfinished)
             (unfinished / "README.md").write_text(write_card(config, held.step))
+
+
+def export_policies(
+    export: Callable[..., None],
+    held: Mapping[str, Held],
+    config: Config,
+    folder: Path,
+    dtype: str | None = None,
+) -> None:
+    """Each of several policies by `export`, as `export_model`, in a folder of its name within
+    `folder`, which takes the older one's place as a whole."""
+    with replace_folder(folder) if is_main_process() else contextlib.nullcontext(folder) as place:
+        for name, one in held.items():
+            export(one, config, place / name, dtype)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.adapters.attach import split_trained, without_adapters
-from jaxtrain.core.assemble import Parts, abstract_params, open_base, open_params
+from jaxtrain.core.assemble import (
+    Parts,
+    abstract_params,
+    open_base,
+    open_params,
+    start_adapter,
+)
 from jaxtrain.models.parameters import Params, Rebuild
 
 Weights = Literal["trained", "own", "start", "moving", "bare"]
@@ -109,6 +115,13 @@ class Roles:
                 case "moving" if trained:
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
+
+    def draw_again(self, held: Params, seed: int) -> Params:
+        """Another adapter's trained weights at their start, for the base among `held`, in which all
+        weights of the first are, too."""
+        parts = self.parts
+        assert parts.adapter is not None, "several policies are adapters"
+        return start_adapter(parts, self.trained_shapes, held, seed)
 
     def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
         """The starting weights in another dtype. donated: by the step that trains them, so that

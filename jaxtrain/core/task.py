@@ -51,6 +51,8 @@ class Round(NamedTuple):
     """Rounds that were trained before this one, in all of the run's life."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
+    policy: str = ""
+    """Whose it is, where several policies are trained: that one is at work, see Live.turn_to."""
     held_out: bool = False
     """Whether it is judged and not trained: whatever is drawn for it is always the same."""
 
@@ -63,8 +65,13 @@ class Live(Protocol):
     beside: Mapping[str, Beside]
     """The models of Task.beside."""
 
-    def held(self) -> Held:
-        """The models with their current weights."""
+    def held(self, policy: str = "") -> Held:
+        """The models with their current weights; policy: of that one, where several are trained."""
+        ...
+
+    def turn_to(self, policy: str) -> None:
+        """From now on this one of several trained policies is the one that is scored and updated;
+        "": there is one alone."""
         ...
 
     def prepare(self, round: Round) -> Round:

@@ -112,6 +112,8 @@ class CalculatorRows:
     """Largest operand that a user names, 9 to 999."""
     follow_up: float = 0.3
     """Chance that the user goes on with the result, after each answer, up to 3 questions."""
+    claims: float = 0.0
+    """Share of rows that check somebody's answer, which is wrong every second time."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -122,11 +124,13 @@ class CalculatorRows:
             ("num_rows", 1, MOST_ROWS),
             ("max_value", 9, LARGEST_RESULT),
             ("follow_up", 0, 1),
+            ("claims", 0, 1),
         ):
             value = getattr(self, name)
-            kinds = (int, float) if name == "follow_up" else (int,)
+            share = name in ("follow_up", "claims")
+            kinds = (int, float) if share else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds):
-                wanted = "a number" if name == "follow_up" else "a whole number"
+                wanted = "a number" if share else "a whole number"
                 raise UserError(f"builtin:calculator: {name} is {show(value)}, not {wanted}")
             if not low <= value <= high:
                 raise UserError(
@@ -147,6 +151,8 @@ class CalculatorRows:
         chance = random.Random(f"{self.seed} {self.split} {index}")
         problem = self._draw(chance)
         problems, messages = [problem], [{"role": "system", "content": SYSTEM}]
+        if self.claims and chance.random() < self.claims:
+            return _check(chance, problem)
         messages += exchange(problem, _phrase(chance, problem, OPENINGS))
         while len(problems) < MAX_TURNS and chance.random() < self.follow_up:
             following = self._follow(chance, problem.result)
@@ -211,6 +217,26 @@ def exchange(problem: Problem, question: str) -> list[dict[str, Any]]:
         {"role": "tool", "name": "calculator", "content": str(problem.result)},
         {"role": "assistant", "content": f"The answer is {problem.result}."},
     ]
+
+
+def ask_whether(question: str, claim: int | str) -> str:
+    """What asks for a verdict on somebody's answer."""
+    return f"{question} Somebody says {claim}. Right or wrong?"
+
+
+def _check(chance: random.Random, problem: Problem) -> dict[str, Any]:
+    """A row whose answer is a verdict, "right" or "wrong"."""
+    wrong = chance.random() < 0.5
+    claim = abs(problem.result + wrong * chance.choice((-10, -1, 1, 10)))
+    verdict = "right" if claim == problem.result else "wrong"
+    messages = exchange(problem, ask_whether(_phrase(chance, problem, OPENINGS), claim))
+    messages[-1] = {"role": "assistant", "content": f"It is {verdict}."}
+    return {
+        "messages": [{"role": "system", "content": SYSTEM}, *messages],
+        "tools": TOOLS,
+        "answers": [verdict],
+        "problems": [problem.expression],
+    }
 
 
 def _phrase(chance: random.Random, problem: Problem, phrasings: dict[str, tuple[str, ...]]) -> str:

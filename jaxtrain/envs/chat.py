@@ -12,7 +12,7 @@ from jaxtrain.envs.history import TurnTemplate
 from jaxtrain.envs.single_turn import find_prompt
 from jaxtrain.envs.tools import Tool, Toolbox
 from jaxtrain.errors import UserError
-from jaxtrain.rollout.types import Engine, Episode, Sampling
+from jaxtrain.rollout.types import Engine, Episode, Sampling, as_game
 
 Play = Callable[..., Awaitable[Any]]
 
@@ -60,7 +60,7 @@ class ChatEnv:
             row_tokens=self.row_tokens,
         )
         found = await self.play(copy.deepcopy(dict(row)), chat, **self.options)
-        if isinstance(found, Episode):
+        if isinstance(found := as_game(found), Episode):
             return found
         if found is None or isinstance(found, int | float | Mapping):
             return chat.finish(found)

@@ -17,7 +17,7 @@ from jaxtrain.envs.history import History, TurnTemplate
 from jaxtrain.envs.talk import Answer, Talk, list_messages, make_answer, read_answer
 from jaxtrain.envs.tools import Toolbox, make_tool
 from jaxtrain.errors import UserError
-from jaxtrain.rollout.types import Engine, Episode, EpisodeFailed, Sampling
+from jaxtrain.rollout.types import Engine, Episode, EpisodeFailed, Sampling, Speaker
 
 Rewards = float | Mapping[str, float | None] | None
 
@@ -38,10 +38,13 @@ class Conversation:
         name: str = "reward",
         rewritten: bool = True,
         row_tokens: int | None = None,
+        policy: str = "",
     ):
         """schemas: of tools that the environment answers itself. name: of rewards that are given
         without one. rewritten: see History. row_tokens: longest sequence that can be trained."""
         self.engine, self.sampling, self.index = engine, sampling, index
+        self.policy = policy
+        """See Episode.policy."""
         self.tools = Toolbox() if tools is None else tools
         self.schemas = list(schemas or [])
         self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
@@ -73,15 +76,29 @@ class Conversation:
         for message in list_messages(content, role, keys):
             self._add(message)
 
-    def other(self, name: str) -> Talk:
-        """A conversation with another policy, beside this one: of section policies, by its name."""
+    def other(self, name: str) -> "Talk | Conversation":
+        """A conversation with another policy, beside this one: of section policies, by its name.
+        With one that is trained it is an episode of its own, to be finished and returned, too."""
         others = getattr(self.engine, "others", {})
         if name not in others:
             known = ", ".join(others) or "none"
             raise UserError(
                 f"chat.other({name!r}): there is no such policy; section policies has: {known}"
             )
-        return Talk(others[name])
+        if isinstance(others[name], Speaker):
+            return Talk(others[name])
+        return Conversation(
+            self._history.template,
+            others[name],
+            self.sampling,
+            self.index,
+            tools=Toolbox(seconds=self.tools.seconds),
+            max_turns=self.max_turns,
+            name=self.name,
+            rewritten=self._history.rewritten,
+            row_tokens=self.row_tokens,
+            policy=name,
+        )
 
     @property
     def full(self) -> bool:
@@ -194,6 +211,7 @@ class Conversation:
             turn_rewards=rewarded,
             earlier=earlier,
             routed=last.routed,
+            policy=self.policy,
         )
 
     def _add(self, message: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from jaxtrain.rollout.types import (
     Reply,
     Sampling,
     Speaker,
+    as_game,
 )
 from jaxtrain.shown import printable
 
@@ -73,7 +74,7 @@ class Guarded:
             await self._wait(task, watched)
         finally:
             task.cancel()
-        episode = task.result()
+        episode = as_game(task.result())
         if problem := find_problem(episode):
             raise self._failed(problem, problem)
         return episode
@@ -143,7 +144,12 @@ class Watched:
     def others(self) -> dict[str, Any]:
         """The run's other policies by name; the time that they take is none of the world's."""
         found = getattr(self._engine, "others", {})
-        return {name: WatchedSpeaker(one, self) for name, one in found.items()}
+        return {
+            name: WatchedSpeaker(one, self)
+            if isinstance(one, Speaker)
+            else WatchedEngine(one, self, self._media)
+            for name, one in found.items()
+        }
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -173,6 +179,14 @@ class Watched:
         return getattr(self._engine, name)
 
 
+class WatchedEngine(Watched):
+    """Another trained policy of an episode that is watched."""
+
+    def __init__(self, engine: Engine, watched: Watched, media: MediaTokens):
+        super().__init__(engine, media)
+        self.waiting = watched.waiting
+
+
 class WatchedSpeaker:
     """A frozen policy of an episode that is watched."""
 
@@ -189,6 +203,9 @@ def find_problem(episode: Any) -> str:
     """What is wrong with what an environment returned, in a few words; empty: nothing."""
     if not isinstance(episode, Episode):
         return f"environment returned a {type(episode).__name__}, which is no Episode"
+    for other in episode.others:
+        if problem := find_problem(other):
+            return problem
     for one in episode.sequences:
         lengths = {len(one.tokens), len(one.sampled), len(one.logprobs), len(one.versions)}
         if len(lengths) > 1:

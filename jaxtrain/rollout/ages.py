@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from jaxtrain.rollout.types import Completion, Engine, Sampling
+from jaxtrain.rollout.types import Completion, Engine, Sampling, Speaker
 
 _LISTENER: ContextVar[Callable[[int], None] | None] = ContextVar("listener", default=None)
 
@@ -93,7 +93,11 @@ class Dated:
     @property
     def others(self) -> dict[str, Any]:
         """The run's other policies, by name."""
-        return dict(getattr(self._engine, "others", {}))
+        found = getattr(self._engine, "others", {})
+        return {
+            name: one if isinstance(one, Speaker) else Dated(one, self._ages, self._index)
+            for name, one in found.items()
+        }
 
     @property
     def version(self) -> int:

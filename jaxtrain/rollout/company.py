@@ -14,8 +14,9 @@ class Company:
     """`types.Engine` with others beside it."""
 
     def __init__(self, engine: Engine, others: Mapping[str, Any]):
-        """others: by name; closed with the engine."""
-        self.engine, self.others = engine, dict(others)
+        """others: by name, engines and speakers; closed with the engine."""
+        self.engine, self._own = engine, dict(others)
+        self.others = {**getattr(engine, "others", {}), **others}
 
     async def generate(
         self,
@@ -35,14 +36,22 @@ class Company:
     def counters(self) -> dict[str, float]:
         """Those of all."""
         found = dict(self.engine.counters())
-        for other in self.others.values():
+        for other in self._own.values():
             found |= other.counters()
         return found
 
     async def close(self) -> None:
         """Let all go."""
-        for one in (self.engine, *self.others.values()):
+        for one in (self.engine, *self._own.values()):
             await one.close()
+
+
+def gather(engines: Mapping[str, Engine]) -> Engine:
+    """The engines of several policies as that of the first, with all of them beside it."""
+    first = next(iter(engines.values()))
+    company = Company(first, {name: one for name, one in engines.items() if one is not first})
+    company.others = dict(engines)
+    return company
 
 
 def accompany(engine: Engine, others: Mapping[str, Any]) -> Engine:

@@ -202,6 +202,8 @@ def open_frozen(config: Config) -> dict[str, Frozen]:
     """The frozen policies of section policies by name, each of which has answered; UserError."""
     found = {}
     for name, section in config.policies.items():
+        if section.trained:
+            continue
         key = f"policies.{name}"
         servers = [
             reveal_url(url, f"{key}.servers.{place}") for place, url in enumerate(section.servers)

@@ -7,6 +7,7 @@ Streaming, `next` gives a part of the round, and all but the last step of the li
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,9 +30,11 @@ class OnPolicy:
         *,
         serves: bool,
         total_steps: int,
+        policies: Sequence[str] = (),
     ):
         """engine: on process 0; the others never sample. closing: stops the producer first, then
-        what it works with."""
+        what it works with. policies: names of several that are trained."""
+        self.policies = policies
         self.source, self.publisher, self.engine = source, publisher, engine
         self.serves, self.total_steps = serves, total_steps
         self.state, self.restore = source.state, source.restore
@@ -68,8 +71,18 @@ class OnPolicy:
         if source.last_part and (batches or source.part):
             self.publisher.sleep()  # of a round with nothing to train the next is drawn at once
         with live.phase("scoring the answers"):
-            round = Round(batches, part=source.part, last=source.last_part, version=source.version)
+            live.turn_to(source.policy)
+            round = Round(
+                batches,
+                part=source.part,
+                last=source.last_part,
+                version=source.version,
+                policy=source.policy,
+            )
             found = live.prepare(round)
+            if source.policy:
+                named = {f"{source.policy}/{name}": x for name, x in found.metrics.items()}
+                found = found._replace(metrics=named)
         self.waited += drawn - start
         self.scored += time.monotonic() - drawn
         metrics = {**source.metrics, **found.metrics, **(self.published or {})}
@@ -101,6 +114,10 @@ class OnPolicy:
         held: Any = live.held()
         with live.phase("bringing weights to the engine"):
             rebuild = held.roles.rebuild(held.roles.trained)
+            if self.policies:
+                params = {name: live.held(name).params() for name in self.policies}
+                self.published = self.publisher.publish(self.source.version, params, rebuild)
+                return
             if (draft := live.beside.get(DRAFT)) is not None:
                 assert isinstance(self.publisher, DraftPublisher), "the config says who takes one"
                 self.publisher.use_draft(draft.held())

@@ -90,6 +90,9 @@ class Rules:
     retries: int = 2
     datasets: tuple[str, ...] = ()
     """Names of the datasets, where there are several."""
+    policies: dict[str, list[str]] = field(default_factory=dict)
+    """Where policies with names are trained: of each, in the config's order, the reward functions
+    that judge it."""
 
 
 Drawn = tuple[list[Episode], list[dict[str, float | None]]]
@@ -165,10 +168,12 @@ class GroupPlayer:
             return None
         episodes, scores = drawn
         self.failures.add(None, size)
-        if self.judged and not scores[0]:
+        if self.judged and not all(scores):
+            policy = episodes[scores.index({})].policy
             raise UserError(
-                "no reward judges the answers: add a [[rewards]] table with a function, or an env"
-                " that gives rewards itself for rows such as these"
+                f"no reward judges the answers{f' of policy {policy}' if policy else ''}: add a"
+                " [[rewards]] table with a function, or an env that gives rewards itself for rows"
+                " such as these"
             )
         return Group(ask.draw, ask.row, episodes, scores, dataset=ask.dataset, truth=truth)
 
@@ -191,17 +196,26 @@ class GroupPlayer:
             for failure in failed:  # for good, whatever becomes of the others
                 self.failures.add(failure)
             raise
-        episodes = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
+        games = [episode for episode in found if not isinstance(episode, EpisodeFailed)]
         if failed:
             slot.dropped[f"failed: {failed[0]}"] += 1
-            self.failures.add(None, len(episodes))
+            self.failures.add(None, len(games))
             for failure in failed:
                 self.failures.add(failure)
             return None
         try:
-            return episodes, await rewards.score(episodes, ask.row)
+            return await self._score(list_episodes(games, list(self.rules.policies)), ask, rewards)
         except EpisodeFailed as failure:
             return self._give_up(failure, slot)
+
+    async def _score(self, episodes: list[Episode], ask: Ask, rewards: Any) -> Drawn:
+        """The episodes with their rewards, each policy's by the functions that judge it."""
+        scores: list[dict[str, float | None]] = []
+        for policy, functions in self.rules.policies.items():
+            own = [episode for episode in episodes if episode.policy == policy]
+            if own:
+                scores += await rewards.only(functions).score(own, ask.row)
+        return episodes, scores or await rewards.score(episodes, ask.row)
 
     def _give_up(self, failure: EpisodeFailed, slot: Slot) -> None:
         """All episodes of a group are lost."""
@@ -230,12 +244,11 @@ class GroupPlayer:
         return failure
 
     def is_flat(self, group: Group) -> bool:
-        """Whether all its rewards are equal."""
-        names = reward_names([group])
-        weights = [self.rules.weights.get(name, 1.0) for name in names]
-        rules = self.rules
-        tables = turn_tables([group], names)
-        return all(is_flat(table, weights, rules.combine, rules.clip) for table in tables)
+        """Whether all its rewards are equal; of several policies, those of each."""
+        if not self.rules.policies:
+            return earns_alike(group, self.rules)
+        parts = [group.of(policy) for policy in self.rules.policies]
+        return all(earns_alike(part, self.rules) for part in parts if part is not None)
 
     def totals(self, group: Group) -> list[float]:
         """Weighted sum of the rewards of each episode that was judged."""
@@ -243,6 +256,30 @@ class GroupPlayer:
         weights = [self.rules.weights.get(name, 1.0) for name in names]
         found_N = weigh(reward_table([group], names), weights, self.rules.clip)
         return [float(total) for total in found_N if total == total]
+
+
+def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Episode]:
+    """All episodes of the games, policy by policy where these have names; UserError for one of
+    another policy."""
+    found = [one for game in games for one in (game, *game.others)]
+    for game in games:
+        game.others = []
+    for one in found:
+        one.policy = one.policy or next(iter(policies), "")
+        if one.policy and one.policy not in policies:
+            raise UserError(
+                f"the environment gave an episode of policy {one.policy!r}; section policies"
+                f" trains: {', '.join(policies) or 'none'}"
+            )
+    return sorted(found, key=lambda one: policies.index(one.policy)) if policies else found
+
+
+def earns_alike(group: Group, rules: Rules) -> bool:
+    """Whether all rewards of one policy's group are equal."""
+    names = reward_names([group])
+    weights = [rules.weights.get(name, 1.0) for name in names]
+    tables = turn_tables([group], names)
+    return all(is_flat(table, weights, rules.combine, rules.clip) for table in tables)
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:

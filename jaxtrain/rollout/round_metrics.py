@@ -106,6 +106,7 @@ def describe_sample(
 ) -> dict[str, Any]:
     """What every line of samples.jsonl has."""
     return {
+        **({"policy": episode.policy} if episode.policy else {}),
         "reward": reward,
         "rewards": rewards,
         "prompt": episode.prompt,

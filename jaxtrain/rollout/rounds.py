@@ -8,6 +8,9 @@ producer made is trained here exactly once, or counted under the reason why it w
 nothing to learn from comes out without a batch, with its numbers and samples; after too many of
 them in a row the run ends.
 
+Where several policies are trained, a round comes out in parts, too, one for each: its own groups,
+with advantages of their own, under the name `policy`.
+
 When streaming, a round comes out in parts of one minibatch each, while the rest is still drawn:
 
     places of the round     1 2 3 4 5 6 7 8      in the order in which they finish
@@ -28,7 +31,7 @@ from jaxtrain.errors import RunStopped
 from jaxtrain.rollout.advantage import compute_advantages, turn_tables, weigh
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.labels import Labelled, Labels, label
-from jaxtrain.rollout.producer import Producer, Slot, reward_names
+from jaxtrain.rollout.producer import Producer, Slot, earns_alike, reward_names
 from jaxtrain.rollout.replay import ReplayBuffer
 from jaxtrain.rollout.round_metrics import (
     choose_samples,
@@ -66,7 +69,7 @@ class Taken:
 
     slots: list[Slot] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
-    """Those that are trained."""
+    """Those that are trained; of several policies, of each its own."""
     drops: Counter[str] = field(default_factory=Counter)
     saved_tokens: int = 0
     flat_tokens: int = 0
@@ -122,6 +125,10 @@ class RoundSource:
         self.version = 0
         """Of the policy that trains next."""
         self.part, self.last_part = 0, True
+        self.policy = ""
+        """Whose part it is, where policies have names."""
+        self._pending: dict[str, list[Group]] = {}
+        """What the round has for the policies that are to come."""
         self.metrics: dict[str, float] = {}
         self.samples: list[dict[str, Any]] = []
         self.table: Table | None = None
@@ -192,17 +199,41 @@ class RoundSource:
                 groups += self._take(min(self._left, share - len(groups)), taken)
             if not groups:
                 return None
-            self._judge(groups)
-            self.groups = groups
-            found = label(groups, self.labels)
-            if found.too_long:
-                taken.drops["too_long_episodes"] += found.too_long
-            if found.batches:
-                taken.groups += groups
-                taken.saved_tokens += found.saving.saved_tokens
-                taken.flat_tokens += found.saving.flat_tokens
+            if self.producer.rules.policies:
+                self._pending = self._split(groups)
+                break
+            if (found := self._label(groups, taken)) is not None:
                 return found
-            taken.drops["nothing_to_train"] += len(groups)
+        while self._pending:
+            self.policy = next(iter(self._pending))
+            if (found := self._label(self._pending.pop(self.policy), taken)) is not None:
+                return found
+        return None
+
+    def _split(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
+        """What there is for each policy to learn from, in their order."""
+        rules, found = self.producer.rules, {}
+        for policy in rules.policies:
+            own = [part for group in groups if (part := group.of(policy)) is not None]
+            if rules.drop_flat:
+                own = [part for part in own if not earns_alike(part, rules)]
+            if own:
+                found[policy] = own
+        return found
+
+    def _label(self, groups: list[Group], taken: Taken) -> Labelled | None:
+        """The batches of some groups; None where there is nothing to train in them."""
+        self._judge(groups)
+        self.groups = groups
+        found = label(groups, self.labels)
+        if found.too_long:
+            taken.drops["too_long_episodes"] += found.too_long
+        if found.batches:
+            taken.groups += groups
+            taken.saved_tokens += found.saving.saved_tokens
+            taken.flat_tokens += found.saving.flat_tokens
+            return found
+        taken.drops["nothing_to_train"] += len(groups)
         return None
 
     def _take(self, count: int, taken: Taken) -> list[Group]:
@@ -303,10 +334,15 @@ class RoundSource:
             )
             self._efficiency = found.packing_efficiency
         self._round.add(taken)
-        self.last_part = self._left == 0 and not self._replayed
+        self.last_part = self._left == 0 and not self._replayed and not self._pending
         fresh = [group for group in self._round.groups if not group.replayed]
         flat = [group for slot in self._round.slots for group in slot.flat if group not in fresh]
         judged = fresh + flat
+        if policies := self.producer.rules.policies:
+            games = [slot.group for slot in self._round.slots if slot.group is not None]
+            games += [group for group in flat if group not in games]
+            parts = [group.of(policy) for policy in policies for group in games]
+            judged = [part for part in parts if part is not None]
         self.metrics = self._describe(judged)
         if self.parts > 1:
             self.metrics["part"] = float(self.part)
@@ -329,6 +365,7 @@ class RoundSource:
         replayed = sum(group.replayed for group in groups)
         drawn = [e for group in judged for e in group.episodes if not e.given]
         return {
+            **self._describe_policies(judged),
             **describe_rewards(judged, self.producer.rules.weights, self.producer.rules.datasets),
             **describe_episodes(drawn),
             **{f"dropped/{reason}": float(n) for reason, n in round.drops.items()},
@@ -344,6 +381,21 @@ class RoundSource:
             "prompt_tokens_saved": round.saved_tokens / max(round.flat_tokens, 1),
             **self.more_counters(),
         }
+
+    def _describe_policies(self, judged: Sequence[Group]) -> dict[str, float]:
+        """The same of each policy by itself, where they have names: {"solver/reward": 0.4}."""
+        found: dict[str, float] = {}
+        for policy in self.producer.rules.policies:
+            own = [group for group in judged if group.episodes[0].policy == policy]
+            trained = [one for one in self._round.groups if one.episodes[0].policy == policy]
+            numbers = {
+                **describe_rewards(own, self.producer.rules.weights),
+                **describe_episodes([episode for group in own for episode in group.episodes]),
+                **self._describe_lag(trained),
+                "groups": float(len(trained)),
+            }
+            found |= {f"{policy}/{name}": value for name, value in numbers.items()}
+        return found
 
     def _count(self) -> Counter[str]:
         """What was given up or left out since the start, before it came to a slot's end."""

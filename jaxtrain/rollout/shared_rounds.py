@@ -25,19 +25,21 @@ class Drawn(NamedTuple):
     last_part: bool
     metrics: dict[str, float]
     counters: dict[str, Any]
+    policy: str
 
 
 class SharedRounds:
     """Iterator of rounds with a JSON-able cursor; `version` is that of the policy that trains next.
 
-    `part`, `last_part` and `metrics` are as RoundSource's; `samples`, answers to read, are there on
-    process 0 alone.
+    `part`, `last_part`, `policy` and `metrics` are as RoundSource's; `samples`, answers to read,
+    are there on process 0 alone.
     """
 
     def __init__(self, own: RoundSource | None):
         """own: on process 0, and nowhere else."""
         self.own = own
         self.part, self.last_part = 0, True
+        self.policy = ""
         self.metrics: dict[str, float] = {}
         self._counters: dict[str, Any] = {}
         self._version = 0
@@ -51,12 +53,14 @@ class SharedRounds:
         drawn = Drawn(*broadcast_or_raise("a round", self._draw))
         self.part, self.last_part = drawn.part, drawn.last_part
         self.metrics, self._counters = drawn.metrics, drawn.counters
+        self.policy = drawn.policy
         return drawn.batches
 
     def _draw(self) -> tuple:
         assert self.own is not None, "process 0 draws"
         own, batches = self.own, next(self.own)
-        return tuple(Drawn(batches, own.part, own.last_part, own.metrics, own.counters()))
+        numbers = own.metrics, own.counters()
+        return tuple(Drawn(batches, own.part, own.last_part, *numbers, own.policy))
 
     @property
     def version(self) -> int:

@@ -7,7 +7,7 @@ row ──Env.run──> Episode ─┘
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.config import Config, SamplingConfig
@@ -174,6 +174,9 @@ class Shared(NamedTuple):
 class EngineKind(ABC):
     """How an engine is opened; from outside: an own class of this kind, by rollout.engine."""
 
+    several: bool = False
+    """Whether it draws with several adapters on one base: Company of an engine for each trained
+    policy, and a publisher that gets {policy: params}."""
     serves: bool = True
     """Whether it keeps weights of its own, so that evaluations may ask it, too."""
 
@@ -302,6 +305,10 @@ class Episode:
     same; `logprobs` and `versions` say nothing."""
     routed: Any = None
     """As TokenSequence.routed."""
+    policy: str = ""
+    """Whose turns were drawn, by its name in section policies; "": the first that is trained."""
+    others: list["Episode"] = field(default_factory=list)
+    """The further episodes of the same game, of whatever policies: see as_game."""
 
     @property
     def sequences(self) -> list[TokenSequence]:
@@ -347,6 +354,17 @@ class Episode:
         return min(known, default=-1)
 
 
+def as_game(found: Any) -> Any:
+    """The episodes of one game as the first of them, which has the others; anything else as it
+    is."""
+    if not isinstance(found, list | tuple) or not found:
+        return found
+    first, *others = found
+    if isinstance(first, Episode):
+        first.others = others
+    return first
+
+
 class Env(Protocol):
     """The world: plays one episode of a row with an engine.
 
@@ -357,7 +375,8 @@ class Env(Protocol):
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """Play. Many run side by side in one event loop, so nothing in here may block.
+        """Play. Many run side by side in one event loop, so nothing in here may block. A game of
+        several policies is several episodes, one list, each with its `policy`.
 
         index: number of the episode, to be handed to engine.generate. Raises EpisodeFailed.
         """
@@ -390,3 +409,10 @@ class Group:
     def min_version(self) -> int:
         """Oldest policy version of a drawn token; -1 where none is known."""
         return min((e.min_version for e in self.episodes if e.min_version >= 0), default=-1)
+
+    def of(self, policy: str) -> "Group | None":
+        """The group of one policy: its episodes alone; None where it has none."""
+        own = [i for i, episode in enumerate(self.episodes) if episode.policy == policy]
+        episodes = [self.episodes[i] for i in own]
+        rewards = [self.rewards[i] for i in own]
+        return replace(self, episodes=episodes, rewards=rewards) if own else None

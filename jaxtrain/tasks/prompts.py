@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
 from jaxtrain.errors import UserError
@@ -82,6 +83,11 @@ class PromptData:
     def open(self, parts: Parts, say: Callable[[str], None]) -> OnPolicy:
         """Raises UserError before anything is sampled."""
         self.say, kind, steps = say, find_engine(self.config), 0
+        if (named := list_trained(self.config)) and not kind.several:
+            raise UserError(
+                f"policies.{named[0]}.trained: rollout.engine {self.config.rollout.engine!r} draws"
+                ' with one policy; set it to "local" or "vllm"'
+            )
         with ExitStack() as stack:
             if is_main_process():
                 engine, publisher, self.source, steps = self._open_rounds(parts, stack)
@@ -95,6 +101,7 @@ class PromptData:
                 stack.pop_all(),
                 serves=kind.serves,
                 total_steps=broadcast("number of steps", lambda: steps),
+                policies=list_trained(self.config),
             )
 
     def _open_rounds(
@@ -110,11 +117,13 @@ class PromptData:
         if config.run.num_epochs:
             max_prompts = config.run.num_epochs * len(prompts)
             rounds = math.ceil(max_prompts / (rollout.prompts_per_step - replayed))
+        policies = list_trained(config)
+        updates = plan.updates * max(1, len(policies))
         # In epochs these are the most: a round that lost groups may have fewer minibatches.
-        total_steps = int(config.run.max_steps or rounds * plan.updates)
-        fewer = plan.updates > 1 or replayed or prompts.curator is not None
+        total_steps = int(config.run.max_steps or rounds * updates)
+        fewer = updates > 1 or replayed or prompts.curator is not None
         most = "at most " if max_prompts and fewer else ""
-        say(f"{len(prompts)} prompts, {most}{total_steps} steps, {plan.updates} a round")
+        say(f"{len(prompts)} prompts, {most}{total_steps} steps, {updates} a round")
         rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
         stack.callback(rewards.close)
         room = min(data.sequence_len, parts.architecture.longest)
@@ -198,6 +207,10 @@ class PromptData:
             max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
             retries=rollout.retries,
             datasets=label_datasets(self.config.data.datasets),
+            policies={
+                name: [one.label for one in self.config.rewards if one.policy in (None, name)]
+                for name in list_trained(self.config)
+            },
         )
 
     def make_failures(self, say: Callable[[str], None]) -> Failures:

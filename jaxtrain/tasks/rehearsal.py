@@ -71,10 +71,13 @@ async def play(
     config: Config, tokenizer: Any, row: dict[str, Any], env: Env, rewards: Any
 ) -> tuple[Episode, dict[str, float | None]]:
     """A row's episode by an engine that always says the same, and what it is worth."""
-    others = {name: ScriptedSpeaker([SAYS] * 1000) for name in config.policies}
+    others = {
+        name: Script(tokenizer, [SAYS] * 1000) if one.trained else ScriptedSpeaker([SAYS] * 1000)
+        for name, one in config.policies.items()
+    }
     engine = Script(tokenizer, [SAYS] * 1000, others)
     episode = await env.run(dict(row), engine, config.sampling, 0)
     if rewards is None:
         return episode, dict(episode.all_rewards)
-    (scores,) = await rewards.score([episode], row)
-    return episode, scores
+    scores = await rewards.score([episode], row)
+    return episode, scores[0]

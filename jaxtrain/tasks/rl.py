@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.config import Config, PolicyTask, RLTask
+from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import assemble, read_architecture
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
@@ -68,6 +69,11 @@ def make(config: Config) -> Task:
     engine = find_engine(config)
     parts = assemble(config, engine.reserved(config))
     engine.check(config, parts)
+    if list_trained(config) and parts.adapter is not None and parts.adapter.full:
+        raise UserError(
+            f"policies share one base, but the adapter of adapter.path trains"
+            f" {', '.join(parts.adapter.full)} in full; choose another one"
+        )
     if task.share_prompts:
         found = "task.share_prompts packs answers behind one prompt"
         fix = "set task.share_prompts and data.packing to false"
@@ -204,7 +210,8 @@ class Preparation:
         self.temperature = None if temperature == 1.0 else temperature
         self.comparison = RoundComparison(temperature, lambda text: data.say(text))
         self.scores_policy = scores_policy(task, config.rollout.streaming)
-        self._looked = False
+        self._looked: set[str] = set()
+        """Policies of which a round was looked at since the start."""
 
     def __call__(self, round: Round, scorer: Scorer) -> Round:
         """The round as it is trained: streams filled in, one batch for each update.
@@ -215,10 +222,11 @@ class Preparation:
         """
         if not round.batches:
             return round
-        first = round.part == 0
+        first = round.part == 0 or round.policy != ""
         due = first and (self.scores_policy or round.version % LOOK_EVERY == 0)
-        compares = due or (first and not self._looked)
-        self._looked = self._looked or first
+        compares = due or (first and round.policy not in self._looked)
+        if first:
+            self._looked.add(round.policy)
         scored = [self.score(batch, scorer, compares) for batch in round.batches]
         if any(scored) or self.judges_late:
             parts, metrics = broadcast(

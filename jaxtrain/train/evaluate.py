@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
+from jaxtrain.rollout.company import gather
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
@@ -45,19 +47,22 @@ class Evaluation:
         run_eval: Callable | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         beside: Beside | None = None,
+        policies: Callable[[], Mapping[str, Held]] = dict,
     ):
         """sampled: gets (step, lines for samples.jsonl). sets: on process 0. engine: on process 0,
         if `served`: it holds the current weights whenever an evaluation comes; else process 0
         answers the sets itself. run_eval: of step.make_eval, where there is one already.
         should_stop: asked while problems are answered, which then ends by Interrupted. beside: on
-        process 0, where servers may answer the sets while training goes on."""
+        process 0, where servers may answer the sets while training goes on. policies: by name,
+        where several are trained: environments talk to all of them."""
+        self.policies = policies
         self.config, self.task, self.parts, self.say = config, task, roles.parts, say
         self.sampled, self.sets, self.served = sampled, sets, served
         self.engine = engine if served else None
         self.should_stop, self.beside = should_stop, beside
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
         self.history: list[dict[str, float]] = []
-        self.sampler: Requests | None = None
+        self.samplers: dict[str, Requests] = {}
         self.weights = EvaluationWeights(self.parts)
 
     def run(self, held: Held, scorer: Scorer, *, aside: bool = False) -> dict[str, float]:
@@ -139,28 +144,37 @@ class Evaluation:
         """
         if not self.config.eval.sets:
             return {}
-        here = held.params() if self.served else self.weights(held.params())
+        all_held = self.policies() or {"": held}
+        here = {
+            name: one.params() if self.served else self.weights(one.params())
+            for name, one in all_held.items()
+        }
         rebuild = held.roles.rebuild(held.roles.trained)
         return broadcast_or_raise("answers", lambda: self.answer(here, rebuild, held.step))
 
-    def answer(self, params: Params, rebuild: Rebuild, step: int) -> dict[str, float]:
-        """As `generate`, on process 0."""
+    def answer(self, params: Mapping[str, Params], rebuild: Rebuild, step: int) -> dict[str, float]:
+        """As `generate`, on process 0. params: of each policy."""
         assert self.sets is not None, "process 0 holds the sets"
         engine = self.engine
-        if engine is None:
-            model = rebuild(params)
-            engine = LocalEngine(self.open_sampler(model))
-            engine.use(model, step)
-        found = self.sets.run(engine, step, self.sampled, self.should_stop)
-        if self.sampler is not None and self.weights.copies:
-            self.sampler.use(None)
+        with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
+            if engine is None:
+                engines = {}
+                for name, own in params.items():
+                    model = rebuild(own)
+                    engines[name] = LocalEngine(self.open_sampler(model, name), thread)
+                    engines[name].use(model, step)
+                engine = gather(engines) if len(engines) > 1 else next(iter(engines.values()))
+            found = self.sets.run(engine, step, self.sampled, self.should_stop)
+        if self.weights.copies:
+            for sampler in self.samplers.values():
+                sampler.use(None)
         return found
 
-    def open_sampler(self, model: Any) -> Requests:
-        """The run's one sampler, with these weights: it compiles once."""
-        if self.sampler is None:
+    def open_sampler(self, model: Any, policy: str = "") -> Requests:
+        """A policy's one sampler, with these weights: it compiles once."""
+        if policy not in self.samplers:
             make: Callable[..., Requests] = self.task.sampler or LocalSampler
-            self.sampler = make(
+            self.samplers[policy] = make(
                 model,
                 end_of_turn_ids(self.parts.tokenizer),
                 max_len=self.parts.architecture.longest,
@@ -168,8 +182,8 @@ class Evaluation:
                 to_text=self.parts.tokenizer.decode,
                 mesh=self.weights.mesh,
             )
-        self.sampler.use(model)
-        return self.sampler
+        self.samplers[policy].use(model)
+        return self.samplers[policy]
 
     def summary(self) -> str:
         """Before and after, in a line or two."""

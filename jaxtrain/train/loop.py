@@ -17,7 +17,7 @@ import jax
 from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.export import export_model
+from jaxtrain.core.export import export_model, export_policies
 from jaxtrain.errors import Interrupted, UserError
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
@@ -98,6 +98,7 @@ def train(config: Config, command: list[str]) -> int:
             session.rounds.engine,
             served=session.rounds.serves,
             run_eval=session.run_eval,
+            policies=lambda: {name: session.held(name) for name in session.policies},
             should_stop=session.asked_to_stop,
             beside=open_beside(session, sets),
         )
@@ -160,6 +161,7 @@ class Loop:
         """The last step that was evaluated."""
         self.early_stop = open_early_stop(self.config, session)
         self.latest: dict[str, float] = {}
+        self.newest: dict[str, dict[str, float]] = {}
         self.round: dict[str, float] = {}
         """Numbers about rounds that wait for the next line."""
 
@@ -257,7 +259,16 @@ class Loop:
             # Streams that were made on devices may be large.
             streams = {n: v for n, v in batch.streams.items() if not isinstance(v, jax.Array)}
             kept = batch._replace(streams=streams)
-            self.pending = Pending(session.step, output, kept, counters, found, compiled)
+            self.pending = Pending(
+                session.step,
+                output,
+                kept,
+                counters,
+                found,
+                session.policy,
+                session.updates[session.policy],
+                compiled,
+            )
             if last is not None:
                 self.read(last)
 
@@ -302,7 +313,9 @@ class Loop:
 
     def read(self, pending: Pending) -> None:
         """Read and report a step; raises NotFinite."""
-        self.latest = self.reader.read(pending)
+        # Of several policies each one's last numbers since the last line.
+        self.newest[pending.policy] = self.reader.read(pending)
+        self.latest = {name: x for found in self.newest.values() for name, x in found.items()}
         if (warning := self.crowding.look(self.latest)) is not None:
             self.sinks.say(warning)
         self.watchdog.beat(pending.step)
@@ -314,7 +327,7 @@ class Loop:
             efficiency = pending.counters["packing_efficiency"]
             found = pending.counters.get("metrics", {})
             values = {**self.latest, **self.round, **found, "packing_efficiency": efficiency}
-            self.round = {}
+            self.round, self.newest = {}, {}
             self.sinks.write(pending.step, values)
 
     def evaluate(self, *, aside: bool = True) -> None:
@@ -389,6 +402,7 @@ def describe_start(session: Session) -> str:
     model = roles.params(roles.trained, {**session.frozen, **session.state.params})
     params = sum(count_weights(path, value) for path, value in model.items())
     trained = sum(value.size for value in session.state.params.values())
+    trained *= max(1, len(session.policies))
     part = f"{trained / 1e6:.2f}M of " if trained < params else ""
     steps = f"steps {session.start + 1} to {last}"
     if session.start >= last:
@@ -418,8 +432,13 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
         except UserError as error:
             lines.append(f"no report was written: {error}")
     if config.run.export:
-        session.task.export(session.held(), config, folder / "model")
-        places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
+        if session.policies:
+            held = {name: session.held(name) for name in session.policies}
+            export_policies(session.task.export, held, config, folder / "model")
+            places |= {f"adapter of {name}": folder / "model" / name for name in held}
+        else:
+            session.task.export(session.held(), config, folder / "model")
+            places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
         for name, one in session.beside.items():
             export_model(one.held(), config, folder / name)
             places[name] = folder / name
@@ -428,12 +447,13 @@ def finish(session: Session, evaluation: "Evaluation") -> str:
     agent = " --env" if config.env.kind != "single_turn" else ""
     drafts = session.parts.architecture.guesses
     writes = session.parts.architecture.score is None
+    trained = folder / "model" / session.policies[0] if session.policies else folder
     lines += [
         "try next",
         f"  {program} {suggest_speculate(config, folder)}" if drafts and config.model.path else "",
-        f"  {program} generate {folder}{agent}" if writes and not drafts else "",
+        f"  {program} generate {trained}{agent}" if writes and not drafts else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
-        f"  {program} merge {folder}" if session.parts.adapter and writes else "",
+        f"  {program} merge {trained}" if session.parts.adapter and writes else "",
         f"  {program} watch {folder} OTHER_RUN",
         f"  {program} --help",
     ]

@@ -1,6 +1,8 @@
 """What a training run works with: task, models, optimizer, compiled functions, in one place."""
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ import jax
 
 from jaxtrain.config import Config
 from jaxtrain.config.model import ModelConfig
+from jaxtrain.config.policies import list_trained
 from jaxtrain.core.beside import Beside
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Held, Roles
@@ -51,6 +54,14 @@ class Session:
     """What no step changes, of all roles; shapes until then, too."""
     beside: Mapping[str, Beside] = field(default_factory=dict)
     """See task.Live; shapes until then, too."""
+    policies: tuple[str, ...] = ()
+    """Names of several adapters that are trained; none: there is one, without a name."""
+    policy: str = ""
+    """Which of them `state` is of."""
+    waiting: dict[str, State] = field(default_factory=dict)
+    """The states of the others."""
+    updates: Counter[str] = field(default_factory=Counter)
+    """Optimizer steps of each policy."""
     start: int = 0
     """Steps that were done before this process."""
     step: int = 0
@@ -68,13 +79,22 @@ class Session:
         """Those of the trained role."""
         return self.roles.parts
 
-    def held(self) -> Held:
+    def held(self, policy: str = "") -> Held:
         """See task.Live."""
-        weights = {**self.frozen, **self.state.copies, **self.state.params}
-        return Held(self.roles, weights, self.step)
+        state = self.waiting.get(policy, self.state)
+        return Held(self.roles, {**self.frozen, **state.copies, **state.params}, self.step)
+
+    def turn_to(self, policy: str) -> None:
+        """See task.Live."""
+        if policy and policy != self.policy:
+            self.waiting[self.policy] = self.state
+            self.policy, self.state = policy, self.waiting.pop(policy)
 
     def tree(self) -> dict[str, Any]:
-        """All arrays of a checkpoint: the state's, and of models beside by their names."""
+        """All arrays of a checkpoint: the state's, and of models beside by their names; of several
+        policies each one's state by its name."""
+        if self.policies:
+            return {name: self.waiting.get(name, self.state).tree() for name in self.policies}
         beside = {name: one.state.tree() for name, one in self.beside.items()}
         return {**self.state.tree(), **beside}
 
@@ -87,6 +107,7 @@ class Session:
         the devices may still be computing."""
         self.state, output = self.run_step(self.state, batch, self.frozen, self.fine)
         self.step += 1
+        self.updates[self.policy] += 1
         self.fine = output.finite
         return output
 
@@ -109,8 +130,12 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
     follow = follow_loads(roles, config.model.router_bias_update_rate)
     rounds = task.data.open(roles.parts, say)
     try:
-        schedule = build_schedule(config.optim, rounds.total_steps)
+        policies = list_trained(config)
+        # Each policy makes its share of the steps.
+        steps = math.ceil(rounds.total_steps / max(1, len(policies)))
+        schedule = build_schedule(config.optim, steps)
         optimizer = build_optimizer(config.optim, schedule, roles.trained_shapes)
+        state = abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes)
         return Session(
             config=config,
             task=task,
@@ -122,9 +147,12 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
                 roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow
             ),
             run_eval=make_eval(roles.build, task.loss),
-            state=abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes),
+            state=state,
             frozen=roles.frozen_shapes,
             beside={name: Beside(one, roles.parts) for name, one in task.beside.items()},
+            policies=policies,
+            policy=next(iter(policies), ""),
+            waiting=dict.fromkeys(policies[1:], state),
         )
     except BaseException:
         rounds.close()
@@ -185,6 +213,9 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     if restored is None:
         trained, session.frozen, copies = session.roles.open(seed)
         session.state = init_state(trained, session.optimizer, copies)
+        for number, name in enumerate(session.policies[1:], 1):
+            own = session.roles.draw_again({**session.frozen, **trained}, seed + number)
+            session.waiting[name] = init_state(own, session.optimizer)
         for one in session.beside.values():
             one.open(seed)
         return
@@ -192,6 +223,14 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     tree = dict(restored.arrays)
     for name, one in session.beside.items():
         one.state = State.of_tree(tree.pop(name))
-    session.state = State.of_tree(tree)
+    for name in session.policies:
+        state = State.of_tree(tree.pop(name))
+        session.updates[name] = int(state.step)
+        if name == session.policy:
+            session.state = state
+        else:
+            session.waiting[name] = state
+    if not session.policies:
+        session.state, session.updates[""] = State.of_tree(tree), restored.step
     session.start = session.step = restored.step
     session.rounds.restore(restored.cursor)

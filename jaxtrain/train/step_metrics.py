@@ -33,6 +33,10 @@ class Pending(NamedTuple):
     """The source's counters when it had just given that batch."""
     round: dict[str, float] = {}
     """Numbers about the round that begins with that batch."""
+    policy: str = ""
+    """Whose step it was, where several policies are trained."""
+    update: int = 0
+    """Count of that policy's own steps, from 1."""
     compiled: bool = False
     """Whether its program was compiled first, which is no time of a step."""
 
@@ -79,14 +83,14 @@ class StepReader:
         values = {
             **{name: float(v) for name, v in average(output.metrics).items()},
             "grad_norm": float(output.grad_norm),
-            "learning_rate": float(self.learning_rates[pending.step - 1]),
-            "tokens": float(tokens),
+            "learning_rate": float(self.learning_rates[pending.update - 1]),
             "trained_tokens": float(
                 sum(np.count_nonzero(w) for w in pending.batch.weights.values())
             ),
-            **rates,
         }
-        return {**values, "peak_memory_gib": peak_memory()}
+        if pending.policy:
+            values = {f"{pending.policy}/{name}": value for name, value in values.items()}
+        return {**values, "tokens": float(tokens), **rates, "peak_memory_gib": peak_memory()}
 
     def count_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
         """FLOPs of a step: of a draft and of its target's forward pass, or of the trained model."""

@@ -9,6 +9,7 @@ from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.config import Config, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.config.policies import list_trained
 from jaxtrain.config.root import OUTSIDE, find_tag
 from jaxtrain.config.tables import MOST_BYTES
 from jaxtrain.core.assemble import find_folder
@@ -40,11 +41,13 @@ def open_trained(
     *,
     frozen: bool = True,
     beside: bool = False,
+    policy: str | None = None,
 ) -> Trained:
     """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
-    adapters only what it trained. beside: the method's other models, too.
+    adapters only what it trained. beside: the method's other models, too. policy: of a run that
+    trained several the one to open.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -63,6 +66,12 @@ def open_trained(
         }
     origin = str(saved) if is_run else name
     config = alone(validate_config(apply_overrides(table, overrides), origin))
+    policies = list_trained(config) if is_run else ()
+    if policies and policy not in policies:
+        raise UserError(
+            f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
+            f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
+        )
     task = make_task(config)
     roles = Roles(task.roles)
     if not beside:
@@ -71,10 +80,11 @@ def open_trained(
         weights, base, copies = roles.open(0)
         return Trained(config, task, Held(roles, {**base, **copies, **weights}, 0))
     wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
-    found = load_checkpoint(path / "checkpoints", wanted, step)
+    found = load_checkpoint(path / "checkpoints", {policy: wanted} if policies else wanted, step)
+    arrays = found.arrays[policy] if policies else found.arrays
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
-    copies = {name: value for name, value in found.arrays.items() if name != "params"}
-    weights = {**base, **copies, **found.arrays["params"]}
+    copies = {name: value for name, value in arrays.items() if name != "params"}
+    weights = {**base, **copies, **arrays["params"]}
     return Trained(config, task, Held(roles, weights, found.step))
 
 

@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 
 from jaxtrain.adapters.peft_folder import CONFIG
+from jaxtrain.config.load import read_saved
 from jaxtrain.core.assemble import find_folder
-from jaxtrain.core.export import replace_folder
+from jaxtrain.core.export import export_policies, replace_folder
 from jaxtrain.errors import UserError
 from jaxtrain.hf.copy import copy_folder
 from jaxtrain.hf.safetensors import MAX_SHARD_BYTES
@@ -51,7 +52,19 @@ def export_run(
     limit: int,
     max_shard_size: str | None,
 ) -> None:
-    """A checkpoint of a run."""
+    """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
+    table = read_saved(run / "config.json") if (run / "config.json").is_file() else {}
+    sections = table.get("policies") or {}
+    if policies := [name for name, one in sections.items() if one.get("trained")]:
+        opened = {
+            name: open_trained(str(run), [], step, frozen=False, policy=name) for name in policies
+        }
+        config, task, held = opened[policies[0]]
+        export_policies(
+            task.export, {name: one.held for name, one in opened.items()}, config, output, dtype
+        )
+        print(f"the adapters of step {held.step} of {run} are now in {output}")
+        return
     config, task, held = open_trained(str(run), [], step, frozen=False)
     adapter = held.roles.parts.adapter is not None
     if max_shard_size is None or adapter:

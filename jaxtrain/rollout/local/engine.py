@@ -30,8 +30,11 @@ PATIENCE = 3
 class LocalEngine:
     """`types.Engine` in the training process; see the module's docstring."""
 
-    def __init__(self, sampler: Requests):
+    def __init__(self, sampler: Requests, thread: ThreadPoolExecutor | None = None):
+        """thread: one that several engines share, so that their chunks take turns; it is ended by
+        whoever made it."""
         self.sampler = sampler
+        self._shared = thread
         self._asked = 0
         self._counted: Acceptance | None = None
         self._futures: dict[Request, asyncio.Future] = {}
@@ -102,9 +105,9 @@ class LocalEngine:
 
     async def _serve(self) -> None:
         """Draw chunks until nothing is left to do."""
-        if self._thread is None:
+        if self._thread is None and self._shared is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        loop = asyncio.get_running_loop()
+        thread, loop = self._shared or self._thread, asyncio.get_running_loop()
         while True:
             quiet, seen = 0, -1
             while quiet < PATIENCE:
@@ -114,7 +117,7 @@ class LocalEngine:
             if not self.sampler.busy:
                 return
             try:
-                ended = await loop.run_in_executor(self._thread, self.sampler.step)
+                ended = await loop.run_in_executor(thread, self.sampler.step)
             except BaseException as error:
                 for future in self._futures.values():
                     if not future.done():

@@ -1,23 +1,28 @@
 """Opens the local engine: where it samples, and how the trainer's weights come there."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxtrain.config import Config
+from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process, split_devices
+from jaxtrain.rollout.company import gather
+from jaxtrain.rollout.local.adapters import AdaptersPublisher
 from jaxtrain.rollout.local.drafts import check_draft, make_draft_copier, open_draft
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
-from jaxtrain.rollout.types import EngineKind
+from jaxtrain.rollout.types import Engine, EngineKind, Publisher
 
 
 class Local(EngineKind):
     """Samples in the training process, on its devices or on some that are set aside."""
 
+    several = True
     serves = False
 
     def reserved(self, config: Config) -> int:
@@ -35,7 +40,7 @@ class Local(EngineKind):
 
     def open(
         self, config: Config, parts: Parts, say: Callable[[str], None]
-    ) -> tuple[LocalEngine | None, LocalPublisher]:
+    ) -> tuple[Engine | None, Publisher]:
         """See EngineKind."""
         devices = split_devices(self.reserved(config))[1] or sampling_devices(parts)
         ahead = self.ahead(config)
@@ -48,19 +53,30 @@ class Local(EngineKind):
             )
         mesh = make_sampler_mesh(devices, parts.mesh)
         copy, copy_draft = make_copier(parts, mesh), make_draft_copier(mesh)
+        policies = list_trained(config)
         if not is_main_process():
+            if policies:
+                return None, AdaptersPublisher(policies, {}, copy, rests=not ahead)
             return None, LocalPublisher(None, copy, rests=not ahead, copy_draft=copy_draft)
-        sampler = LocalSampler(
-            None,
-            end_of_turn_ids(parts.tokenizer),
-            max_len=min(parts.architecture.longest, config.data.sequence_len),
-            max_batch=config.rollout.max_batch,
-            to_text=parts.tokenizer.decode,
-            mesh=mesh,
-            draft_rows=config.rollout.draft_rows,
-            routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
-        )
-        engine = LocalEngine(sampler)
+
+        def make_sampler() -> LocalSampler:
+            return LocalSampler(
+                None,
+                end_of_turn_ids(parts.tokenizer),
+                max_len=min(parts.architecture.longest, config.data.sequence_len),
+                max_batch=config.rollout.max_batch,
+                to_text=parts.tokenizer.decode,
+                mesh=mesh,
+                draft_rows=config.rollout.draft_rows,
+                routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
+            )
+
+        if policies:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+            engines = {name: LocalEngine(make_sampler(), thread) for name in policies}
+            publisher = AdaptersPublisher(policies, engines, copy, rests=not ahead, thread=thread)
+            return gather(engines), publisher
+        engine = LocalEngine(make_sampler())
         named, draft = config.rollout.draft, None
         if named and config.rollout.draft_refresh is None:
             draft = open_draft(named, parts, mesh, "rollout.draft")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jaxtrain_vllm
 from jaxtrain.config import Config
+from jaxtrain.config.policies import list_trained
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.vllm.control import KEY_VARIABLE
 
@@ -63,6 +64,8 @@ def build_command(
     if vllm.sync == "lora":
         rank = next((r for r in LORA_RANKS if r >= config.adapter.rank), config.adapter.rank)
         command += ["--max-lora-rank", str(rank)]
+        if len(policies := list_trained(config)) > 1:
+            command += ["--max-loras", str(2 * len(policies))]
     if vllm.sleep:
         command.append("--sleep")
     length = min(config.data.sequence_len, longest or config.data.sequence_len)

@@ -77,11 +77,13 @@ class VllmEngine:
         routes: RouteShape | None = None,
         group_size: int | None = None,
         kept: Kept | None = None,
+        policy: str = "",
     ):
         """routes: ask the servers where tokens went, and refuse one that does not say.
         group_size: so many indices in a row are of one prompt, a session, and prefer one server;
         None: every request goes to the least loaded one. kept: ask these servers alone, and have
-        all tokens of the version that they keep."""
+        all tokens of the version that they keep. policy: draw with this one's adapters."""
+        self.policy = policy
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self.routes, self.group_size, self.kept = routes, group_size, kept
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
@@ -226,7 +228,7 @@ class VllmEngine:
             raise EpisodeFailed("vllm: the prompt fills the server's max_model_len")
         self.servers.check_length(server, len(prompt), max_tokens)
         began = server.version
-        model = self.servers.label(began) if self.adapters else server.model
+        model = self.servers.label(began, self.policy) if self.adapters else server.model
         route = server.route
         body = build_request(
             route, prompt, sampling, stop_ids, max_tokens=max_tokens, seed=seed, model=model

@@ -6,7 +6,7 @@ would hold.
 
 import collections
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import jax
 
 from jaxtrain.adapters.peft import adapter_entries, write_gathered
 from jaxtrain.config import Config
+from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import Parts, abstract_params
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
@@ -25,8 +26,9 @@ from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.rollout.cluster.hosts import open_source
 from jaxtrain.rollout.cluster.ray_cluster import join
+from jaxtrain.rollout.company import gather
 from jaxtrain.rollout.shared_rounds import SharedPublisher
-from jaxtrain.rollout.types import EngineKind, Publisher, Shared
+from jaxtrain.rollout.types import Engine, EngineKind, Publisher, Shared
 from jaxtrain.rollout.vllm.command import check_python
 from jaxtrain.rollout.vllm.device_image import DeviceImage
 from jaxtrain.rollout.vllm.device_layout import Kept, list_pieces, list_rows
@@ -44,6 +46,8 @@ from jaxtrain_vllm.cuda import Cuda, CudaError
 class Vllm(EngineKind):
     """vLLM servers over HTTP."""
 
+    several = True
+
     def check(self, config: Config, parts: Parts) -> None:
         """See EngineKind."""
         vllm = config.rollout.vllm
@@ -58,7 +62,7 @@ class Vllm(EngineKind):
 
     def open(
         self, config: Config, parts: Parts, say: Callable[[str], None]
-    ) -> tuple[VllmEngine | None, Publisher]:
+    ) -> tuple[Engine | None, Publisher]:
         """See EngineKind."""
         return open_vllm(config, parts, say)
 
@@ -69,7 +73,7 @@ class Vllm(EngineKind):
 
 def open_vllm(
     config: Config, parts: Parts, say: Callable[[str], None] = print
-) -> tuple[VllmEngine | None, Publisher]:
+) -> tuple[Engine | None, Publisher]:
     """The servers of section rollout.vllm, inspected, and what brings them the weights.
 
     Of several processes the first talks to the servers; the others have no engine, and their
@@ -77,7 +81,7 @@ def open_vllm(
     Raises UserError for servers that do not come or cannot do what the run needs.
     """
     vllm = config.rollout.vllm
-    adapters = vllm.sync == "lora"
+    adapters, policies = vllm.sync == "lora", list_trained(config)
     if adapters:
         check_adapter(parts)
     engine = own = None
@@ -115,15 +119,29 @@ def open_vllm(
             replay = config.rollout.router_replay
             routes = route_shape(parts.architecture) if replay else None
             size = config.rollout.group_size
-            engine = VllmEngine(servers, adapters=adapters, routes=routes, group_size=size)
+            engines = {
+                name: VllmEngine(
+                    servers, adapters=adapters, routes=routes, group_size=size, policy=name
+                )
+                for name in policies or ("",)
+            }
+            engine = gather(engines) if policies else engines[""]
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:
-                own = open_lora(servers, folder, config.run.output_dir, parts, config.model.path)
+                run, base = config.run.output_dir, config.model.path
+                own = open_lora(servers, folder, run, parts, base, policies)
             else:
                 ahead = config.rollout.mode != "sync"
                 own = open_weights(servers, parts, delta=vllm.sync == "delta", ahead=ahead)
             stack.pop_all()  # the publisher closes them
-    return engine, SharedPublisher(own, open_gather(parts, vllm.weight_dtype, adapters=adapters))
+    gather_one = open_gather(parts, vllm.weight_dtype, adapters=adapters)
+    if policies:
+
+        def gather_all(params: Any) -> dict[str, Any]:
+            return {name: gather_one(params[name]) for name in policies}
+
+        return engine, SharedPublisher(own, gather_all)
+    return engine, SharedPublisher(own, gather_one)
 
 
 def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params], dict[str, Any]]:
@@ -149,9 +167,15 @@ def open_gather(parts: Parts, dtype: str, *, adapters: bool) -> Callable[[Params
 
 
 def open_lora(
-    servers: Servers, folder: Path, run: str, parts: Parts, base_name: str | None = None
+    servers: Servers,
+    folder: Path,
+    run: str,
+    parts: Parts,
+    base_name: str | None = None,
+    policies: Sequence[str] = (),
 ) -> LoraPublisher:
-    """Publishes the run's adapter, which it gets in numpy. run: the run's folder."""
+    """Publishes the run's adapter, or those of several policies, which it gets in numpy. run: the
+    run's folder."""
     adapter = parts.adapter
     assert adapter is not None, "the config says that there is one"
     entries = adapter_entries(parts.architecture, adapter)
@@ -163,7 +187,7 @@ def open_lora(
         # The header of a few hundred bytes a tensor, and adapter_config.json.
         return sum(params[entry.param].nbytes for entry in entries) + 2**20
 
-    return LoraPublisher(servers, folder, os.path.abspath(run), write, measure)
+    return LoraPublisher(servers, folder, os.path.abspath(run), write, measure, policies)
 
 
 def open_weights(

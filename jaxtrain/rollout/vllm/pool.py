@@ -123,9 +123,9 @@ class Pool:
         self._lock = threading.RLock()
         self._turn = 0
 
-    def label(self, version: int) -> str:
-        """The name of a version on the servers."""
-        return f"jaxtrain-{self.session}-{version}"
+    def label(self, version: int, policy: str = "") -> str:
+        """The name of a version on the servers; policy: of one of several."""
+        return "-".join(["jaxtrain", self.session, *filter(None, [policy]), str(version)])
 
     def read_label(self, label: str) -> int | None:
         """The version of a label; None for weights that this run never sent."""

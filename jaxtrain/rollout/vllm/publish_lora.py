@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class LoraPublisher:
     """`types.Publisher` by adapter folders.
 
     run: what tells this run from others, its folder. write(params, folder): writes a PEFT folder.
-    measure(params): how many bytes that takes.
+    measure(params): how many bytes that takes. policies: names of several whose adapters are
+    published together, as {policy: params}: a server has a version once it has that of each.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class LoraPublisher:
         run: str,
         write: Callable[[Any, Path], None],
         measure: Callable[[Any], int],
+        policies: Sequence[str] = (),
     ):
+        self.policies = tuple(policies) or ("",)
         self.servers, self.folder = servers, Path(folder).absolute()
         self.run, self.write, self.measure = run, write, measure
         self.version = -1
@@ -66,7 +69,8 @@ class LoraPublisher:
     def publish(self, version: int, params: Any, rebuild: Any = None) -> dict[str, float]:
         """Write the version and have every server load it; see `types.Publisher`."""
         started = time.perf_counter()
-        self._write(version, params)
+        for policy in self.policies:
+            self._write(version, params[policy] if policy else params, policy)
         self.version = version
         written = time.perf_counter()
         bring_to_all(self.servers, self.bring, version)
@@ -75,7 +79,9 @@ class LoraPublisher:
         return {
             "sync/seconds": time.perf_counter() - started,
             "sync/write_seconds": written - started,
-            "sync/bytes": float(self.measure(params)),
+            "sync/bytes": float(
+                sum(self.measure(params[name] if name else params) for name in self.policies)
+            ),
         }
 
     def sleep(self) -> None:
@@ -93,13 +99,14 @@ class LoraPublisher:
         deadline = Deadline(self.servers.config.sync_seconds)
         with server.alone(deadline):
             epoch, version = server.epoch, self.version
-            name = self.servers.label(version)
             if server.state in ("new", "down"):
                 self._loaded[server].clear()  # it was restarted, or its state is not known
             if self.servers.asleep:
                 wake(server, deadline, "weights", "kv_cache")
-            self._load(server, name, deadline)
-            self._loaded[server].add(name)
+            for policy in self.policies:
+                name = self.servers.label(version, policy)
+                self._load(server, name, deadline)
+                self._loaded[server].add(name)
             self.servers.mark_up(server, version, epoch)
 
     def _load(self, server: Server, name: str, deadline: Deadline) -> None:
@@ -137,9 +144,9 @@ class LoraPublisher:
                 ) from None
             raise
 
-    def _write(self, version: int, params: Any) -> None:
+    def _write(self, version: int, params: Any, policy: str) -> None:
         """The folder of a version, whole or not at all; a full disk costs older versions first."""
-        target = self.folder / self.servers.label(version)
+        target = self.folder / self.servers.label(version, policy)
         for last in (False, True):
             unfinished = target.with_name(UNFINISHED.format(target.name))
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -167,6 +174,9 @@ class LoraPublisher:
     def _prune(self, keep: int | None = None) -> None:
         """Unload and delete all but the newest `keep` versions."""
         keep = self.servers.config.keep_adapters if keep is None else keep
+        count = len(self.policies)
+        # While a version is written, the one before it is still served.
+        keep = keep * count + (len(self._written) % count if keep else 0)
         with self._lock:
             for name in self._written[: max(0, len(self._written) - keep)]:
                 if all([self._unload(server, name) for server in self.servers.all]):

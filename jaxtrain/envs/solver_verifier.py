@@ -1,0 +1,56 @@
+"""Two policies on the calculator: one solves, the other says whether it is right.
+
+    solver     question ─ tool ─ answer          rewarded where the answer is right
+    verifier   question, answer ─ tool ─ verdict rewarded where the verdict is
+
+An example of section policies, over rows of builtin:calculator: env.kind =
+"jaxtrain.envs.solver_verifier:solve_and_verify".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.data.calculator import SYSTEM, TOOLS, ask_whether
+from jaxtrain.envs.calculator import NUMBER, answer_tool_call, check_answer, read_questions
+from jaxtrain.envs.conversation import Conversation
+from jaxtrain.envs.talk import Answer
+from jaxtrain.rollout.types import Episode
+
+
+async def solve_and_verify(
+    row: Mapping[str, Any], chat: Conversation, verifier: str = "verifier"
+) -> list[Episode]:
+    """The row's first question; its other ones are not asked. Where the solver gives no number,
+    nothing is verified, and the game is one episode."""
+    prompt, _ = read_questions(row)
+    chat.say(prompt)
+    answer = await work(chat)
+    right = answer.finished and check_answer(answer.raw, row["answers"][0])
+    solved = chat.finish({"solved": float(right)})
+    numbers = NUMBER.findall(answer)
+    if not answer.finished or not numbers:
+        return [solved]
+    judge = chat.other(verifier)
+    assert isinstance(judge, Conversation), "the verifier is trained"
+    judge.say(SYSTEM, "system")
+    judge.say(ask_whether(prompt[-1]["content"], numbers[-1]))
+    verdict = read_verdict(await work(judge))
+    agrees = verdict is not None and verdict == right
+    return [solved, judge.finish({"verified": float(agrees)}, trusts=float(verdict is True))]
+
+
+async def work(chat: Conversation) -> Answer:
+    """Turns and calls of the calculator, up to one that calls nothing."""
+    chat.schemas = TOOLS
+    while (answer := await chat.draw()).finished and chat.num_turns < chat.max_turns:
+        reply = answer_tool_call(answer.raw)
+        if reply is None or chat.full:
+            break
+        chat.say(reply)
+    return answer
+
+
+def read_verdict(answer: Answer) -> bool | None:
+    """True: right, False: wrong, None: neither was said."""
+    said = [word for word in ("right", "wrong") if word in answer]
+    return said == ["right"] if len(said) == 1 else None

@@ -1,0 +1,69 @@
+"""The solver and the verifier, by scripts."""
+
+import asyncio
+
+import pytest
+
+from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.data.calculator import CalculatorRows
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.envs.guard import open_guarded
+from jaxtrain.envs.scripted import Script
+
+CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
+ROW = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answers": ["5"]}
+
+
+@pytest.fixture(scope="module")
+def env():
+    kind = "jaxtrain.envs.solver_verifier:solve_and_verify"
+    return open_guarded(EnvConfig(kind=kind), load_tokenizer("builtin"))
+
+
+def play(env, solver, verifier):
+    tokenizer = load_tokenizer("builtin")
+    engine = Script(tokenizer, solver, {"verifier": Script(tokenizer, verifier)})
+    return asyncio.run(env.run(ROW, engine, SamplingConfig(max_new_tokens=400), 0))
+
+
+@pytest.mark.parametrize(
+    ("claim", "verdict", "rewards"),
+    [
+        ("5", "It is right.", (1.0, 1.0)),
+        ("5", "It is wrong.", (1.0, 0.0)),
+        ("6", "It is wrong.", (0.0, 1.0)),
+        ("6", "It is right, not wrong.", (0.0, 0.0)),
+    ],
+)
+def test_each_is_rewarded_for_its_own(env, claim, verdict, rewards):
+    solver = [CALL.format("2 + 3"), f"The answer is {claim}."]
+    first = play(env, solver, [CALL.format("2 + 3"), verdict])
+    (second,) = first.others
+    assert (first.policy, second.policy) == ("", "verifier")
+    assert (first.all_rewards, second.all_rewards) == (
+        {"solved": rewards[0]},
+        {"verified": rewards[1]},
+    )
+    asked = f"What is 2 + 3? Somebody says {claim}. Right or wrong?"
+    assert second.prompt[-1]["content"] == asked
+    drawn = load_tokenizer("builtin").decode(second.drawn_tokens)
+    assert verdict in drawn and "Somebody" not in drawn
+
+
+def test_without_a_number_nothing_is_verified(env):
+    assert play(env, ["I cannot."], []).others == []
+
+
+def test_rows_that_check_claims():
+    rows = CalculatorRows(num_rows=200, follow_up=0.0, claims=0.5)
+    found = {"right": 0, "wrong": 0}
+    for row, plain in zip(rows, CalculatorRows(num_rows=200), strict=True):
+        (answer,), question = row["answers"], row["messages"][1]["content"]
+        if "Somebody" not in question:
+            continue
+        found[answer] += 1
+        claim = int(question.split("says ")[1].split(".")[0])
+        assert (claim == eval(row["problems"][0])) == (answer == "right")
+        assert row["messages"][-1]["content"] == f"It is {answer}."
+        assert "Somebody" not in plain["messages"][1]["content"]
+    assert min(found.values()) > 30

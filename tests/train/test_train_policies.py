@@ -1,0 +1,82 @@
+"""Several policies, adapters on one base: each is trained as it would be alone, and a resumed run
+is the run that was never stopped."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_train_rl import CONFIG
+
+from jaxtrain.errors import UserError
+from jaxtrain.main import main
+from jaxtrain.train.trained import open_trained
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+ADAPTER = """
+[adapter]
+kind = "lora"
+"""
+POLICIES = """
+[policies.even]
+trained = true
+
+[policies.odd]
+trained = true
+"""
+GAME = (f"env.path={HERE}/rl_policies_env.py:Both", "run.export=true")
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "alone.toml").write_text(CONFIG + ADAPTER)
+    (folder / "both.toml").write_text(CONFIG + ADAPTER + POLICIES)
+    return folder
+
+
+def run(config, folder, *words) -> list[dict]:
+    assert main(["--config", str(config), f"run.output_dir={folder}", *GAME, *words]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(folder, other):
+    left, right = (load_file(one / "adapter_model.safetensors") for one in (folder, other))
+    assert left.keys() == right.keys() and any(np.abs(x).max() > 0 for x in left.values())
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
+    alone, both = configs / "alone.toml", configs / "both.toml"
+    run(
+        alone, tmp_path / "start", "run.max_steps=1", "env.options={alone='even'}", "adapter.rank=4"
+    )
+    start = f"adapter.path={tmp_path}/start/model"
+    lines = run(both, tmp_path / "both", start, "run.max_steps=4", "rollout.samples=all")
+    run(both, tmp_path / "parts", start, "run.max_steps=2")
+    run(both, tmp_path / "parts", start, "run.max_steps=4", "run.allow_config_change=true")
+    for name in ("even", "odd"):
+        run(alone, tmp_path / name, start, "run.max_steps=2", f"env.options={{alone='{name}'}}")
+        compare(tmp_path / "both/model" / name, tmp_path / name / "model")
+        compare(tmp_path / "both/model" / name, tmp_path / "parts/model" / name)
+    steps = [line for line in lines if "even/loss" in line or "odd/loss" in line]
+    assert ["even/loss" in line for line in steps] == [True, False, True, False]
+    last = steps[-1]
+    for name in ("even", "odd"):
+        assert last[f"{name}/rewards/{name}/mean"] == last[f"{name}/reward"]
+        assert last[f"{name}/lag/max"] == 0 and last[f"{name}/groups"] == 4
+    assert last["policy_version"] == 1
+    assert steps[0]["even/sampling/sampling_logp_difference/max"] < 1e-4
+    assert steps[3]["odd/sampling/sampling_logp_difference/max"] < 1e-4
+    samples = [json.loads(line) for line in (tmp_path / "both/samples.jsonl").open()]
+    assert len(samples) == 2 * 2 * 16 and {one["policy"] for one in samples} == {"even", "odd"}
+    with pytest.raises(UserError, match="several policies"):
+        open_trained(str(tmp_path / "both"), [])
+    assert main(["export", str(tmp_path / "both"), "--output", str(tmp_path / "again")]) == 0
+    compare(tmp_path / "again/odd", tmp_path / "both/model/odd")
+    capsys.readouterr()
