@@ -228,6 +228,7 @@ def _builtin(dataset: DatasetConfig, split: str) -> CalculatorRows | CalculatorP
             f" {BUILTIN}calculator_pairs for preferences"
         )
     allowed = ("num_rows", "seed", "max_value", "follow_up")
+    allowed += ("claims",) if name == "calculator" else ()
     for key in dataset.options:
         if key not in allowed:
             raise UserError(

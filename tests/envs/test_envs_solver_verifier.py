@@ -1,6 +1,8 @@
 """The solver and the verifier, by scripts."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +22,10 @@ def env():
     return open_guarded(EnvConfig(kind=kind), load_tokenizer("builtin"))
 
 
-def play(env, solver, verifier):
+def play(env, solver, verifier, row=ROW):
     tokenizer = load_tokenizer("builtin")
     engine = Script(tokenizer, solver, {"verifier": Script(tokenizer, verifier)})
-    return asyncio.run(env.run(ROW, engine, SamplingConfig(max_new_tokens=400), 0))
+    return asyncio.run(env.run(row, engine, SamplingConfig(max_new_tokens=400), 0))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,19 @@ def test_each_is_rewarded_for_its_own(env, claim, verdict, rewards):
     assert second.prompt[-1]["content"] == asked
     drawn = load_tokenizer("builtin").decode(second.drawn_tokens)
     assert verdict in drawn and "Somebody" not in drawn
+
+
+def test_the_duet_of_the_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/policies.md").read_text()
+    (code,) = re.findall(r"```python\n(# duet.py.*?)```", page, re.DOTALL)
+    (tmp_path / "duet.py").write_text(code)
+    env = open_guarded(EnvConfig(kind=f"{tmp_path}/duet.py:duet"), load_tokenizer("builtin"))
+    for answer, verdict, rewards in (
+        ("5.", "Right.", [{"solved": 1.0}, {"agrees": 1.0}]),
+        ("6.", "Right.", [{"solved": 0.0}, {"agrees": 0.0}]),
+    ):
+        first = play(env, [answer], [verdict], {"question": "What is 2 + 3?", "answer": "5"})
+        assert [one.all_rewards for one in (first, *first.others)] == rewards
 
 
 def test_without_a_number_nothing_is_verified(env):

@@ -2,6 +2,7 @@
 is the run that was never stopped."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 from test_train_rl import CONFIG
 
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.config import load_config
+from jaxtrain.core.assemble import assemble, open_params
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.train.trained import open_trained
@@ -50,16 +54,22 @@ def compare(folder, other):
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
+def write_start(config, folder) -> str:
+    """A drawn adapter as a PEFT folder, that runs may start from."""
+    parts = assemble(load_config(config, ["adapter.rank=4"]))
+    write_peft(open_params(parts, 7), parts.architecture, parts.adapter, folder, None)
+    return f"adapter.path={folder}"
+
+
 @pytest.mark.slow
 def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
     alone, both = configs / "alone.toml", configs / "both.toml"
-    run(
-        alone, tmp_path / "start", "run.max_steps=1", "env.options={alone='even'}", "adapter.rank=4"
-    )
-    start = f"adapter.path={tmp_path}/start/model"
-    lines = run(both, tmp_path / "both", start, "run.max_steps=4", "rollout.samples=all")
-    run(both, tmp_path / "parts", start, "run.max_steps=2")
-    run(both, tmp_path / "parts", start, "run.max_steps=4", "run.allow_config_change=true")
+    start = write_start(alone, tmp_path / "start")
+    words = (start, "run.max_steps=4", "checkpoint.every=2")
+    lines = run(both, tmp_path / "both", *words, "rollout.samples=all")
+    shutil.copytree(tmp_path / "both", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts/checkpoints/4")
+    run(both, tmp_path / "parts", *words, "rollout.samples=all")
     for name in ("even", "odd"):
         run(alone, tmp_path / name, start, "run.max_steps=2", f"env.options={{alone='{name}'}}")
         compare(tmp_path / "both/model" / name, tmp_path / name / "model")
