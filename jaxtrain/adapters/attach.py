@@ -27,17 +27,25 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
     for path, node in list(nnx.iter_graph(model)):
         slot = left.pop(".".join(map(str, path)), None) if isinstance(node, Linear) else None
         if slot is not None:
-            node.adapter = make_adapter(node, slot, adapter.dtype)
+            salt = zlib.crc32(".".join(map(str, path)).encode())
+            node.adapter = make_adapter(node, slot, adapter.dtype, adapter.dropout, salt)
     assert not left, f"no such Linear: {sorted(left)}"
     return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
 
 
-def make_adapter(linear: Linear, slot: LoRASpec, dtype: str) -> LoRA:
+def make_adapter(
+    linear: Linear, slot: LoRASpec, dtype: str, dropout: float = 0.0, salt: int = 0
+) -> LoRA:
     """Shapes of an adapter for a Linear, which may be a stack of layers (and of experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
     if slot.dora and isinstance(linear, ExpertLinear):
         raise UserError(
             'adapter.kind "dora" has no form for the matrices of experts; set it to "lora", or'
+            ' leave them out of adapter.target ("attention")'
+        )
+    if dropout and isinstance(linear, ExpertLinear):
+        raise UserError(
+            f"adapter.dropout {dropout} has no form for the matrices of experts; set it to 0, or"
             ' leave them out of adapter.target ("attention")'
         )
 
@@ -47,8 +55,8 @@ def make_adapter(linear: Linear, slot: LoRASpec, dtype: str) -> LoRA:
     a, b = shape(num_in, slot.rank), shape(slot.rank, num_out)
     axes = linear.kernel.get_metadata()["axes"]
     if slot.dora:
-        return DoRA(a, b, shape(num_out), slot.scale, axes)
-    return LoRA(a, b, slot.scale, axes)
+        return DoRA(a, b, shape(num_out), slot.scale, axes, dropout, salt)
+    return LoRA(a, b, slot.scale, axes, dropout, salt)
 
 
 def without_adapters(model: nnx.Module) -> nnx.Module:

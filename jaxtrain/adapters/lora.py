@@ -5,6 +5,10 @@ Both sit in the `adapter` slot of a Linear and correct its product y = x W:
     LoRA   y + s (x A) B                                 A [in, R], B [R, out], s = alpha / R
     DoRA   (y + s (x A) B) * m / ||W + s A B||           m [out]; the norm is that of each column
 
+In training a LoRA may drop out parts of the x that its A reads, as PEFT does; of DoRA then
+
+    y + (m / ||W + s A B|| - 1) x' W + m / ||W + s A B|| s (x' A) B      x' = dropout(x)
+
 In a stack of layers all of them carry a leading axis L, as the kernel does.
 """
 
@@ -12,19 +16,46 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.errors import UserError
+from jaxtrain.layers.noise import Noisy, drop_out
 
-class LoRA(nnx.Module):
-    """a [..., in, R] and b [..., R, out]: shapes or arrays; `axes` are the kernel's."""
 
-    def __init__(self, a, b, scale: float, axes: tuple[str | None, ...]):
+class LoRA(Noisy):
+    """a [..., in, R] and b [..., R, out]: shapes or arrays; `axes` are the kernel's. dropout: of
+    its input, drawn by the module's own `salt`."""
+
+    def __init__(
+        self, a, b, scale: float, axes: tuple[str | None, ...], dropout: float = 0.0, salt: int = 0
+    ):
+        super().__init__()
         self.a = nnx.Param(a, axes=(*axes[:-1], "rank"))
         self.b = nnx.Param(b, axes=(*axes[:-2], "rank", axes[-1]))
-        self.scale = scale
+        self.scale, self.dropout, self.salt = scale, dropout, salt
+
+    @property
+    def drops(self) -> bool:
+        """Whether this pass drops anything."""
+        return self.dropout > 0 and self.words is not None
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
         """The corrected y [..., out] of x [..., in]; in y's dtype."""
-        low = (x @ self.a[...].astype(y.dtype)) * self.scale
+        if self.drops:
+            # Neither the mask nor what it leaves is kept for the backward pass.
+            down = jax.checkpoint(lambda x, a: self.thinned(x) @ a)
+        else:
+            down = jnp.matmul
+        low = down(x, self.a[...].astype(y.dtype)) * self.scale
         return y + low @ self.b[...].astype(y.dtype)
+
+    def thinned(self, x: jax.Array) -> jax.Array:
+        """x [B, T, in] after dropout."""
+        if x.shape[:2] != self.words.shape:
+            raise UserError(
+                f"adapter.dropout: a matrix with an adapter reads {x.shape} here, which are not the"
+                f" {self.words.shape} tokens of the batch; set it to 0, or leave that matrix out of"
+                " adapter.target"
+            )
+        return drop_out(x, self.words, self.salt, self.dropout)
 
 
 class DoRA(LoRA):
@@ -32,14 +63,27 @@ class DoRA(LoRA):
 
     reads_kernel = True
 
-    def __init__(self, a, b, magnitude, scale: float, axes: tuple[str | None, ...]):
-        super().__init__(a, b, scale, axes)
+    def __init__(
+        self,
+        a,
+        b,
+        magnitude,
+        scale: float,
+        axes: tuple[str | None, ...],
+        dropout: float = 0.0,
+        salt: int = 0,
+    ):
+        super().__init__(a, b, scale, axes, dropout, salt)
         self.magnitude = nnx.Param(magnitude, axes=(*axes[:-2], axes[-1]))
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
         # The paper's section 4.3: the norm is a constant for the gradient, which saves memory.
         norm = jax.lax.stop_gradient(column_norms(kernel, self.a[...], self.b[...], self.scale))
         ratio = self.magnitude[...].astype(norm.dtype) / norm
+        if self.drops:
+            plain = self.thinned(x) @ kernel.astype(y.dtype)
+            corrected = super().__call__(x, plain, kernel)
+            return y + (corrected.astype(norm.dtype) * ratio - plain).astype(y.dtype)
         y = super().__call__(x, y, kernel)
         return (y.astype(norm.dtype) * ratio).astype(y.dtype)
 

@@ -245,7 +245,7 @@ def describe_adapter(
         "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -315,7 +315,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             + (f"unknown modules {', '.join(unknown[:4])}" if unknown else "no adapted module")
         )
     full = tuple(sorted({tables[name] for name in peft.full()}))
-    return Adapter(slots, full, dtype, source=Path(folder))
+    dropout = float(peft.config.get("lora_dropout") or 0)
+    return Adapter(slots, full, dtype, source=Path(folder), dropout=dropout)
 
 
 def find_pairs(

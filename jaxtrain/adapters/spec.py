@@ -60,6 +60,8 @@ class Adapter:
     """Of all that is trained."""
     source: Path | None = None
     """PEFT folder with the starting values; None starts as the identity."""
+    dropout: float = 0.0
+    """Share of what each A reads that is dropped in training."""
     quantize: str = "none"
     """How the kernels of all Linears are stored: "none" (as they are), "nf4" or "int8"."""
 

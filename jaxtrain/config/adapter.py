@@ -29,6 +29,9 @@ class AdapterConfig(Section):
     counts."""
     alpha_pattern: dict[str, float] = {}
     """Other alphas for some of them, by pattern."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Share of an adapter's input that is dropped in training, drawn anew in every step. Unset: 0,
+    or what adapter.path says."""
     train_embeddings: bool = False
     """Train the token embedding in full (a tied head is the same table)."""
     train_head: bool = False

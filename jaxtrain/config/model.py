@@ -61,6 +61,10 @@ class ModelConfig(Section):
     """Balance without a loss: how far each step moves the correction bias of every expert towards
     an even load (DeepSeek-V3: 1e-3). For families that have such a bias, trained in full."""
 
+    neftune_alpha: float = Field(0.0, ge=0, le=1000)
+    """Uniform noise on the embeddings in training, in +-alpha / sqrt(tokens of the text * features)
+    (NEFTune: 5 to 15). 0: none."""
+
     def find_balancing(self) -> str | None:
         """The first key that asks for something of a router, with its value; None: none does."""
         names = ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "bias_update_rate")
@@ -99,6 +103,12 @@ class OptimConfig(Section):
     """Second-moment decay (adamw, lion)."""
     eps: float = Field(1e-8, gt=0, le=1)
     """Term that keeps adamw's division finite."""
+    lora_plus_ratio: float | None = Field(None, gt=0, le=1e6)
+    """Learning rate of every adapter's B, and of DoRA's lengths, as a multiple of learning_rate,
+    which is A's (LoRA+: 16)."""
+    embedding_lr: float | None = Field(None, gt=0, le=1000)
+    """Peak learning rate of the token embedding and the output head, where they are trained. Unset:
+    learning_rate."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the global gradient norm to this; unset to not clip."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=ROWS)

@@ -89,7 +89,7 @@ WANDB: dict[str, Rule] = {
 LORA: dict[str, Rule] = {
     "rank": to("adapter.rank"),
     "alpha": to("adapter.alpha"),
-    "dropout": missing(),
+    "dropout": to("adapter.dropout"),
     "target_modules": lora_targets,
     "modules_to_save": missing("adapter.train_embeddings and adapter.train_head"),
 }

@@ -181,9 +181,12 @@ TRAINER: dict[str, Rule] = {
     "dataloader_num_workers": to("data.num_workers"),
     "remove_unused_columns": always("columns that are not read cost nothing"),
     "trust_remote_code": always("foreign code is never run for a model; see docs/extending.md"),
-    "neftune_noise_alpha": missing(),
-    "lora_dropout": missing(),
-    "loraplus_lr_ratio": missing(),
+    "neftune_noise_alpha": to("model.neftune_alpha"),
+    "lora_dropout": to("adapter.dropout"),
+    "loraplus_lr_ratio": to("optim.lora_plus_ratio"),
+    "loraplus_lr_embedding": to(
+        "optim.embedding_lr", note="of tables that are trained in full; none has an adapter here"
+    ),
     "push_to_hub": missing("upload run.output_dir/model with `hf upload`"),
     "hub_model_id": missing("upload run.output_dir/model with `hf upload`"),
     "lora_r": to("adapter.rank"),

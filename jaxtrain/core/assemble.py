@@ -208,11 +208,19 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             section.alpha_pattern,
         )
         full = tuple(sorted(tables | scores))
-        made = Adapter(slots, full, section.dtype, quantize=section.quantize)
+        made = Adapter(
+            slots, full, section.dtype, dropout=section.dropout or 0.0, quantize=section.quantize
+        )
         adapter_entries(architecture, made)  # what could not be exported is refused now
         return made
     found = read_adapter(section.path, architecture, section.dtype)
-    found = dataclasses.replace(found, quantize=section.quantize)
+    dropout = found.dropout if section.dropout is None else section.dropout
+    if dropout >= 1:
+        raise UserError(
+            f"adapter.path {section.path!r} has lora_dropout {dropout}, which leaves nothing to"
+            " learn from; set adapter.dropout below 1"
+        )
+    found = dataclasses.replace(found, dropout=dropout, quantize=section.quantize)
     if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
         raise UserError(
             f"adapter.kind is {section.kind} but adapter.path {section.path!r} holds"

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config import OptimConfig
+from jaxtrain.errors import UserError
 from jaxtrain.models.parameters import Params
 
 
@@ -69,7 +70,45 @@ def decay_share(shape: str, left):
 def build_optimizer(
     optim: OptimConfig, schedule: optax.Schedule, params: Params
 ) -> optax.GradientTransformation:
-    """The named optimizer with its weight-decay mask. Clipping is the step's own business."""
+    """The named optimizer with its weight-decay mask, and other rates for some parameters. Clipping
+    is the step's own business. Raises UserError for rates of what is not trained."""
+    factors = {path: rate_factor(path, optim) for path in params}
+    for key, concerned in [("lora_plus_ratio", is_second), ("embedding_lr", is_embedding)]:
+        if getattr(optim, key) is not None and not any(map(concerned, params)):
+            needed = (
+                'adapter.kind "lora" or "dora"'
+                if concerned is is_second
+                else ("adapter.train_embeddings or adapter.train_head")
+            )
+            raise UserError(
+                f"optim.{key} is the rate of what is not trained here; remove it, or set {needed}"
+            )
+    base = _named(optim, schedule, params)
+    if all(factor == 1 for factor in factors.values()):
+        return base
+    # Every optimizer multiplies by its rate last, weight decay included.
+    faster = optax.stateless(
+        lambda updates, _: {path: value * factors[path] for path, value in updates.items()}
+    )
+    return optax.chain(base, faster)
+
+
+def rate_factor(path: str, optim: OptimConfig) -> float:
+    """A parameter's learning rate over optim.learning_rate. LoRA+ (Hayou et al. 2024,
+    arXiv:2402.12354) as PEFT has it: lengths and biases go with B."""
+    if is_embedding(path):
+        return 1.0 if optim.embedding_lr is None else optim.embedding_lr / optim.learning_rate
+    return (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0
+
+
+def is_second(path: str) -> bool:
+    """Whether a parameter is an adapter's B or DoRA's magnitude."""
+    return path.endswith((".adapter.b", ".adapter.magnitude"))
+
+
+def _named(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params
+) -> optax.GradientTransformation:
     mask = {path: decays(path, value, optim) for path, value in params.items()}
     decay = optim.weight_decay
     match optim.name:

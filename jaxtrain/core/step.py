@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
+from jaxtrain.layers.noise import row_words
 from jaxtrain.losses.balance import LOADS, count_real
 from jaxtrain.models.parameters import Params
 
@@ -41,6 +42,15 @@ class State(NamedTuple):
         own = {name: tree[name] for name in ("step", "params", "opt_state")}
         copies = {name: value for name, value in tree.items() if name not in own}
         return cls(**own, copies=copies)
+
+
+class Draws(NamedTuple):
+    """What a step draws for the tokens that it trains."""
+
+    seed: int
+    give: Callable[[Any, jax.Array], Any]
+    """(what `build` made, words uint32 [B] of the rows) -> the same, to be run as in training; see
+    layers.noise."""
 
 
 class StepOutput(NamedTuple):
@@ -122,6 +132,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     max_grad_norm: float | None,
     follow: Callable[[Params, jax.Array], Params] | None = None,
+    draws: Draws | None = None,
 ) -> Callable[..., tuple[State, StepOutput]]:
     """Compile-ready `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
@@ -131,10 +142,14 @@ def make_step(
     before. Who reads a step late has dispatched the next one already; it then changes nothing, and
     the state is still that from before the bad step. `follow` changes the updated parameters by the
     load of experts [layers, E] over the whole step, which the loss then has among its metrics.
+    Without `draws` the models are run as in evaluation.
     """
 
-    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms: dict[str, jax.Array]):
-        sums, metrics = loss(build({**frozen, **params}), micro)
+    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, words: jax.Array | None):
+        models = build({**frozen, **params})
+        if draws is not None:
+            models = draws.give(models, words)
+        sums, metrics = loss(models, micro)
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
@@ -148,22 +163,28 @@ def make_step(
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
 
-        def add_micro(summed, micro):
-            (total, metrics), grads = grad(state.params, frozen, micro, denoms)
+        words_AB = None
+        if draws is not None:
+            rows = jnp.arange(batch.tokens[..., 0].size, dtype=jnp.uint32)
+            words_AB = row_words(draws.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
+
+        def add_micro(summed, part):
+            micro, words = part
+            (total, metrics), grads = grad(state.params, frozen, micro, denoms, words)
             grads = jax.tree.map(jnp.add, summed[0], grads)
             return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
-            only = jax.tree.map(lambda leaf: leaf[0], batch)
-            (total, metrics), grads = grad(state.params, frozen, only, denoms)
+            only, words = jax.tree.map(lambda leaf: leaf[0], (batch, words_AB))
+            (total, metrics), grads = grad(state.params, frozen, only, denoms, words)
             micro_losses = total[None]
         else:
-            first = jax.tree.map(lambda leaf: leaf[0], batch)
-            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms)
+            first, words = jax.tree.map(lambda leaf: leaf[0], (batch, words_AB))
+            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms, words)
             (_, metric_shapes), grad_shapes = shapes
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
             start = (zeros, empty_metrics(metric_shapes))
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, batch)
+            (grads, metrics), micro_losses = jax.lax.scan(add_micro, start, (batch, words_AB))
 
         norm = optax.tree.norm(grads)
         finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()

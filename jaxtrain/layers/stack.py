@@ -22,6 +22,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer, State
+from jaxtrain.layers.noise import give_words, mix
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
@@ -118,6 +119,7 @@ class Stack(nnx.Module):
         beside: Any = None,
         trial: bool = False,
         depth: int | None = None,
+        words: jax.Array | None = None,
     ) -> tuple[Hidden, tuple[State, ...]]:
         """(outputs, the states after the tokens; none without `states`, as in training).
 
@@ -125,7 +127,8 @@ class Stack(nnx.Module):
         each block gets its layer's slice. experts: [L, B, T, k] those that tokens go to; slices of
         layers without experts mean nothing. beside: what all blocks get alike. trial: the states
         are for `commit`. depth: no layer from this one on need be run; what would come out behind
-        them is not told then.
+        them is not told then. words: uint32 [B, T] of the tokens, for blocks that draw (see
+        layers.noise).
         """
         num_layers = len(self.specs)
         assert all(0 <= layer < num_layers for layer in capture), f"{capture} of {num_layers}"
@@ -134,7 +137,8 @@ class Stack(nnx.Module):
         else:
             segments = tuple(Segment(layer, 1, 1) for layer in range(num_layers))
         blocks = self._split_blocks(segments)
-        extras = _split((extra, experts), [len(segment.layers) for segment in segments])
+        numbers = None if words is None else jnp.arange(num_layers, dtype=jnp.uint32)
+        extras = _split((extra, experts, numbers), [len(segment.layers) for segment in segments])
 
         shared = {}
         if states is None:
@@ -143,9 +147,11 @@ class Stack(nnx.Module):
                     shared[kind] = nnx.merge(*part).mixer.find_shared(context)
 
         def run(x_BTD, params, part, state, given, graphdef, spec):
-            (extra, experts), params = part, _taken(params)
+            (extra, experts, number), params = part, _taken(params)
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
+            if words is not None:
+                give_words(block, mix(words, number + jnp.uint32(1)))
             own = trial and block.mixer.trials == "own"
             turns = angles.get(spec.rope)
             found = shared.get(spec.kind)

@@ -18,6 +18,7 @@ from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.mixer import Decoding, State
 from jaxtrain.layers.moe import use_transport
+from jaxtrain.layers.noise import RowNoise, give_words, shake, token_words
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.routes import by_layer, side_by_side
@@ -172,7 +173,8 @@ class Layered(nnx.Module):
 class Decoder(Ends, Layered):
     """Embedding, blocks, final norm and head; a family says what its blocks are (`make_block`).
 
-    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`.
+    `stored` is what `build.load` found: the dtype of the folder's tensors, for `build.save`. With
+    `noise`, a RowNoise, `hidden` runs as in training; without, nothing is drawn.
     """
 
     def __init__(self, config: DecoderConfig, options: Options, rngs: nnx.Rngs):
@@ -204,6 +206,7 @@ class Decoder(Ends, Layered):
         self.stored: tuple[tuple[str, str], ...] = ()
         self.carries = config.carries
         self.experts_per_token = config.experts_per_token
+        self.noise: Any = nnx.data(None)
 
     @abstractmethod
     def make_block(
@@ -242,7 +245,8 @@ class Decoder(Ends, Layered):
         which count from 0, before the final norm. Padding gives finite values that mean nothing."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
-        return self._run(batch.tokens, context, capture=capture, experts=experts)[0]
+        words = None if self.noise is None else self._draw(batch.tokens.shape)
+        return self._run(batch.tokens, context, words, capture=capture, experts=experts)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
         """Outputs [B, T, C * D] of C layers, one behind the other, as `hidden` captures them. No
@@ -333,15 +337,32 @@ class Decoder(Ends, Layered):
             for name, frequency, factor in self.encodings
         }
 
-    def _read(self, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
+    def _read(
+        self, tokens_BT: jax.Array, context: Context | None = None, words: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """(scaled embeddings [B, T, D], what layers read beside them)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        if words is not None and context is not None and self.noise.alpha:
+            x_BTD = shake(x_BTD, words, context.positions, context.until, self.noise.alpha)
         return x_BTD, self.layer_inputs(tokens_BT, x_BTD)
 
-    def _run(self, tokens_BT, context: Context, **options) -> tuple[Hidden, tuple[State, ...]]:
-        x_BTD, extra = self._read(tokens_BT)
+    def _draw(self, shape: tuple[int, ...]) -> jax.Array:
+        """The words [B, T] of the tokens of a pass in training, given to what draws beside the
+        stack."""
+        noise: RowNoise = self.noise
+        assert noise.words_B.shape == shape[:1], f"rows {noise.words_B.shape} of {shape}"
+        words_BT = token_words(noise.words_B, shape[1])
+        for part in vars(self).values():
+            if isinstance(part, nnx.Module) and part is not self.stack:
+                give_words(part, words_BT)
+        return words_BT
+
+    def _run(
+        self, tokens_BT, context: Context, words: jax.Array | None = None, **options
+    ) -> tuple[Hidden, tuple[State, ...]]:
+        x_BTD, extra = self._read(tokens_BT, context, words)
         turns = self._turn(context.positions)
-        found, states = self.stack(x_BTD, context, turns, extra=extra, **options)
+        found, states = self.stack(x_BTD, context, turns, extra=extra, words=words, **options)
         return found._replace(hidden=scaled(self.norm(found.hidden), self.logit_scale)), states
 
 

@@ -15,6 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.model import ModelConfig
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.beside import Beside
+from jaxtrain.core.draws import find_draws
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Held, Roles
 from jaxtrain.core.scorer import Scorer
@@ -128,6 +129,7 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
     roles = Roles(task.roles)
     loss, coef = add_balance(task, roles.trained, config.model)
     follow = follow_loads(roles, config.model.router_bias_update_rate)
+    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
     rounds = task.data.open(roles.parts, say)
     try:
         policies = list_trained(config)
@@ -144,7 +146,7 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
             optimizer=optimizer,
             schedule=schedule,
             run_step=make_step(
-                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow
+                roles.build, loss, coef, optimizer, config.optim.max_grad_norm, follow, draws
             ),
             run_eval=make_eval(roles.build, task.loss),
             state=state,

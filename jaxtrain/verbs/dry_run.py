@@ -15,6 +15,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import Parts, count_microsteps
 from jaxtrain.core.beside import Beside
+from jaxtrain.core.draws import find_draws
 from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.core.roles import Roles
 from jaxtrain.core.step import abstract_state, make_step
@@ -62,7 +63,10 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
     optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
     state = abstract_state(trained, optimizer, roles.copy_shapes)
-    step = make_step(roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm)
+    draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
+    step = make_step(
+        roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, draws=draws
+    )
     microsteps = count_microsteps(config, parts.mesh)
     rows, length = (
         config.data.micro_batch_size * row_shards(parts.mesh),
