@@ -25,6 +25,11 @@ VERBS = {
         "copy a config that comes with jaxtrain",
         "jaxtrain.commands.recipes:run_init",
     ),
+    "doctor": Verb(
+        "[--config FILE] [--json]",
+        "what is installed here, what does not fit",
+        "jaxtrain.doctor.open:doctor_command",
+    ),
     "preprocess": Verb(
         "--config FILE",
         "tokenise, validate, show samples",

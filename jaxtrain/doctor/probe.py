@@ -1,0 +1,100 @@
+"""What jax says of itself, asked in a process of its own: a driver or a TPU that hangs, and a jax
+that cannot be imported, end that process and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+PROGRAM = r"""
+import json, sys, time, warnings
+def tell(**facts):
+    print("\n@" + json.dumps(facts), flush=True)
+warnings.simplefilter("always")
+start = time.monotonic()
+tell(stage="import jax")
+import jax
+tell(stage="find devices", jax=jax.__version__)
+found = jax.local_devices()
+tell(backend=jax.default_backend(), devices=[
+    {"platform": d.platform, "kind": d.device_kind,
+     "capability": getattr(d, "compute_capability", None),
+     "memory": (d.memory_stats() or {}).get("bytes_limit") if d.platform != "cpu" else None}
+    for d in found], stage="multiply matrices")
+import numpy
+x = jax.device_put(numpy.ones((64, 64), numpy.float32), found[0])
+y = float(jax.jit(lambda x: (x @ x).sum())(x))
+assert y == 64.0**3, f"the sum of a product of matrices is {y}, not {64.0**3}"
+tell(stage="done", seconds=round(time.monotonic() - start, 1))
+"""
+
+
+def probe_jax(seconds: float, program: str = PROGRAM) -> dict[str, Any]:
+    """{"state": "ok" | "failed" | "timeout", "stage", "message": the last line that it wrote,
+    "warnings", "backend", "devices": [{"platform", "kind", "capability", "memory"}], "seconds"}."""
+    environ = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONFAULTHANDLER="0")
+    # Files rather than pipes: nobody waits for a process that cannot be killed.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+            state = "ok" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            code, state = None, "timeout"
+            kill(process)
+        except KeyboardInterrupt:
+            kill(process)
+            raise
+        told, said = (_read(file) for file in (out, err))
+    facts: dict[str, Any] = {"state": state, "backend": None, "devices": [], "code": code}
+    for line in told.splitlines():
+        if line.startswith("@{"):
+            facts |= json.loads(line[1:])
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    warned = [line.partition("Warning: ")[2] for line in lines if "Warning: " in line]
+    return facts | {"message": lines[-1][:600] if lines else "", "warnings": warned[:5]}
+
+
+def run_quietly(command: list[str], seconds: float) -> tuple[str, str]:
+    """("ok" | "missing" | "failed" | "timeout", what a command printed)."""
+    with tempfile.TemporaryFile() as out:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return "missing", error.strerror or str(error)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            kill(process)
+            return "timeout", f"no answer in {seconds:g} s"
+        return ("ok" if code == 0 else "failed"), _read(out)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process with all that it started; one that hangs in the kernel is left to it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(2.0)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return file.read(200_000).decode(errors="replace")
