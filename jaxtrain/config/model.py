@@ -1,10 +1,10 @@
 """Section model: which architecture, which weights, in which numbers."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from jaxtrain.config.base import Place, Section
+from jaxtrain.config.base import Place, Section, known_in
 from jaxtrain.config.bounds import ROWS
 
 DTYPE = Literal["float32", "bfloat16", "float64"]
@@ -72,15 +72,28 @@ class ModelConfig(Section):
         return next((f"model.{key} {value}" for key, value in found if value), None)
 
 
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
+
+
 class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""
 
-    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    """Optimizer. muon is used for weight matrices, with adamw for all else."""
+    name: Annotated[str, AfterValidator(known_in("optimizers", OPTIMIZERS))] = "adamw"
+    """adamw, adafactor, lion, muon (for weight matrices, with adamw for all else) or sgd. Or a
+    function that makes an optax transformation of the learning rate and `options`: an entry point's
+    name, "optax:adan", "package.module:function" or "file.py:function"."""
+    options: dict[str, Any] = {}
+    """Of such a function."""
     learning_rate: float = Field(1e-5, gt=0, le=1000)
     """Peak learning rate."""
-    lr_scheduler: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    """Shape after warm-up. wsd stays constant, then decays over the last decay_ratio of the run."""
+    lr_scheduler: Annotated[str, AfterValidator(known_in("schedules", SCHEDULES))] = "cosine"
+    """Shape after warm-up: constant, linear, cosine, inverse_sqrt or wsd, which stays constant and
+    decays over the last decay_ratio of the run. Or a function that makes a schedule, warm-up and
+    all, of what it names of learning_rate, total_steps, warmup_steps and min_lr and of
+    `scheduler_options`: an entry point's name, "package.module:function" or "file.py:function"."""
+    scheduler_options: dict[str, Any] = {}
+    """Of such a function."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up from 0. Give this or warmup_ratio."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)

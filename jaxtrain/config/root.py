@@ -16,7 +16,8 @@ from jaxtrain.config.ebft import EBFTTask
 from jaxtrain.config.ebft_strided import EBFTStridedTask
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.evals import find_eval_set_conflicts
-from jaxtrain.config.model import ModelConfig, OptimConfig
+from jaxtrain.config.model import OPTIMIZERS, SCHEDULES, ModelConfig, OptimConfig
+from jaxtrain.config.observers import ObserverConfig
 from jaxtrain.config.policies import PolicyConfig, find_policy_problems
 from jaxtrain.config.preference import PreferenceTask
 from jaxtrain.config.reward_model import RewardModelTask
@@ -98,6 +99,7 @@ class Config(Section):
     policies: dict[str, PolicyConfig] = {}
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    observers: list[ObserverConfig] = []
 
     @model_validator(mode="after")
     def check_sections_together(self) -> "Config":
@@ -145,6 +147,12 @@ def find_conflicts(config: Config):
         yield "optim.min_lr and optim.min_lr_ratio are both set; keep one"
     if optim.min_lr is not None and optim.min_lr > optim.learning_rate:
         yield f"optim.min_lr {optim.min_lr} is above optim.learning_rate {optim.learning_rate}"
+    for key, name, builtin in (
+        ("options", optim.name, OPTIMIZERS),
+        ("scheduler_options", optim.lr_scheduler, SCHEDULES),
+    ):
+        if getattr(optim, key) and name in builtin:
+            yield f"optim.{key} are for a function from outside; {name!r} is built in: set its keys"
     if data.global_batch_size and optim.gradient_accumulation_steps > 1:
         yield (
             "data.global_batch_size sets the gradient accumulation by itself; remove"

@@ -10,6 +10,7 @@ from jaxtrain.convert.shared import (
     dora,
     epochs,
     lora_targets,
+    push,
     resume,
     settle,
     strategy,
@@ -311,6 +312,7 @@ RULES: dict[str, Rule] = {
     "early_stopping_patience": to(
         "eval.patience", note='needs checkpoint.best_metric, such as "eval/loss"'
     ),
+    "hub_model_id": by('observers: kind = "hub" with options.repo')(push),
     "load_best_model_at_end": missing("checkpoint.best_metric keeps the best one"),
     "save_safetensors": always("it is the only form"),
     "save_only_model": missing("checkpoints are whole; run.output_dir/model holds the weights"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.conversion import Conversion, Rule, always, by, to
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -149,6 +149,11 @@ def dora(made: Conversion, value: Any) -> None:
         made.set("adapter.kind", "dora")
 
 
+def hub_key(name: str) -> Rule:
+    """An option of the observer that `push` writes."""
+    return by(f'observers: kind = "hub" with options.{name}')(lambda made, value: None)
+
+
 TRAINER: dict[str, Rule] = {
     **dot("optim", "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
     **dot("optim", "warmup_ratio", "gradient_accumulation_steps"),
@@ -187,8 +192,13 @@ TRAINER: dict[str, Rule] = {
     "loraplus_lr_embedding": to(
         "optim.embedding_lr", note="of tables that are trained in full; none has an adapter here"
     ),
-    "push_to_hub": missing("upload run.output_dir/model with `hf upload`"),
-    "hub_model_id": missing("upload run.output_dir/model with `hf upload`"),
+    "push_to_hub": by('observers: kind = "hub"')(lambda made, value: push(made, value)),
+    "hub_model_id": hub_key("repo"),
+    "hub_strategy": hub_key("strategy"),
+    "hub_private_repo": hub_key("private"),
+    "hub_revision": hub_key("branch"),
+    "hub_token": always("the token is HF_TOKEN's, or that of `hf auth login`"),
+    "hub_always_push": always("every push is made, the newest first"),
     "lora_r": to("adapter.rank"),
     "lora_alpha": to("adapter.alpha"),
     "lora_target_modules": lora_targets,
@@ -196,6 +206,34 @@ TRAINER: dict[str, Rule] = {
     "load_in_4bit": load_4bit,
     "load_in_8bit": load_8bit,
 }
+
+
+HUB_STRATEGIES = {
+    "end": "end",
+    "every_save": "end",
+    "checkpoint": "checkpoint",
+    "all_checkpoints": "all_checkpoints",
+}
+
+
+def push(made: Conversion, wanted: Any) -> None:
+    """The observer that pushes, of all their keys about it."""
+    if not wanted:
+        return
+    theirs = made.theirs
+    repo = theirs.get("hub_model_id")
+    if repo is None:
+        repo = str(theirs.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
+        made.say(f"the repository is called {repo!r}, by output_dir")
+    strategy = theirs.get("hub_strategy") or "every_save"
+    options = {"repo": repo, "strategy": HUB_STRATEGIES.get(strategy, "end")}
+    if theirs.get("hub_private_repo") is False:
+        options["private"] = False
+    if theirs.get("hub_revision"):
+        options["branch"] = theirs["hub_revision"]
+    if strategy == "every_save":
+        made.say('the model is pushed at the end; strategy = "checkpoint" pushes checkpoints, too')
+    made.set("observers", [{"kind": "hub", "options": options}])
 
 
 def _max_steps(made: Conversion, value: Any) -> None:

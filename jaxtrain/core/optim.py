@@ -1,11 +1,15 @@
 """Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
+from jaxtrain import plugins
 from jaxtrain.config import OptimConfig
+from jaxtrain.config.made import make
+from jaxtrain.config.model import OPTIMIZERS, SCHEDULES
 from jaxtrain.errors import UserError
 from jaxtrain.models.parameters import Params
 
@@ -22,6 +26,10 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> optax.Schedule:
     if warmup is None:
         warmup = round((optim.warmup_ratio or 0.0) * total_steps)
     floor = optim.min_lr if optim.min_lr is not None else peak * (optim.min_lr_ratio or 0.0)
+    if optim.lr_scheduler not in SCHEDULES:
+        facts = {"learning_rate": peak, "total_steps": total_steps}
+        facts |= {"warmup_steps": warmup, "min_lr": floor}
+        return make_outside("schedules", "lr_scheduler", "scheduler_options", optim, facts)
     span = max(total_steps - warmup, 1)
     decay = max(round(optim.decay_ratio * total_steps), 1)
 
@@ -111,6 +119,9 @@ def _named(
 ) -> optax.GradientTransformation:
     mask = {path: decays(path, value, optim) for path, value in params.items()}
     decay = optim.weight_decay
+    if optim.name not in OPTIMIZERS:
+        facts = {"weight_decay": decay, "mask": mask}
+        return make_outside("optimizers", "name", "options", optim, facts, schedule)
     match optim.name:
         case "adamw":
             return optax.adamw(
@@ -149,6 +160,25 @@ def _named(
                 muon_weight_dimension_numbers=dimensions,
             )
     raise AssertionError(optim.name)
+
+
+def make_outside(
+    group: str, name: str, options: str, optim: OptimConfig, facts: dict[str, Any], *given: Any
+) -> Any:
+    """What a function from outside makes of what is given, of those facts that it names, and of the
+    options of the config, which outweigh them. UserError."""
+    key = f"optim.{name}"
+    made = plugins.find(group, getattr(optim, name), {}, key=key)
+    named = inspect.signature(made).parameters
+    taken = {fact: value for fact, value in facts.items() if fact in named}
+    return make(
+        made,
+        *given,
+        options={**taken, **getattr(optim, options)},
+        key=f"{key} {getattr(optim, name)!r}",
+        options_key=f"optim.{options}",
+        what="learning_rate" if given else "",
+    )
 
 
 VECTORS = (

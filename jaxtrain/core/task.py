@@ -53,6 +53,10 @@ class Round(NamedTuple):
     """Answers of it to read, for samples.jsonl: see run/samples.py; on process 0."""
     policy: str = ""
     """Whose it is, where several policies are trained: that one is at work, see Live.turn_to."""
+    groups: Sequence[Any] = ()
+    """The `rollout.types.Group`s that were judged for it; on process 0, with its last part."""
+    published: Mapping[str, float] | None = None
+    """Of the first part of a round behind new weights: what bringing them to the engine took."""
     held_out: bool = False
     """Whether it is judged and not trained: whatever is drawn for it is always the same."""
 

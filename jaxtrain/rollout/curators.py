@@ -9,7 +9,6 @@ and the number of the draw alone, so that in mode sync a resumed run chooses as 
 stopped; ahead of the trainer prompts are chosen before the last rounds were learnt from.
 """
 
-import inspect
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain import plugins
+from jaxtrain.config.made import make
 from jaxtrain.errors import UserError
 from jaxtrain.rollout.types import Ask
 
@@ -179,14 +179,14 @@ def open_curator(name: str, options: dict[str, Any], seed: int) -> Curator | Non
             raise UserError(f'{KEY}_options has no effect while {KEY} is "all"; remove it')
         return None
     made = plugins.find("curators", name, CURATORS, key=KEY)
-    try:
-        curator = made(seed, **options)
-    except TypeError as error:
-        known = list(inspect.signature(made).parameters)[1:]
-        raise UserError(
-            f"{KEY} {name!r} cannot be made with (seed, **{KEY}_options): {error}; its options are"
-            f" {', '.join(known) or 'none'}"
-        ) from None
+    curator = make(
+        made,
+        seed,
+        options=options,
+        key=f"{KEY} {name!r}",
+        options_key=f"{KEY}_options",
+        what="seed",
+    )
     for method in ("choose", "learn", "state", "restore"):
         if not callable(getattr(curator, method, None)):
             raise UserError(f"{KEY} {name!r} has no method {method}; see docs/extending.md")

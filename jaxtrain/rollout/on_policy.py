@@ -83,6 +83,8 @@ class OnPolicy:
             if source.policy:
                 named = {f"{source.policy}/{name}": x for name, x in found.metrics.items()}
                 found = found._replace(metrics=named)
+        if source.part == 0:
+            found = found._replace(published=self.published)
         self.waited += drawn - start
         self.scored += time.monotonic() - drawn
         metrics = {**source.metrics, **found.metrics, **(self.published or {})}
@@ -94,7 +96,7 @@ class OnPolicy:
             metrics["part/seconds"] = drawn - start
         if found.last:
             self.unwritten = {}
-            return found._replace(metrics=metrics, samples=source.samples)
+            return found._replace(metrics=metrics, samples=source.samples, groups=source.judged)
         self.unwritten = metrics
         own = {name: value for name, value in metrics.items() if name.startswith("part")}
         return found._replace(metrics={**own, **found.metrics})

@@ -136,7 +136,8 @@ class RoundSource:
         """Of the part, in the order of the table; also those whose answers are too long to train.
         """
         self._round = Taken()
-        self._judged: list[Group] = []
+        self.judged: list[Group] = []
+        """Of the round so far, those that taught nothing too; no replayed ones."""
         # Places of the round that were not taken yet, and those not even asked for.
         self._left = self._unasked = 0
         self.max_idle, self.max_prompts = max_idle, max_prompts
@@ -349,14 +350,14 @@ class RoundSource:
             self.metrics["part/groups"] = float(len(taken.groups))
         if self.last_part:
             self._seen = self._count()
-        self._judged = judged
+        self.judged = judged
         self.samples = self.choose_samples() if self.last_part else []
         return [] if found is None else found.batches
 
     def choose_samples(self) -> list[dict[str, Any]]:
         """Lines for samples.jsonl, by the rewards of the round's answers as they are known now."""
         rules = self.producer.rules
-        return choose_samples(self._judged, rules.weights, self.num_samples, rules.datasets)
+        return choose_samples(self.judged, rules.weights, self.num_samples, rules.datasets)
 
     def _describe(self, judged: list[Group]) -> dict[str, float]:
         """Numbers about the round so far."""

@@ -7,14 +7,14 @@ Prompts, replay, drops and advantages live on process 0 alone, and so does the c
 be trained twice, whatever the number of processes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.batch import Batch
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.rollout.rounds import RoundSource
-from jaxtrain.rollout.types import Publisher
+from jaxtrain.rollout.types import Group, Publisher
 
 
 class Drawn(NamedTuple):
@@ -82,6 +82,11 @@ class SharedRounds:
     def samples(self) -> list[dict[str, Any]]:
         """Lines for samples.jsonl."""
         return [] if self.own is None else self.own.samples
+
+    @property
+    def judged(self) -> Sequence[Group]:
+        """See RoundSource.judged; on process 0."""
+        return [] if self.own is None else self.own.judged
 
     def tell_progress(self, share: float) -> None:
         """Optimizer steps done, as a share of the run's."""

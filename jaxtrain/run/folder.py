@@ -48,6 +48,7 @@ FREE_KEYS = (
     "run.compile_cache",
     "run.export",
     "log.*",
+    "observers*",
     "checkpoint.*",
     "eval.*",
     "sampling.*",
@@ -238,6 +239,7 @@ def list_names(config: Config) -> list[str]:
         "servers": samples_there and vllm.launch == "local",
         "gym": gym,
         "gym.log": gym,
+        "observers": config.observers,
     }
     return [*ALWAYS, *(name for name, wanted in made.items() if wanted)]
 

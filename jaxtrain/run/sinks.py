@@ -30,8 +30,8 @@ TABLE_SECONDS = 60.0
 
 
 class Sink(Protocol):
-    """One destination of numbers, or an observer of events: it has those of these methods that it
-    needs. One from outside is made with (the run's folder, the config as a dict), on process 0."""
+    """One destination of numbers: it has those of these methods that it needs. One from outside is
+    made with (the run's folder, the config as a dict), on process 0."""
 
     name: str
     """What messages call it. One from outside needs none."""
@@ -42,19 +42,8 @@ class Sink(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None:
         """The numbers of one step, or of an evaluation after it ("eval/loss")."""
 
-    def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of an evaluation, which write() gets as well."""
-
     def sampled(self, lines: list[dict[str, Any]]) -> None:
         """Answers of the model, as they stand in samples.jsonl: see samples.py."""
-
-    def saved(self, step: int, folder: Path) -> None:
-        """The checkpoint in `folder` is complete. Comes from the thread that wrote it, while
-        training goes on; the next checkpoint waits for this call."""
-
-    def ended(self, reason: str) -> None:
-        """Training ended: "finished", the name of the signal that stopped it, or the error. A call
-        of close follows."""
 
     def close(self, summary: str | None) -> None:
         """Let go of files and connections; `summary` is for people."""
@@ -76,11 +65,10 @@ class Sinks:
         self.console = Console(log.console, folder / "log.txt") if primary else None
         self._sinks: list[Any] = []
         self._waiting: list[Any] = [*extra]
-        """Sinks that hear of nothing before they were started, not even of the end."""
+        """Sinks that hear of nothing before they were started."""
         self._dropping = threading.Lock()
         self._missed_samples = False
         self._summary: str | None = None
-        self._reason = "finished"
         if primary:
             self._sinks += [JsonLines(folder / "metrics.jsonl"), self.console]
             if log.tensorboard:
@@ -107,11 +95,6 @@ class Sinks:
         """Hand one line of numbers to every sink."""
         self._each("write", step, values)
 
-    def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """Hand the numbers of an evaluation to every sink."""
-        self._each("write", step, values)
-        self._each("evaluated", step, values)
-
     def sampled(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append answers to samples.jsonl, and tell of them."""
         try:
@@ -124,10 +107,6 @@ class Sinks:
         if lines:
             self._each("sampled", lines)
 
-    def saved(self, step: int, folder: Path) -> None:
-        """Tell of a complete checkpoint, from any thread."""
-        self._each("saved", step, folder)
-
     def say(self, text: object) -> None:
         """A message for people: console and log.txt."""
         if self.console is not None:
@@ -136,13 +115,12 @@ class Sinks:
             except Exception as error:
                 self._drop(self.console, error)
 
-    def summarise(self, text: str, reason: str = "finished") -> None:
-        """What the console shows at the very end, and why training ended."""
-        self._summary, self._reason = text, reason
+    def summarise(self, text: str) -> None:
+        """What the console shows at the very end."""
+        self._summary = text
 
     def close(self) -> None:
         """Flush and close; safe to call twice."""
-        self._each("ended", self._reason)
         self._each("close", self._summary)
         self._sinks = []
 
@@ -154,9 +132,8 @@ class Sinks:
     ) -> None:
         if error is not None:
             self._summary = None  # it promised what the error has just undone
-            self._reason = f"{type(error).__name__}: {error}"
             if self.console is not None:
-                self.console.record(self._reason)
+                self.console.record(f"{type(error).__name__}: {error}")
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:

@@ -7,39 +7,37 @@ dispatched, so the devices never wait for the host; before anything is saved or 
 the current step's, so that a state with a loss that is not finite is never saved.
 """
 
-import os
-import sys
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxtrain.adapters.storage import count_weights
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config
-from jaxtrain.core.export import export_model, export_policies
-from jaxtrain.errors import Interrupted, UserError
+from jaxtrain.core.task import Round
+from jaxtrain.errors import Interrupted
+from jaxtrain.observers.open import Observers, list_observers
 from jaxtrain.parallel.feed import feed
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.parallel.processes import asked_to_stop, peers
 from jaxtrain.parallel.relay import broadcast
-from jaxtrain.report.open import write_report
 from jaxtrain.rollout.problem_sets import ProblemSets, open_problem_sets
 from jaxtrain.rollout.types import Keeping
 from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.run.folder import RunFolder
 from jaxtrain.run.hardware import Hardware
-from jaxtrain.run.plot import plot_runs
 from jaxtrain.run.profile import ProfileWindow
 from jaxtrain.run.sinks import Sinks
 from jaxtrain.run.watchdog import Signals, Watchdog
 from jaxtrain.tasks import make_task
 from jaxtrain.train.beside import Beside, find_broken_off
-from jaxtrain.train.early_stop import EarlyStop, read_values
 from jaxtrain.train.evaluate import Evaluation
-from jaxtrain.train.saving import Saves, is_due
+from jaxtrain.train.saving import LOOK_EVERY, Saves, is_due
 from jaxtrain.train.session import Session, open_session, start_state
 from jaxtrain.train.step_metrics import Crowding, Pending, StepReader
+from jaxtrain.train.summary import describe_start, finish
 
 
 def train(config: Config, command: list[str]) -> int:
@@ -65,6 +63,16 @@ def train(config: Config, command: list[str]) -> int:
         stack.enter_context(
             Hardware(folder.path, config.log.hardware_seconds, jax.local_devices, primary=primary)
         )
+        observers = stack.enter_context(
+            Observers(
+                config,
+                folder.path,
+                sinks.say,
+                attempt=folder.attempt,
+                phase=watchdog.phase,
+                primary=primary,
+            )
+        )
         others = peers()
         if others is not None:
             others.say = sinks.say
@@ -73,7 +81,7 @@ def train(config: Config, command: list[str]) -> int:
         stack.enter_context(jax.set_mesh(task.mesh))
         for line in [*folder.describe(), *formats]:
             sinks.say(line)
-        checkpoints = open_checkpoints(config, folder.path, sinks)
+        checkpoints = open_checkpoints(config, folder.path, sinks, observers)
         stack.callback(checkpoints.close)
         with watchdog.phase("opening the data"):
             session = open_session(config, task, sinks.say)
@@ -87,13 +95,21 @@ def train(config: Config, command: list[str]) -> int:
         sinks.say(describe_start(session))
         sinks.start(session.rounds.total_steps, session.start)
         watchdog.start(session.rounds.total_steps, session.start)
+        observers.start(session.rounds.total_steps, session.start)
         session.folder, session.phase, session.signals = folder.path, watchdog.phase, signals
+
+        def sampled(step: int, lines: Iterable[Mapping[str, Any]]) -> None:
+            lines = list(lines)
+            sinks.sampled(step, lines)
+            if lines:
+                observers.tell("samples", step, lines)
+
         evaluation = Evaluation(
             config,
             task,
             session.roles,
             sinks.say,
-            sinks.sampled,
+            sampled,
             sets,
             session.rounds.engine,
             served=session.rounds.serves,
@@ -103,7 +119,7 @@ def train(config: Config, command: list[str]) -> int:
             beside=open_beside(session, sets),
         )
         stack.callback(evaluation.close)
-        run = Loop(session, sinks, watchdog, signals, checkpoints, evaluation)
+        run = Loop(session, sinks, watchdog, signals, checkpoints, evaluation, observers)
         with stack.enter_context(
             ProfileWindow(
                 folder.path / "profile", config.log.profile_start, config.log.profile_steps
@@ -112,11 +128,11 @@ def train(config: Config, command: list[str]) -> int:
             run.go(profile)
         if signals.stop:
             watchdog.stopped(signals.name)
+            observers.stopped(signals.name)
             done = "saved" if session.step > session.start else "nothing new to save after"
             sinks.summarise(
                 f"{signals.name}: {done} step {session.step} of {session.rounds.total_steps} in"
-                f" {folder.path}; the same command goes on from there",
-                reason=signals.name,
+                f" {folder.path}; the same command goes on from there"
             )
             return 0
         with watchdog.phase("exporting the model"):
@@ -133,10 +149,13 @@ def open_beside(session: Session, sets: ProblemSets | None) -> Beside | None:
     return Beside(engine, sets, session.folder, session.asked_to_stop)
 
 
-def open_checkpoints(config: Config, folder: Path, sinks: Sinks) -> Checkpoints:
+def open_checkpoints(
+    config: Config, folder: Path, sinks: Sinks, observers: Observers
+) -> Checkpoints:
     """The run's checkpoints by section `checkpoint`."""
     options = config.checkpoint.model_dump(exclude={"every", "per_epoch", "every_minutes"})
-    return Checkpoints(folder / "checkpoints", **options, say=sinks.say, saved=sinks.saved)
+
+    return Checkpoints(folder / "checkpoints", **options, say=sinks.say, saved=observers.saved)
 
 
 class Loop:
@@ -150,8 +169,9 @@ class Loop:
         signals: Signals,
         checkpoints: Checkpoints,
         evaluation: "Evaluation",
+        observers: Observers,
     ):
-        self.session, self.config = session, session.config
+        self.session, self.config, self.observers = session, session.config, observers
         self.sinks, self.watchdog, self.signals = sinks, watchdog, signals
         self.saves, self.evaluation = Saves(session, checkpoints, sinks.say), evaluation
         self.reader, self.crowding = StepReader(session), Crowding()
@@ -159,7 +179,12 @@ class Loop:
         self.shapes: set[tuple[int, ...]] = set()
         self.evaluated = -1
         """The last step that was evaluated."""
-        self.early_stop = open_early_stop(self.config, session)
+        self.observed = bool(list_observers(self.config))
+        """Whether process 0 has observers, known to all."""
+        self.noted = 0
+        """Evaluations whose numbers came."""
+        self.over = False
+        """Whether an observer has ended the run."""
         self.latest: dict[str, float] = {}
         self.newest: dict[str, dict[str, float]] = {}
         self.round: dict[str, float] = {}
@@ -190,10 +215,8 @@ class Loop:
         if begun is not None or (self.config.eval.at_start and session.step == 0):
             session.rounds.ready(session)
             self.evaluate()
-        while session.step < session.rounds.total_steps and not self.stopping():
-            if self.early_stop is not None and self.early_stop.reached:
-                self.sinks.say(self.early_stop.describe())
-                break
+        self.obey(look=True)
+        while session.step < session.rounds.total_steps and not self.over and not self.stopping():
             before = session.step
             if not self.train_round(profile):
                 break
@@ -222,6 +245,7 @@ class Loop:
             # step: a run that goes on from the last one repeats it, with its lines.
             step = session.step + bool(round_.batches or session.step == before)
             self.sinks.sampled(step, round_.samples)
+            self.observe_round(step, round_)
             found = round_.metrics
             for batch in round_.batches[: rounds.total_steps - session.step]:
                 self.train(batch, found, profile)
@@ -296,7 +320,7 @@ class Loop:
     def act(self, before: int) -> None:
         """Whatever is due after the steps `before` + 1 to the current one."""
         step, total, options = self.session.step, self.session.rounds.total_steps, self.config.eval
-        last, again = step == total, self.collect()
+        last, again, evaluated = step == total, self.collect(), self.noted
         times = (options.per_epoch or 0) * (self.config.run.num_epochs or 0)
         due = (last and self.evaluated < step) or is_due(step, before, options.every, times, total)
         if due or again:
@@ -304,6 +328,39 @@ class Loop:
             self.evaluate()
         if not last and self.saves.due(before):
             self.save()
+        if not last:
+            self.obey(look=self.noted > evaluated)
+
+    def obey(self, *, look: bool) -> None:
+        """Do what observers ask for; all processes alike. look: even where steps are short."""
+        session = self.session
+        if not self.observed:
+            return
+        if jax.process_count() > 1:
+            if not (look or session.rounds.pauses or session.step % LOOK_EVERY == 0):
+                return
+            wanted = broadcast("what observers ask for", self.observers.take)
+        else:
+            wanted = self.observers.take()
+        if "evaluate" in wanted and self.evaluated < session.step:
+            self.report()
+            self.evaluate()
+        if "save" in wanted and session.step > session.start and self.saves.tried < session.step:
+            self.save()
+        if "stop" in wanted:
+            self.sinks.say(f"observer {wanted['stop']} ends the run after step {session.step}")
+            self.over = True
+
+    def observe_round(self, step: int, round_: Round) -> None:
+        """Tell observers of a round that is about to be trained, and of the weights behind it."""
+        if not self.observers:
+            return
+        if round_.published is not None:
+            self.observers.tell("publish", round_.version, round_.published)
+        if round_.samples:
+            self.observers.tell("samples", step, list(round_.samples))
+        if round_.groups:
+            self.observers.tell("round", round_.groups)
 
     def report(self) -> None:
         """Read and report the step that is still pending; raises NotFinite if it is not."""
@@ -314,19 +371,20 @@ class Loop:
     def read(self, pending: Pending) -> None:
         """Read and report a step; raises NotFinite."""
         # Of several policies each one's last numbers since the last line.
-        self.newest[pending.policy] = self.reader.read(pending)
+        self.newest[pending.policy] = own = self.reader.read(pending)
         self.latest = {name: x for found in self.newest.values() for name, x in found.items()}
         if (warning := self.crowding.look(self.latest)) is not None:
             self.sinks.say(warning)
         self.watchdog.beat(pending.step)
         self.round |= pending.round
+        efficiency = pending.counters["packing_efficiency"]
+        found = {**pending.counters.get("metrics", {}), "packing_efficiency": efficiency}
+        self.observers.tell("step", pending.step, {**own, **pending.round, **found})
         if (
             pending.step % self.config.log.every == 0
             or pending.step == self.session.rounds.total_steps
         ):
-            efficiency = pending.counters["packing_efficiency"]
-            found = pending.counters.get("metrics", {})
-            values = {**self.latest, **self.round, **found, "packing_efficiency": efficiency}
+            values = {**self.latest, **self.round, **found}
             self.round, self.newest = {}, {}
             self.sinks.write(pending.step, values)
 
@@ -369,9 +427,9 @@ class Loop:
             return
         if step == self.session.step:
             self.latest = {**self.latest, **found}
-        if self.early_stop is not None:
-            self.early_stop.look(found)
-        self.sinks.evaluated(step, found)
+        self.noted += 1
+        self.sinks.write(step, found)
+        self.observers.tell("evaluation", step, found)
 
     def save(self) -> None:
         """Checkpoint the current state together with the data's cursor."""
@@ -381,90 +439,3 @@ class Loop:
         with self.watchdog.phase("saving a checkpoint"):
             self.saves.save(self.latest)
         self.reader.restart()
-
-
-def open_early_stop(config: Config, session: Session) -> EarlyStop | None:
-    """By section `eval`, with what earlier attempts of the run have seen."""
-    options, metric = config.eval, config.checkpoint.best_metric
-    if options.patience is None or metric is None:
-        return None
-    stop = EarlyStop(metric, config.checkpoint.best_mode, options.patience, options.min_delta)
-    path = session.folder / "metrics.jsonl"
-    seen = broadcast("earlier evaluations", lambda: list(read_values(path, metric)))
-    for value in seen if session.start else []:
-        stop.look({metric: value})
-    return stop
-
-
-def describe_start(session: Session) -> str:
-    """One line on what is about to be trained."""
-    roles, last = session.roles, session.rounds.total_steps
-    model = roles.params(roles.trained, {**session.frozen, **session.state.params})
-    params = sum(count_weights(path, value) for path, value in model.items())
-    trained = sum(value.size for value in session.state.params.values())
-    trained *= max(1, len(session.policies))
-    part = f"{trained / 1e6:.2f}M of " if trained < params else ""
-    steps = f"steps {session.start + 1} to {last}"
-    if session.start >= last:
-        steps = f"all {last} steps are done"
-    return (
-        f"{part}{params / 1e6:.2f}M parameters on {session.parts.mesh.size}"
-        f" {jax.devices()[0].device_kind} device(s), {steps}"
-    )
-
-
-def finish(session: Session, evaluation: "Evaluation") -> str:
-    """Export, draw the curves, and tell people where everything lies."""
-    config, folder, lines = session.config, session.folder, [evaluation.summary()]
-    places = {
-        "checkpoints": folder / "checkpoints",
-        "metrics": folder / "metrics.jsonl",
-    }
-    if is_main_process() and config.log.plot and (folder / "metrics.jsonl").exists():
-        try:
-            plot_runs([folder], folder / "curves.png")
-            places["curves"] = folder / "curves.png"
-        except UserError as error:  # what was trained is worth more than its picture
-            lines.append(f"no curves were drawn: {error}")
-    if is_main_process() and config.log.report and (folder / "metrics.jsonl").exists():
-        try:
-            places["report"] = write_report(folder)
-        except UserError as error:
-            lines.append(f"no report was written: {error}")
-    if config.run.export:
-        if session.policies:
-            held = {name: session.held(name) for name in session.policies}
-            export_policies(session.task.export, held, config, folder / "model")
-            places |= {f"adapter of {name}": folder / "model" / name for name in held}
-        else:
-            session.task.export(session.held(), config, folder / "model")
-            places["model" if session.parts.adapter is None else "adapter"] = folder / "model"
-        for name, one in session.beside.items():
-            export_model(one.held(), config, folder / name)
-            places[name] = folder / name
-    lines += [f"{name:<12} {path}" for name, path in places.items()]
-    program = f"{os.path.relpath(sys.executable)} -m jaxtrain.main"
-    agent = " --env" if config.env.kind != "single_turn" else ""
-    drafts = session.parts.architecture.guesses
-    writes = session.parts.architecture.score is None
-    trained = folder / "model" / session.policies[0] if session.policies else folder
-    lines += [
-        "try next",
-        f"  {program} {suggest_speculate(config, folder)}" if drafts and config.model.path else "",
-        f"  {program} generate {trained}{agent}" if writes and not drafts else "",
-        f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
-        f"  {program} merge {trained}" if session.parts.adapter and writes else "",
-        f"  {program} watch {folder} OTHER_RUN",
-        f"  {program} --help",
-    ]
-    return "\n".join(line for line in lines if line)
-
-
-def suggest_speculate(config: Config, folder: Path) -> str:
-    """The command that measures a draft: on held-out data where the run has some."""
-    held = config.data.eval_datasets[:1]
-    split = [f"dataset.split={one.split}" for one in held]
-    asked = [f"--input {one.path}" for one in held] or ["--set gsm8k"]
-    return " ".join(
-        ["speculate", str(config.model.path), *split, f"--draft {folder / 'model'}", *asked]
-    )

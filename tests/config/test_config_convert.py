@@ -105,6 +105,29 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
         verb(tmp_path / "config.yml", None, output)
 
 
+@pytest.mark.parametrize(
+    ("rules", "theirs", "options"),
+    [
+        (
+            axolotl.RULES,
+            {"hub_model_id": "me/x", "hub_strategy": "all_checkpoints", "hub_revision": "dev"},
+            {"repo": "me/x", "strategy": "all_checkpoints", "branch": "dev"},
+        ),
+        (
+            trl.RULES,
+            {"push_to_hub": True, "output_dir": "runs/x/", "hub_private_repo": False},
+            {"repo": "x", "strategy": "end", "private": False},
+        ),
+        (trl.RULES, {"hub_model_id": "me/x", "push_to_hub": False}, None),
+    ],
+)
+def test_a_push_to_the_hub_becomes_an_observer(rules, theirs, options):
+    made = Conversion(theirs)
+    made.run(rules, theirs)
+    wanted = None if options is None else [{"kind": "hub", "options": options}]
+    assert made.get("observers") == wanted and not made.missed
+
+
 def test_a_trl_command_line_with_trl_s_defaults(tmp_path):
     code, ours, output = convert(tmp_path, "run.sh", COMMAND)
     assert code == 0

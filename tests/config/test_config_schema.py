@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/**/*.toml"))
 SCHEMA = make_schema()
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
-SECTIONS = [name for name in SCHEMA["properties"] if name not in ("rewards",)]
+SECTIONS = [name for name in SCHEMA["properties"] if name not in ("rewards", "observers")]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -51,6 +51,7 @@ def test_values_presets_and_strangers():
     assert VALIDATOR.is_valid({"model": "tiny", "adapter": list_presets()["adapter"][0]})
     assert VALIDATOR.is_valid({"task": {"kind": "my_package.method", "anything": 1}})
     assert VALIDATOR.is_valid({"task": {"kind": "rl"}, "rewards": [{"function": "math"}]})
+    assert VALIDATOR.is_valid({"observers": [{"kind": "early_stop", "options": {"patience": 2}}]})
     for wrong in (
         {"model": "tinny"},
         {"run": {"max_steps": 0}},

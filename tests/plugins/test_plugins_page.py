@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 from toy_run import MODEL
 
-from jaxtrain.config import Config, EnvConfig, RewardConfig, validate_config
+from jaxtrain.config import Config, EnvConfig, OptimConfig, RewardConfig, validate_config
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.core.assemble import assemble
+from jaxtrain.core.optim import build_optimizer, build_schedule
 from jaxtrain.data.columns import COLUMNS
 from jaxtrain.data.formats import make_tokeniser, probe
 from jaxtrain.data.pipeline import open_source
@@ -23,6 +24,7 @@ from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.models import build
+from jaxtrain.observers.open import Observers
 from jaxtrain.rewards.load import call_function, find_function
 from jaxtrain.rewards.score import open_rewards
 from jaxtrain.rollout.curators import open_curator
@@ -74,6 +76,10 @@ def make_config(**sections) -> Config:
 
 
 def test_a_curator_of_ones_own(name_of):
+    with pytest.raises(
+        UserError, match=r"\(seed, \*\*rollout.curator_options\): .*its options are enough"
+    ):
+        open_curator(name_of("unsolved", "curators", "Unsolved"), {"begin": 10}, 0)
     curator = open_curator(name_of("unsolved", "curators", "Unsolved"), {"enough": 0.5}, 0)
     first, other = Ask(0, 0, {}), Ask(1, 0, {}, index=1)
     assert curator.choose(first)
@@ -297,55 +303,101 @@ plot = false
     assert last["eval/loss"] == pytest.approx(last["eval/nll"] + 0.1 * last["eval/z"])
 
 
-def test_a_sink_and_an_observer(name_of, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MIRROR", str(tmp_path / "copies"))
-    names = [
-        name_of(key, "sinks", cls)
-        for key, cls in [("loss_table", "LossTable"), ("mirror", "Mirror")]
-    ]
-    run, copies = tmp_path / "run", tmp_path / "copies/run"
-    run.mkdir()
-    with Sinks(make_config(log={"console": "off", "sinks": names}), run) as sinks:
+def test_a_sink(name_of, tmp_path, capsys):
+    log = {"console": "plain", "sinks": [name_of("loss_table", "sinks", "LossTable")]}
+    with Sinks(make_config(log=log), tmp_path) as sinks:
         sinks.start(10)
         sinks.write(1, {"loss": 2.5})
-        sinks.evaluated(1, {"eval/loss": 3.0})
-        checkpoints = Checkpoints(run / "checkpoints", saved=sinks.saved)
-        checkpoints.save(1, {"a": jnp.ones(2)}, {})
-        checkpoints.close()
-        sinks.summarise("all is saved", reason="SIGTERM")
-    assert (run / "loss.csv").read_text() == "1,2.5\n"
-    with Sinks(make_config(log={"console": "plain", "sinks": names}), run):
+        sinks.write(1, {"eval/loss": 3.0})
+    assert (tmp_path / "loss.csv").read_text() == "1,2.5\n"
+    with Sinks(make_config(log=log), tmp_path):
         pass  # nothing was started, so nothing ends
     assert "warning" not in capsys.readouterr().out
-    assert (copies / "1/manifest.json").is_file()
-    assert (copies / "ended.txt").read_text() == "SIGTERM"
 
 
-def test_an_observer_hears_everything_once_and_is_dropped_when_it_fails(tmp_path, capsys):
-    class Observer:
+def test_a_sink_is_dropped_when_it_fails(tmp_path, capsys):
+    class Answers:
         def __init__(self):
             self.heard = []
-
-        def evaluated(self, step, values):
-            self.heard.append((step, values))
 
         def sampled(self, lines):
             self.heard.append(lines)
             raise RuntimeError("no disk")
 
-        def ended(self, reason):
-            raise AssertionError("switched off by now")
-
-    observer = Observer()
-    with Sinks(make_config(), tmp_path, extra=[observer]) as sinks:
+    answers = Answers()
+    with Sinks(make_config(), tmp_path, extra=[answers]) as sinks:
         sinks.start(10)
-        sinks.evaluated(1, {"eval/loss": 3.0})
+        sinks.write(1, {"eval/loss": 3.0})
         sinks.sampled(1, [{"reward": 0.5}])
         sinks.sampled(2, [{"reward": 0.7}])
-    assert observer.heard == [(1, {"eval/loss": 3.0}), [{"step": 1, "reward": 0.5}]]
+    assert answers.heard == [[{"step": 1, "reward": 0.5}]]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
-    assert capsys.readouterr().out.count("Observer failed and is switched off") == 1
+    assert capsys.readouterr().out.count("Answers failed and is switched off") == 1
     assert '"eval/loss": 3.0' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_an_observer(name_of, tmp_path):
+    run, copies, said = tmp_path / "run", tmp_path / "copies", []
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(
+        '{"step": 3, "tokens": 500.0}\n{"step": 4, "eval/loss": 1}\n'
+    )
+    table = {
+        "kind": name_of("mirror", "mirror", "Mirror"),
+        "options": {"target": str(copies), "most_tokens": 1000},
+    }
+    observers = Observers(make_config(observers=[table]), run, said.append)
+    with observers:
+        observers.start(10, 4)
+        for step, verdicts in ((5, []), (6, ["stop"])):
+            observers.tell("step", step, {"tokens": 300.0})
+            assert list(observers.take()) == verdicts
+        checkpoints = Checkpoints(run / "checkpoints", saved=observers.saved)
+        checkpoints.save(6, {"a": jnp.ones(2)}, {})
+        checkpoints.close()
+    assert not said
+    assert (copies / "run/6/manifest.json").is_file()
+    assert (copies / "run/ended.txt").read_text() == "finished "
+    with pytest.raises(UserError, match="observers.0.options.targte: .*did you mean 'target'"):
+        Observers(make_config(observers=[{**table, "options": {"targte": "x"}}]), run, print)
+
+
+def test_an_optimizer_and_a_schedule(name_of):
+    optim = OptimConfig(
+        name=name_of("damped", "optimizers", "damped"),
+        options={"momentum": 0.5},
+        lr_scheduler=name_of("stairs", "schedules", "stairs"),
+        scheduler_options={"steps": 2},
+        learning_rate=0.1,
+        weight_decay=0.5,
+    )
+    schedule = build_schedule(optim, 10)
+    assert [round(float(schedule(step)), 4) for step in (0, 4, 5, 9)] == [0.1, 0.1, 0.05, 0.05]
+    params = {"up.kernel": jnp.full((2, 2), 2.0), "norm.scale": jnp.full((2,), 2.0)}
+    optimizer = build_optimizer(optim, schedule, params)
+    grads = {name: -value for name, value in params.items()}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    # Up by the sign; the matrix alone decays: 0.1 * (1 - 0.5 * 2) is nothing.
+    np.testing.assert_allclose(updates["up.kernel"], 0.0, atol=1e-7)
+    np.testing.assert_allclose(updates["norm.scale"], 0.1, rtol=1e-6)
+    wrong = optim.model_copy(update={"options": {"momentun": 0.5}})
+    with pytest.raises(UserError, match=r"learning_rate, \*\*optim.options\): .*momentun"):
+        build_optimizer(wrong, schedule, params)
+
+
+def test_optax_itself_is_outside():
+    optim = OptimConfig(
+        name="optax:adan",
+        options={"b1": 0.9},
+        lr_scheduler="optax:cosine_onecycle_schedule",
+        scheduler_options={"peak_value": 0.1, "transition_steps": 10},
+    )
+    schedule = build_schedule(optim, 10)
+    assert float(schedule(3)) == pytest.approx(0.1)
+    params = {"up.kernel": jnp.ones((2, 2))}
+    optimizer = build_optimizer(optim, schedule, params)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert float(updates["up.kernel"][0, 0]) < 0
 
 
 @pytest.mark.parametrize(

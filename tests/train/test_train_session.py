@@ -16,7 +16,6 @@ from jaxtrain.rewards import pool
 from jaxtrain.rollout.local import engine
 from jaxtrain.tasks import make_task, rl
 from jaxtrain.train import session
-from jaxtrain.train.early_stop import EarlyStop, read_values
 from jaxtrain.train.saving import is_due
 
 SFT = {
@@ -135,22 +134,3 @@ def test_what_comes_so_often_an_epoch_is_even_and_lands_on_the_last_step():
     assert steps(4, 12, stride=4) == [4, 8, 12]
     # 49 x 49 / 49: no share of a step is lost to rounding.
     assert len(steps(49, 49)) == 49 and len(steps(7, 1001)) == 7
-
-
-def test_early_stopping_counts_evaluations_that_are_no_better(tmp_path):
-    stop = EarlyStop("eval/loss", "min", patience=2, min_delta=0.1)
-    for value, reached in ((3.0, False), (2.95, False), (2.5, False), (2.45, False), (2.6, True)):
-        stop.look({"eval/loss": value})
-        assert stop.reached == reached, value
-    assert "better than 2.5 in 2 evaluations" in stop.describe()
-    highest = EarlyStop("eval/accuracy", "max", patience=1)
-    for value, reached in ((0.2, False), (0.3, False), (0.3, True)):
-        highest.look({"eval/accuracy": value})
-        assert highest.reached == reached
-    # Of a run that goes on: what metrics.jsonl holds, a line that a crash cut off left out.
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "eval/loss": 1.5}\n{"step": 3, "ev')
-    again = EarlyStop("eval/loss", "min", patience=1)
-    for value in read_values(path, "eval/loss"):
-        again.look({"eval/loss": value})
-    assert (again.best, again.reached) == (1.5, False)
