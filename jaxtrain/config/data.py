@@ -1,10 +1,10 @@
 """Section data: what is read, how it becomes tokens, how tokens become rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from jaxtrain.config.base import Place, Section, known_in
 from jaxtrain.config.bounds import ITEMS, ROWS, TOKENS, WORKERS
@@ -61,6 +61,11 @@ class DatasetConfig(Section):
     and a dataset that is used up starts over."""
     max_rows: int | None = Field(None, ge=1)
     """Use only the first rows of the split."""
+    held_out: float = Field(0.0, ge=0)
+    """Share (below 1) or number of its rows that are held out, as data.validation_split sets it for
+    all datasets. Rows are taken by what they ask, so none with the same prompt is on both sides."""
+    part: Literal["train", "held_out"] = "train"
+    """Which of the two sides this entry reads, where held_out is set."""
     tools: Place | None = None
     """JSON file with the tool schemas of trajectories that do not bring their own (task tree)."""
     options: dict[str, Any] = {}
@@ -87,6 +92,9 @@ class DataConfig(Section):
     """Training data, mixed by weight."""
     eval_datasets: list[DatasetConfig] = []
     """Held-out data for eval/loss."""
+    validation_split: float = Field(0.0, ge=0)
+    """Share (below 1) or number of rows of every dataset that are held out of training and become
+    eval_datasets: by the text of their prompts, so the same ones in every run of these data."""
     sequence_len: int = Field(2048, ge=8, le=TOKENS)
     """Tokens of a packed row."""
     micro_batch_size: int = Field(1, ge=1, le=ROWS)
@@ -121,3 +129,43 @@ class DataConfig(Section):
     """Processes that read and tokenise; 0: a thread of this one."""
     prefetch: int = Field(2, ge=1, le=1024)
     """Batches prepared ahead of the step."""
+
+    @model_validator(mode="after")
+    def hold_out(self) -> "DataConfig":
+        """Divide every dataset as validation_split says."""
+        share = self.validation_split
+        own = [one for one in self.eval_datasets if one.part != "held_out"]
+        if share and not own:
+            trained = [one.model_copy(update={"held_out": share}) for one in self.datasets]
+            held = [one.model_copy(update={"part": "held_out", "weight": None}) for one in trained]
+            # The one place where a section changes, before anybody has seen it.
+            object.__setattr__(self, "datasets", trained)
+            object.__setattr__(self, "eval_datasets", held)
+        return self
+
+    def find_split_conflicts(self) -> Iterator[str]:
+        """One sentence for each reason why rows cannot be held out."""
+        share = self.validation_split
+        if share and any(one.part != "held_out" for one in self.eval_datasets):
+            yield (
+                "data.validation_split and data.eval_datasets are both set; keep the one that says"
+                " what is held out"
+            )
+        if share >= 1 and share != int(share):
+            yield (
+                f"data.validation_split {share:g} is neither a share below 1 nor a whole number of"
+                " rows"
+            )
+        for one in [*self.datasets, *self.eval_datasets]:
+            if one.held_out and one.streaming:
+                yield (
+                    f"data.validation_split needs the number of rows, which the stream {one.path!r}"
+                    " does not have; set its streaming to false, or name data.eval_datasets"
+                )
+                return
+            if one.held_out and one.path.startswith("builtin:"):
+                yield (
+                    f"data.validation_split: {one.path!r} makes its rows; name data.eval_datasets"
+                    " with another options.seed"
+                )
+                return

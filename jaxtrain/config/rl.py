@@ -201,7 +201,8 @@ class RLTask(PolicyTask):
         yield from find_policy_conflicts(config)
         if config.data.eval_datasets:
             yield (
-                "data.eval_datasets have a held-out loss, which task.kind rl has not; use"
+                "data.eval_datasets (or data.validation_split) have a held-out loss, which"
+                " task.kind rl has not; use"
                 " [[eval.sets]] instead"
             )
 

@@ -158,6 +158,7 @@ def find_conflicts(config: Config):
             "data.global_batch_size sets the gradient accumulation by itself; remove"
             " optim.gradient_accumulation_steps"
         )
+    yield from data.find_split_conflicts()
     yield from find_size_conflicts(config)
     yield from find_parallel_conflicts(config.parallel)
     evaluates = data.eval_datasets or config.eval.sets
@@ -166,7 +167,10 @@ def find_conflicts(config: Config):
     if config.eval.patience and not (config.eval.every or config.eval.per_epoch):
         yield "eval.patience needs evaluations on the way; set eval.every or eval.per_epoch"
     if config.checkpoint.best_metric and not evaluates:
-        yield "checkpoint.best_metric needs an evaluation; add [[data.eval_datasets]]"
+        yield (
+            "checkpoint.best_metric needs an evaluation; set data.validation_split or add"
+            " [[data.eval_datasets]]"
+        )
     if config.eval.at_start and not evaluates:
         yield "eval.at_start has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     for key in ("every", "per_epoch"):

@@ -73,29 +73,19 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     made = Conversion(table)
     made.run(RULES, {**DEFAULTS, **table})
     settle(made)
-    share = table.get("val_set_size")
-    if isinstance(share, int | float) and share > 0 and not table.get("test_datasets"):
-        _hold_out(made, share)
     if table.get("train_on_inputs"):
         for dataset in made.get("data.datasets") or []:
             dataset.setdefault("train_on", "all")
     return made
 
 
-def _hold_out(made: Conversion, share: float) -> None:
-    """The last rows of every dataset as held-out data."""
-    datasets, held = made.get("data.datasets") or [], []
-    for dataset in datasets:
-        split = str(dataset.get("split", "train"))
-        if "[" in split:
-            made.said.append(("val_set_size", f"{dataset['path']}: split {split!r} is cut already"))
-            continue
-        cut = f"{round(100 * (1 - share))}%" if share < 1 else f"-{int(share)}"
-        dataset["split"] = f"{split}[:{cut}]"
-        held.append({**dataset, "split": f"{split}[{cut}:]"})
-    if held:
-        made.set("data.eval_datasets", held)
-        made.said.append(("val_set_size", "the last rows are held out, not random ones"))
+def _hold_out(made: Conversion, value: Any) -> None:
+    """Their number of rows is of all datasets together."""
+    if made.theirs.get("test_datasets") or not value:
+        return
+    made.set("data.validation_split", value)
+    if value >= 1 and len(made.theirs.get("datasets") or []) > 1:
+        made.say("here it is so many rows of each dataset; a share below 1 is of all of them")
 
 
 def _read_datasets(key: str) -> Rule:
@@ -262,7 +252,7 @@ RULES: dict[str, Rule] = {
     "datasets": _read_datasets("data.datasets"),
     "pretraining_dataset": _read_datasets("data.datasets"),
     "test_datasets": _read_datasets("data.eval_datasets"),
-    "val_set_size": by("data.eval_datasets: a split such as train[95%:]")(lambda made, value: None),
+    "val_set_size": by("data.validation_split")(lambda made, value: _hold_out(made, value)),
     "train_on_inputs": by('train_on = "all" of a dataset')(lambda made, value: None),
     "group_by_length": always("packing leaves nothing to group"),
     "chat_template": by("model.chat_template")(_template),

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.calculator_pairs import CalculatorPairs
+from jaxtrain.data.held_out import take_side
 from jaxtrain.data.jsonl import JsonlRows, open_json, read_lines
 from jaxtrain.data.tables import (
     CsvRows,
@@ -96,7 +97,8 @@ def parse_split(text: str) -> Split:
 
 
 def open_rows(dataset: DatasetConfig) -> Any:
-    """Rows of a dataset, sliced as its split and max_rows say; a Stream when streaming.
+    """Rows of a dataset, sliced as its split and max_rows say, of these one side where some are
+    held out; a Stream when streaming.
 
     Raises UserError for what is missing, empty, of an unknown kind or out of reach.
     """
@@ -122,7 +124,8 @@ def open_rows(dataset: DatasetConfig) -> Any:
         raise UserError(
             f"{dataset.path}: split {dataset.split!r} selects none of its {len(rows)} rows"
         )
-    return rows if (first, last) == (0, len(rows)) else Slice(rows, first, last)
+    rows = rows if (first, last) == (0, len(rows)) else Slice(rows, first, last)
+    return take_side(rows, dataset) if dataset.held_out else rows
 
 
 @dataclass(frozen=True)

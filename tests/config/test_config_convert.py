@@ -80,7 +80,6 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
     assert first == {
         "path": "teknium/cleaned",
         "format": "alpaca",
-        "split": "train[:90%]",
         "train_on": "all",
     }
     assert second["path"] == "chats.jsonl"
@@ -90,7 +89,7 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
         "messages.content": "value",
     }
     assert second["roles"] == {"gpt": "assistant", "model": "assistant"}
-    assert [d["split"] for d in ours["data"]["eval_datasets"]] == ["train[90%:]"] * 2
+    assert ours["data"]["validation_split"] == 0.1
     assert ours["eval"] == {"per_epoch": 4}
     # Axolotl's own defaults, which are not ours.
     assert ours["data"]["sequence_len"] == 512
