@@ -26,10 +26,12 @@ html_title = f"{project} {release}"
 extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["**/__pycache__"]
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 # A code block is a block of code: without a language it is shown as it stands.
 highlight_language = "none"
+
+smartquotes = False  # of values and code that a sentence quotes
 
 html_theme = "furo"
 html_static_path = ["_static"]
