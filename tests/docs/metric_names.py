@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 ALWAYS = {"step", "time"}
-PLACES = {"NAME": ".+", "SET": "[^/]+", "REASON": ".+", "N": "[0-9]+"}
+PLACES = {"NAME": ".+", "SET": "[^/]+", "POLICY": "[^/]+", "REASON": ".+", "N": "[0-9]+"}
 """What stands for other words in the names of rows."""
 
 
