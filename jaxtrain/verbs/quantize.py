@@ -36,7 +36,7 @@ KEPT = (
 """Modules that stay as they are, beside routers, norms, embeddings and the head."""
 CALIBRATED = """\
 Rounded to nearest, without data. Calibrated on texts (GPTQ; AWQ likewise) it may lose less:
-  pip install llmcompressor
+{made}  pip install llmcompressor
   python -c 'from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier
 oneshot(model="{model}", dataset="open_platypus", num_calibration_samples=512,
@@ -76,8 +76,10 @@ def quantize_command(args: argparse.Namespace) -> None:
                 f"{output}, and the same with {source}"
             )
     if args.scheme in PRESETS:
-        model = source / "model" if is_run else source
-        print(CALIBRATED.format(model=model, scheme=PRESETS[args.scheme], output=output))
+        adapter = trained is not None and trained.held.roles.parts.adapter is not None
+        model = source / ("merged" if adapter else "model") if is_run else source
+        made = f"  jaxtrain {'merge' if adapter else 'export'} {source}\n" if is_run else ""
+        print(CALIBRATED.format(model=model, scheme=PRESETS[args.scheme], output=output, made=made))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.quantize import cut, quantize_folder
 from jaxtrain.hf.safetensors import Folder, write_folder
+from jaxtrain.main import main
 from jaxtrain.models import build
 from jaxtrain.verbs.quantize import choose_matrices
 
@@ -226,3 +227,39 @@ def test_transformers_decodes_the_same_numbers(base, names, tmp_path, scheme):
         error = (packed(ids).logits - decoded(ids).logits).abs().max()
     # Seen, of logits of deviation 0.6: int4 0.01 (bfloat16), int8 0.05, fp8 0.2.
     assert error < {"int4": 0.05, "int8": 0.2, "fp8": 0.6}[scheme]
+
+
+@pytest.mark.slow
+def test_a_run_with_an_adapter_is_merged_and_measured(tmp_path, capsys):
+    base = make(tmp_path / "base", {**RAW["qwen3"], "vocab_size": 512, "num_hidden_layers": 1})
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 8)
+    data = f'{{ path = "{tmp_path / "rows.jsonl"}" }}'
+    (tmp_path / "config.toml").write_text(
+        f"""
+[model]
+path = "{base}"
+tokenizer = "builtin"
+compute_dtype = "float32"
+[adapter]
+kind = "lora"
+[data]
+datasets = [{data}]
+eval_datasets = [{data}]
+sequence_len = 32
+[optim]
+learning_rate = 0.1
+[run]
+max_steps = 2
+output_dir = "{tmp_path / "run"}"
+"""
+    )
+    assert main(["--config", str(tmp_path / "config.toml")]) == 0
+    argv = ["quantize", str(tmp_path / "run"), "--scheme", "int4", "--group", "16"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "jaxtrain merge" in said
+    line = next(line for line in said.splitlines() if line.startswith("held-out loss of"))
+    before, after = (float(word) for word in line.split(": ")[1].split(" (")[0].split(" -> "))
+    assert 0 < abs(before - after) < 0.3, line
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "quantized-int4" in names and not any(name.startswith(".q") for name in names)
