@@ -192,7 +192,9 @@ def format_step(
     parts = [f"step {step:>{len(str(total))}}/{total}", format_time(elapsed)]
     parts += [known[name](values[name]) for name in known if name in values]
     shown = {name: SHOWN.get(name, name) for name in values if name not in HIDDEN}
-    others = [name for name in shown if name not in known and "/" not in shown[name]]
+    # Of several policies each one's reward.
+    plain = [name for name in shown if "/" not in shown[name] or name.endswith("/reward")]
+    others = [name for name in plain if name not in known]
     parts += [f"{shown[name]} {format_number(values[name])}" for name in others]
     return "  ".join([*parts, f"ETA {format_time(left)}"])
 

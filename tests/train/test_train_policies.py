@@ -19,7 +19,10 @@ from jaxtrain.main import main
 from jaxtrain.train.trained import open_trained
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE.parent / "rollout")]
+
+from real_vllm import CLOSE, PYTHON, make_model  # noqa: E402
+
 ADAPTER = """
 [adapter]
 kind = "lora"
@@ -90,3 +93,32 @@ def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
     assert main(["export", str(tmp_path / "both"), "--output", str(tmp_path / "again")]) == 0
     compare(tmp_path / "again/odd", tmp_path / "both/model/odd")
     capsys.readouterr()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    not Path(PYTHON or "/nowhere").is_file(),
+    reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
+)
+def test_a_real_server_draws_each_policy_with_its_own_adapter(configs, tmp_path, monkeypatch):
+    """Where a policy's tokens came from another adapter, or an older one, the trainer's log-probs
+    of them would be others."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    model = make_model(tmp_path / "model", seed=0, tied=False)
+    text = (configs / "both.toml").read_text()
+    sections = text.split("[model]")[0], text.split("[parallel]")[1]
+    path = tmp_path / "vllm.toml"
+    path.write_text(
+        f'{sections[0]}[model]\npath = "{model}"\ncompute_dtype = "float32"\n'
+        f"[parallel]{sections[1]}"
+        f'[rollout.vllm]\nlaunch = "local"\ngpus = 0\npython = "{PYTHON}"\nsync = "lora"\n'
+        'args = ["--enforce-eager", "--dtype", "float32"]\nwait_seconds = 600.0\n'
+    )
+    words = ("rollout.engine=vllm", "run.max_steps=6", "adapter.rank=4", "optim.learning_rate=0.05")
+    lines = run(path, tmp_path / "run", *words)
+    for name in ("even", "odd"):
+        key = f"{name}/sampling/sampling_logp_difference/max"
+        found = [line[key] for line in lines if key in line]
+        print(name, found, [line[f"{name}/reward"] for line in lines if f"{name}/reward" in line])
+        assert len(found) == 3 and max(found) < CLOSE
