@@ -82,7 +82,7 @@ def start(
     for process in range(count):
         environ = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests/plain'}",
             **set_cpus(devices),
             "PYTHONUNBUFFERED": "1",
             **(environs[process] if environs else {}),

@@ -42,7 +42,6 @@ MODELS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
     # Shorter than most branches, and than many forks are deep.
     "mistral": {"model_type": "mistral", "sliding_window": 5},
-    "llama": {"model_type": "llama", "attention_bias": True},
     "qwen2": {
         "model_type": "qwen2",
         "use_sliding_window": True,
@@ -56,52 +55,7 @@ MODELS = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-HYBRIDS = {
-    "qwen3_5": {"model_type": "qwen3_5_text", **LINEAR},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **LINEAR, **EXPERTS},
-    "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **EXPERTS},
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "ME*",
-        "num_hidden_layers": 3,
-        "head_dim": 16,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 12,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-    },
-    "granitemoehybrid": {
-        "model_type": "granitemoehybrid",
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_state": 12,
-        "num_local_experts": 4,
-        "shared_intermediate_size": 16,
-        "residual_multiplier": 0.7,
-    },
-}
-"""Random forests and gradients of these are in tests/models/test_models_hybrid.py and, those with
-Mamba-2, test_models_mamba.py."""
 IMPLS = ("xla", "reference")
 ROWS, ROW_TOKENS = 2, 48
 MAX_NODES, MAX_NODE_TOKENS = 6, 4
@@ -128,10 +82,8 @@ def float64():
 
 @functools.cache
 def start(name: str):
-    """(architecture, parameters) of a model of MODELS or HYBRIDS."""
-    raw = {**SIZES, **{**MODELS, **HYBRIDS}[name]}
-    if "shared_expert_intermediate_size" in raw and name != "qwen3_next":
-        del raw["intermediate_size"]  # there is no dense layer
+    """(architecture, parameters) of a model of MODELS."""
+    raw = {**SIZES, **MODELS[name]}
     architecture = build.config_from_hf(raw)
     model = build.init(architecture, 0, param_dtype="float64", dtype="float64")
     params, _ = split_model(model)
@@ -299,9 +251,10 @@ def test_random_forests_equal_their_branches(name, impl, forest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", MODELS)
-@settings(RANDOM, max_examples=300)
+@pytest.mark.parametrize(
+    "name, impl", [*((name, "xla") for name in MODELS), ("mistral", "reference")]
+)
+@settings(RANDOM, max_examples=100)
 @given(forest=FORESTS)
 def test_many_random_forests_equal_their_branches(name, impl, forest):
     check_forest(name, impl, forest)
@@ -332,19 +285,6 @@ FIXED = {
 @pytest.mark.parametrize("forest", FIXED.values(), ids=FIXED)
 def test_forests_that_random_ones_may_miss(forest):
     check_forest("qwen3", "xla", forest)
-
-
-@pytest.mark.slow
-def test_families_that_say_they_follow_trees_train_them_exactly():
-    """In float64; test_models_families.py has a packed tree of every family against torch."""
-    batch, branches = build_forest(FIXED["k_of_4_beside_k_of_1"])
-    for name in ("llama", "qwen2", "qwen3_moe", "mixtral", *HYBRIDS):  # the others are above
-        with float64():
-            params, packed, alone = functions(name, "reference", gradients=False)
-            assert build.abstract(start(name)[0]).follows_trees
-            _, logits = jax.device_get(packed(params, batch))
-            _, wanted = jax.device_get(alone(params, *rows_of(branches)))
-        assert_same_logits(branches, logits, wanted)
 
 
 def test_a_chain_is_ordinary_sft():
