@@ -25,8 +25,9 @@ class ModelConfig(Section):
     tokenizer: Place | None = None
     """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
     chat_template: Place | None = None
-    """File with a Jinja chat template that replaces the tokenizer's own; "builtin": the one shipped
-    here, for any ChatML tokenizer."""
+    """Chat template that replaces the tokenizer's own, also in what is exported: chatml (or
+    builtin), llama3, gemma, mistral, phi3, phi4, zephyr, alpaca, vicuna, or a file with a Jinja
+    template."""
     param_dtype: DTYPE = "float32"
     """Type of the trained weights and the optimizer state (the masters)."""
     compute_dtype: DTYPE = "bfloat16"

@@ -145,13 +145,25 @@ def _roles_to_train(made: Conversion, value: Any) -> None:
         made.miss('train_on knows "assistant", "all", "last" and "per_message"')
 
 
+TEMPLATES = {
+    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca", "vicuna", "zephyr")},
+    **{"gemma3": "gemma", "mistral_v2v3": "mistral", "phi_3": "phi3", "phi_4": "phi4"},
+}
+"""Theirs and ours, of those that write the same."""
+
+
 def _template(made: Conversion, value: Any, note: str = "") -> None:
     if value in (None, "tokenizer_default") or value == "jinja":
         return
     if isinstance(value, str) and value.startswith("tokenizer_default"):
         made.say("the tokenizer's own template is used; without one there is an error")
         return
-    made.miss(note or "model.chat_template is a file with a Jinja template; save it and name it")
+    if not note and value in TEMPLATES:
+        made.set("model.chat_template", TEMPLATES[value])
+        return
+    made.miss(
+        note or "model.chat_template is a name or a file with a Jinja template; save it there"
+    )
 
 
 @by("adapter.kind")

@@ -21,7 +21,6 @@ rendering that begins with both, in text and in tokens; then training sees what 
 
 import bisect
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +30,12 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.control import Encoder, SpecialTokens, encoder_of, find_control
+from jaxtrain.data.named_templates import BUILTIN, read_template, require_tokens
 from jaxtrain.errors import UserError
 from jaxtrain.hf.chat_template import TemplateFailed as TemplateFailed
 from jaxtrain.hf.chat_template import render
-from jaxtrain.hf.files import read_text
 from jaxtrain.hf.plain_template import render_prefixes
 from jaxtrain.hf.tokenizer import open_tokenizer
-
-BUILTIN = Path(__file__).parents[1] / "assets" / "tokenizer"
 
 Message = Mapping[str, Any]
 
@@ -67,8 +64,8 @@ class Rendering:
 def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     """A transformers fast tokenizer from a folder, the Hub or "builtin" (the one shipped here).
 
-    chat_template: a file with a Jinja template that replaces the tokenizer's own, or "builtin" for
-    the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
+    chat_template: a named template or a file with one, which replaces the tokenizer's own; "builtin"
+    is the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
     tokenizer or only a slow one.
     """
     place = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
@@ -85,14 +82,9 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     # A tokenizer.json may ask to cut or fill up what it encodes.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    if chat_template == "builtin":
-        config = json.loads((BUILTIN / "tokenizer_config.json").read_text(encoding="utf-8"))
-        tokenizer.chat_template = config["chat_template"]
-    elif chat_template is not None:
-        file = Path(chat_template)
-        if not file.is_file():
-            raise UserError(f"no such file: {chat_template} (key model.chat_template)")
-        tokenizer.chat_template = read_text(file)
+    if chat_template is not None:
+        require_tokens(tokenizer, chat_template)
+        tokenizer.chat_template = read_template(chat_template)
     return tokenizer
 
 
