@@ -161,9 +161,7 @@ def _template(made: Conversion, value: Any, note: str = "") -> None:
     if not note and value in TEMPLATES:
         made.set("model.chat_template", TEMPLATES[value])
         return
-    made.miss(
-        note or "model.chat_template is a name or a file with a Jinja template; save it there"
-    )
+    made.miss(note or "model.chat_template is a name or a file with a Jinja template; save it")
 
 
 @by("adapter.kind")

@@ -1,4 +1,4 @@
-"""Chat templates that are named in model.chat_template, for tokenizers that bring none of their own.
+"""Chat templates that model.chat_template names, for tokenizers that bring none of their own.
 
 They write a conversation's text as the models of that name read it; tools and thinking are the
 business of a model's own template, and what a template leaves out is refused (see template.py).

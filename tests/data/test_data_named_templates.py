@@ -128,8 +128,8 @@ DEEPSEEK = """\
 {% set ns = namespace(is_first=false, is_tool=false, system_prompt='', is_first_sp=true) %}\
 {%- for message in messages %}{%- if message['role'] == 'system' %}{%- if ns.is_first_sp %}\
 {% set ns.system_prompt = ns.system_prompt + message['content'] %}{% set ns.is_first_sp = false %}\
-{%- else %}{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + message['content'] %}{%- endif %}\
-{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system_prompt }}\
+{%- else %}{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + message['content'] %}\
+{%- endif %}{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system_prompt }}\
 {%- for message in messages %}{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}\
 {{ '<|User|>' + message['content'] }}{%- endif %}\
 {%- if message['role'] == 'assistant' and message['content'] is not none %}{%- if ns.is_tool %}\
@@ -186,7 +186,9 @@ GLM = """\
 <arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
 {% endfor %}</tool_call>{% endfor %}{% endif %}
 {%- elif m.role == 'tool' -%}
-{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}{{- '<|observation|>' }}{% endif %}
+{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}
+    {{- '<|observation|>' }}
+{%- endif %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' -}}
 {%- elif m.role == 'system' -%}<|system|>
 {{ visible_text(m.content) }}
