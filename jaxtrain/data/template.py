@@ -65,8 +65,8 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     """A transformers fast tokenizer from a folder, the Hub or "builtin" (the one shipped here).
 
     chat_template: a named template or a file with one, which replaces the tokenizer's own;
-    "builtin" is the one shipped here (ChatML with tools and thinking). Raises UserError when there is no such
-    tokenizer or only a slow one.
+    "builtin" is the one shipped here (ChatML with tools and thinking). Raises UserError when
+    there is no such tokenizer or only a slow one.
     """
     place = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
     folder = Path(place)
