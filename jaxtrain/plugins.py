@@ -5,8 +5,7 @@
     "package.module:name"   from whatever can be imported, the working directory included
     "file.py:name"          from a file
 
-Groups: tasks, formats, models, rewards, envs, tools, engines, curators, sinks. docs/extending.md
-has an example of each but tools, which docs/rl.md has.
+docs/extending.md has an example for each of GROUPS but tools, which docs/rl.md has.
 """
 
 import difflib
@@ -24,6 +23,22 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.shown import printable
+
+GROUPS = {
+    "tasks": "task.kind",
+    "formats": "data.datasets.N.format",
+    "models": "architectures of a config.json; model.family",
+    "rewards": "rewards.N.function",
+    "envs": "env.kind",
+    "tools": "env.tools",
+    "engines": "rollout.engine",
+    "curators": "rollout.curator",
+    "sinks": "log.sinks",
+    "observers": "observers.N.kind",
+    "optimizers": "optim.name",
+    "schedules": "optim.lr_scheduler",
+}
+"""What may come from outside, and the keys that choose it."""
 
 
 def find(
@@ -52,7 +67,7 @@ def find(
     found = load_module(place, key=f"{key} {name!r}")
     for part in filter(None, attribute.split(".")):
         if not hasattr(found, part):
-            raise UserError(f"{key} {name!r}: {place} has no {part!r}{_near(part, dir(found))}")
+            raise UserError(f"{key} {name!r}: {place} has no {part!r}{suggest(part, dir(found))}")
         found = getattr(found, part)
     if not callable(found) and not (modules and isinstance(found, ModuleType)):
         wanted = "a module or a class" if modules else "a class or function"
@@ -75,7 +90,7 @@ def check(
     """
     prefix, known = f"{key}: " if key else "", list_entry_points(group)
     found = [entry for entry in known if entry.name == name]
-    owners = " and ".join(_owner(entry) for entry in found)
+    owners = " and ".join(find_owner(entry) for entry in found)
     if name in builtin and found:
         raise UserError(
             f"{prefix}{name!r} is built in, but {owners} brings another one by entry point"
@@ -90,9 +105,9 @@ def check(
         return found[0] if found else None
     choices = [*builtin, *(entry.name for entry in known)]
     advice = instead or 'give "package.module:name" or "file.py:name"'
-    brought = ", ".join(f"{entry.name} (of {_owner(entry)})" for entry in known) or "none"
+    brought = ", ".join(f"{entry.name} (of {find_owner(entry)})" for entry in known) or "none"
     raise UserError(
-        f"{prefix}there is no {name!r}{_near(name, choices)}; built in:"
+        f"{prefix}there is no {name!r}{suggest(name, choices)}; built in:"
         f" {', '.join(builtin) or 'none'}; by entry point jaxtrain.{group}: {brought}; or {advice}"
     )
 
@@ -100,6 +115,13 @@ def check(
 def list_entry_points(group: str) -> tuple[EntryPoint, ...]:
     """The entry points of jaxtrain.<group>, sorted by name."""
     return _scan(f"jaxtrain.{group}", tuple(sys.path))
+
+
+def list_groups() -> dict[str, tuple[EntryPoint, ...]]:
+    """Entry points of all groups that begin with "jaxtrain.", by the rest; none is imported."""
+    named = sorted(name for name in entry_points().groups if name.startswith("jaxtrain."))
+    groups = [*GROUPS, *(name.removeprefix("jaxtrain.") for name in named)]
+    return {group: list_entry_points(group) for group in dict.fromkeys(groups)}
 
 
 def load_module(place: str, *, key: str) -> ModuleType:
@@ -151,7 +173,9 @@ def split_path(name: str, modules: bool) -> tuple[str, str]:
 @functools.cache
 def _scan(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """The entry points of a group while sys.path is `path`: looking takes milliseconds."""
-    return tuple(sorted(entry_points(group=group), key=lambda entry: (entry.name, _owner(entry))))
+    return tuple(
+        sorted(entry_points(group=group), key=lambda entry: (entry.name, find_owner(entry)))
+    )
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -168,10 +192,12 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _owner(entry: EntryPoint) -> str:
+def find_owner(entry: EntryPoint) -> str:
+    """The name of the distribution that brings an entry point."""
     return "an unnamed package" if entry.dist is None else entry.dist.name
 
 
-def _near(name: str, choices: Collection[str]) -> str:
+def suggest(name: str, choices: Collection[str]) -> str:
+    """The end of a message about an unknown name: "; did you mean 'chat'?", or nothing."""
     near = difflib.get_close_matches(name, choices, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

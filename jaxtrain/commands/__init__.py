@@ -110,6 +110,11 @@ VERBS = {
         "a config of Axolotl, TRL or prime-rl as ours",
         "jaxtrain.commands.config:run_convert",
     ),
+    "plugins": Verb(
+        "[--load]",
+        "what installed packages bring, and what clashes",
+        "jaxtrain.commands.plugins:run_plugins",
+    ),
     "docs": Verb(
         "",
         "every key as Markdown",

@@ -9,6 +9,7 @@ from pathlib import Path
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
+from jaxtrain.config.outside import list_outside
 from jaxtrain.config.secrets import redact
 from jaxtrain.core.roles import Held
 from jaxtrain.errors import UserError
@@ -103,4 +104,16 @@ Settings that differ from the defaults:
 ```json
 {json.dumps(changed, indent=2)}
 ```
-"""
+{describe_outside(config)}"""
+
+
+def describe_outside(config: Config) -> str:
+    """A list of the code that the run took from outside jaxtrain; empty where there is none."""
+    lines = []
+    for one in list_outside(config):
+        owner = "a file" if "sha256" in one else "a package that is not installed"
+        if "distribution" in one:
+            owner = f"{one['distribution']} {one['version']}"
+        digits = f", sha256 {one['sha256']}..." if "sha256" in one else ""
+        lines.append(f"- {one['group']}: `{one['name']}`, of {owner}{digits}")
+    return "\n".join(["", "Code from outside jaxtrain:", "", *lines, ""]) if lines else ""

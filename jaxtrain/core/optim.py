@@ -94,11 +94,12 @@ def build_optimizer(
     base = _named(optim, schedule, params)
     if all(factor == 1 for factor in factors.values()):
         return base
+
+    def scale(updates: Any, _: Any) -> Any:
+        return {path: value * factors[path] for path, value in updates.items()}
+
     # Every optimizer multiplies by its rate last, weight decay included.
-    faster = optax.stateless(
-        lambda updates, _: {path: value * factors[path] for path, value in updates.items()}
-    )
-    return optax.chain(base, faster)
+    return optax.chain(base, optax.stateless(scale))
 
 
 def rate_factor(path: str, optim: OptimConfig) -> float:

@@ -60,9 +60,9 @@ class EarlyStop:
         if self.options.metric not in values:
             return
         value = values[self.options.metric]
-        better = value is not None and self.sign * value < self.best - self.options.min_delta
-        if better:
-            self.best, self.waited = self.sign * value, 0
+        signed = float("nan") if value is None else self.sign * value
+        if signed < self.best - self.options.min_delta:
+            self.best, self.waited = signed, 0
         else:
             self.waited += 1
 

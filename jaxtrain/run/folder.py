@@ -3,7 +3,7 @@
 .lock            held while a process trains here; the system frees it when the process dies
 run.json         the names of what the run makes here, which alone it may replace: belongings.py
 config.json      resolved config of the newest attempt
-attempts.jsonl   one line for each start: when, command, versions, devices
+attempts.jsonl   one line for each start: when, command, versions, devices, code from outside
 heartbeat.json   what the run is doing, and how it ended: watchdog.py
 hardware/        what each host's accelerators, memory and disk did: hardware.py
 checkpoints/ metrics.jsonl samples.jsonl log.txt ...   written by the other parts
@@ -26,6 +26,7 @@ import jax
 from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.config.load import read_saved, validate_config
+from jaxtrain.config.outside import list_outside
 from jaxtrain.config.secrets import redact, redact_command
 from jaxtrain.errors import UserError
 from jaxtrain.run.belongings import delete_own, read_names, require_own, take_names
@@ -162,6 +163,7 @@ class RunFolder:
             write_atomically(self.path / "config.json", json.dumps(self.config.saved(), indent=2))
             with attempts.open("a") as file:
                 record = describe_attempt(self.attempt, redact_command(self.command))
+                record["plugins"] = list_outside(self.config)
                 file.write(start + json.dumps(record) + "\n")
         except OSError as error:
             self.__exit__()

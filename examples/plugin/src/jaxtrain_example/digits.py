@@ -1,0 +1,7 @@
+"""rewards.N.function = "digits": called as TRL calls a reward, in a process of its own."""
+
+
+def digits(completions, **columns):
+    """The share of characters that are digits, of each answer's last turn."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in texts]
