@@ -3,6 +3,9 @@
     solver     question ─ tool ─ answer          rewarded where the answer is right
     verifier   question, answer ─ tool ─ verdict rewarded where the verdict is
 
+`trusted` is the share of right answers that were called right, `caught` that of wrong ones called
+wrong: a verifier that always says the same has one of them at 1 and the other at 0.
+
 An example of section policies, over rows of builtin:calculator: env.kind =
 "jaxtrain.envs.solver_verifier:solve_and_verify".
 """
@@ -36,7 +39,12 @@ async def solve_and_verify(
     judge.say(ask_whether(prompt[-1]["content"], numbers[-1]))
     verdict = read_verdict(await work(judge))
     agrees = verdict is not None and verdict == right
-    return [solved, judge.finish({"verified": float(agrees)}, trusts=float(verdict is True))]
+    said = judge.finish(
+        {"verified": float(agrees)},
+        trusted=(agrees and right, right),
+        caught=(agrees and not right, not right),
+    )
+    return [solved, said]
 
 
 async def work(chat: Conversation) -> Answer:

@@ -46,6 +46,9 @@ def test_each_is_rewarded_for_its_own(env, claim, verdict, rewards):
         {"solved": rewards[0]},
         {"verified": rewards[1]},
     )
+    right, agrees = rewards
+    assert second.metrics["trusted"] == (right * agrees, right)
+    assert second.metrics["caught"] == ((1 - right) * agrees, 1 - right)
     asked = f"What is 2 + 3? Somebody says {claim}. Right or wrong?"
     assert second.prompt[-1]["content"] == asked
     drawn = load_tokenizer("builtin").decode(second.drawn_tokens)
