@@ -325,6 +325,8 @@ RULES: dict[str, Rule] = {
     "wandb_watch": missing(),
     "wandb_log_model": missing(),
     "use_tensorboard": to("log.tensorboard"),
+    "quantization": always("jaxtrain quantize RUN --scheme fp8, int8 or int4, after the training"),
+    "qat": missing("weights are rounded after the training alone: jaxtrain quantize"),
     "strict": always("unknown keys are always refused"),
     "debug": always("`jaxtrain preprocess` shows samples"),
     "unfrozen_parameters": missing(),

@@ -160,6 +160,8 @@ class Sweep:
         counts: dict[str, int] = {}
         for row in rows:
             counts[row["state"]] = counts.get(row["state"], 0) + 1
+        if open_ones := counts.pop("running", 0):
+            counts["unfinished"] = open_ones
         folder = self.study.folder
         self.say(", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
         self.say(f"table: {folder / 'sweep.csv'}; compare: jaxtrain watch {folder}")
