@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,6 +42,7 @@ from llmcompressor.modifiers.quantization import GPTQModifier
 oneshot(model="{model}", dataset="open_platypus", num_calibration_samples=512,
         recipe=GPTQModifier(targets="Linear", scheme="{scheme}", ignore=["lm_head"]),
         output_dir="{output}-gptq")'"""
+VLLM_GROUPS = (32, 64, 128)
 PRESETS = {"int8": "W8A8", "int4": "W4A16"}
 """llm-compressor's names of the schemes that calibration does something for."""
 
@@ -68,6 +69,8 @@ def quantize_command(args: argparse.Namespace) -> None:
             f"{done.matrices} matrices of {source} in {args.scheme}, {done.before / 1e6:.1f} ->"
             f" {done.after / 1e6:.1f} MB: {output}"
         )
+        for note in list_notes(args.scheme, args.group, names):
+            print(note)
         if trained is not None and not args.no_eval:
             tell_loss(trained, plain, output)
         elif not args.no_eval:
@@ -128,6 +131,15 @@ def choose_matrices(folder: Path, place: str | None = None) -> set[str]:
     if not names:
         raise UserError(f"quantize: {config.architecture} has no matrices to quantise")
     return names
+
+
+def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]:
+    """What of the folder some readers do not take."""
+    if scheme == "int4" and group not in VLLM_GROUPS:
+        shown = ", ".join(map(str, VLLM_GROUPS))
+        yield f"note: vLLM's kernels for NVIDIA GPUs take groups of {shown}, not of {group}"
+    if scheme == "int8" and any(".experts." in name for name in names):
+        yield "note: transformers reads experts in fp8 and int4, not in int8; vLLM does"
 
 
 def check_experts(config: DecoderConfig) -> None:

@@ -20,7 +20,7 @@ from jaxtrain.hf.quantize import cut, quantize_folder
 from jaxtrain.hf.safetensors import Folder, write_folder
 from jaxtrain.main import main
 from jaxtrain.models import build
-from jaxtrain.verbs.quantize import choose_matrices
+from jaxtrain.verbs.quantize import choose_matrices, list_notes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -118,6 +118,8 @@ def test_experts_are_quantised_one_by_one_and_routers_stay(tmp_path):
     names = choose_matrices(folder)
     assert "model.layers.0.mlp.experts.7.down_proj.weight" in names
     quantize_folder(folder, tmp_path / "q", "int8", 128, names)
+    assert "not in int8" in next(list_notes("int8", 128, names))
+    assert not list(list_notes("int4", 128, names)) and list(list_notes("int4", 16, names))
     packing = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
     assert packing["ignore"] == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
     build.check_folder(tmp_path / "q", build.read_config(tmp_path / "q"))
