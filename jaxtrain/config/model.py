@@ -10,6 +10,27 @@ from jaxtrain.config.bounds import ROWS
 DTYPE = Literal["float32", "bfloat16", "float64"]
 
 
+class SpecialTokens(Section):
+    """Control tokens, which only the chat template writes; those that the tokenizer lacks are added
+    to it."""
+
+    bos_token: str | None = None
+    """Begins a text."""
+    eos_token: str | None = None
+    """Ends a text."""
+    pad_token: str | None = None
+    """Fills up."""
+    unk_token: str | None = None
+    """Stands for what is unknown."""
+    additional_special_tokens: list[str] = []
+    """Further ones, such as those of a chat template: ["<|im_start|>", "<|im_end|>"]."""
+
+    def roles(self) -> dict[str, str]:
+        """Those that are set, by their names."""
+        found = self.model_dump(exclude={"additional_special_tokens"}, exclude_none=True)
+        return dict(found)
+
+
 class ModelConfig(Section):
     """A Hugging Face checkpoint to start from, or an architecture to start at random."""
 
@@ -28,6 +49,11 @@ class ModelConfig(Section):
     """Chat template that replaces the tokenizer's own, also in what is exported: chatml (or
     builtin), llama3, gemma, mistral, phi3, phi4, zephyr, alpaca, vicuna, or a file with a Jinja
     template."""
+    added_tokens: list[str] = []
+    """Tokens that the tokenizer gets, wherever texts spell them. Rows that the model's tables lack
+    begin as the mean of the others."""
+    special_tokens: SpecialTokens = SpecialTokens()
+    """The tokenizer's control tokens."""
     param_dtype: DTYPE = "float32"
     """Type of the trained weights and the optimizer state (the masters)."""
     compute_dtype: DTYPE = "bfloat16"

@@ -164,6 +164,15 @@ def _template(made: Conversion, value: Any, note: str = "") -> None:
     made.miss(note or "model.chat_template is a name or a file with a Jinja template; save it")
 
 
+def _special(made: Conversion, value: Any) -> None:
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
+    for name, token in (value or {}).items():
+        if name in names:
+            made.set(f"model.special_tokens.{name}", token)
+        else:
+            made.miss(f"model.special_tokens has {', '.join(names)}")
+
+
 @by("adapter.kind")
 def _adapter(made: Conversion, value: Any) -> None:
     if value in ("lora", "qlora") and made.get("adapter.kind") is None:
@@ -269,8 +278,9 @@ RULES: dict[str, Rule] = {
     "chat_template_jinja": by("model.chat_template, a file")(
         lambda made, value: made.miss("save it as a file and name it in model.chat_template")
     ),
-    "special_tokens": missing("the tokenizer's own are used"),
-    "tokens": missing("add them to the tokenizer and its model's folder first"),
+    "special_tokens": by("model.special_tokens")(lambda made, value: _special(made, value)),
+    "tokens": to("model.added_tokens"),
+    "added_tokens_overrides": missing("model.added_tokens adds new ones"),
     "adapter": _adapter,
     "lora_model_dir": to("adapter.path"),
     "lora_target_linear": lora_targets,

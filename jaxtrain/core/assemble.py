@@ -21,7 +21,8 @@ from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import find_stored, quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig, ParallelConfig
-from jaxtrain.data.template import load_tokenizer
+from jaxtrain.data.added_tokens import add_tokens, rows_needed
+from jaxtrain.data.template import load_tokenizer, set_template
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import TASK
 from jaxtrain.hf.files import read_object
@@ -84,6 +85,7 @@ def assemble(
     if folder is None or config.model.init == "random":
         architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
+    architecture = grow_tables(config, architecture, tokenizer)
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
     architecture = architecture.for_rows(config.data.sequence_len)
@@ -146,10 +148,57 @@ def find_tokenizer(model: ModelConfig) -> Any:
     about it is told on standard error."""
     name = model.tokenizer or model.path
     assert name is not None, "the config has one of the two"
-    tokenizer = load_tokenizer(name, model.chat_template)
+    tokenizer = load_tokenizer(name)
     if is_main_process() and (difference := find_differences(tokenizer)):
         print(f"warning: {difference}", file=sys.stderr, flush=True)
+    special = model.special_tokens
+    add_tokens(tokenizer, model.added_tokens, special.additional_special_tokens, special.roles())
+    if model.chat_template is not None:
+        set_template(tokenizer, model.chat_template)
     return tokenizer
+
+
+def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> Any:
+    """The architecture with rows for the tokens that section model adds, and with their ids.
+    UserError where rows that nothing trained would stay as they are."""
+    model, adapter = config.model, config.adapter
+    roles = model.special_tokens.roles()
+    wanted = [*model.added_tokens, *model.special_tokens.additional_special_tokens, *roles.values()]
+    if not wanted:
+        return architecture
+    kept = dict(architecture.kept)
+    kept |= {f"{role}_id": str(int(getattr(tokenizer, f"{role}_id"))) for role in roles}
+    architecture = dataclasses.replace(architecture, kept=tuple(kept.items()))
+    rows = rows_needed(tokenizer, architecture.vocab_size)
+    grown = rows - architecture.vocab_size
+    if grown and adapter.kind != "none":
+        raise UserError(
+            f"model.added_tokens: the tokenizer has {len(tokenizer)} tokens, the adapter's base"
+            f" {architecture.vocab_size}; train without adapter, or save a base with"
+            " these tokens first (transformers: resize_token_embeddings(len(tokenizer)), then"
+            " save_pretrained of model and tokenizer)"
+        )
+    if grown and config.rollout.engine == "vllm":
+        raise UserError(
+            f"model.added_tokens: the tokenizer has {len(tokenizer)} tokens, the model that servers"
+            f" open {architecture.vocab_size}; train and export it once with the local engine or by"
+            " task.kind sft, and name that folder as model.path"
+        )
+    if adapter.kind != "none" and adapter.path is None:
+        known = load_tokenizer(model.tokenizer or str(model.path)).get_vocab()
+        new = [token for token in wanted if token not in known]
+        tables = ["train_embeddings"]
+        tables += [] if architecture.tie_word_embeddings else ["train_head"]
+        if new and not all(getattr(adapter, key) for key in tables):
+            raise UserError(
+                f"model.added_tokens: nothing ever trained the rows of {show(new[0])}; set"
+                f" {' and '.join(f'adapter.{key} = true' for key in tables)}"
+            )
+    if not grown:
+        return architecture
+    found = dataclasses.replace(architecture, vocab_size=rows, grown=grown)
+    found.check()
+    return found
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:

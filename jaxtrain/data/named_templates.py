@@ -60,7 +60,7 @@ def require_tokens(tokenizer: Any, name: str) -> None:
         raise UserError(
             f"model.chat_template {name!r} writes {', '.join(missing)}, which the tokenizer"
             f" {tokenizer.name_or_path} does not have; templates that it has the tokens for:"
-            f" {', '.join(fitting)}"
+            f" {', '.join(fitting)}. Or add them: model.special_tokens.additional_special_tokens"
         )
     if name in TOKENS and "eos_token" in read_template(name) and tokenizer.eos_token is None:
         raise UserError(

@@ -83,9 +83,15 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if chat_template is not None:
-        require_tokens(tokenizer, chat_template)
-        tokenizer.chat_template = read_template(chat_template)
+        set_template(tokenizer, chat_template)
     return tokenizer
+
+
+def set_template(tokenizer: Any, chat_template: str) -> None:
+    """Replace a tokenizer's template by that of a name or a file; UserError where it lacks tokens
+    that a named one writes."""
+    require_tokens(tokenizer, chat_template)
+    tokenizer.chat_template = read_template(chat_template)
 
 
 def require_chat_template(tokenizer: Any) -> None:

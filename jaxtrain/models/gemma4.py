@@ -157,7 +157,7 @@ class Config(TextConfig):
         if self.grown and self.hidden_size_per_layer_input:
             raise UserError(
                 f"{self.architecture}: the vocabulary of a model whose layers have inputs of their"
-                " own cannot grow; choose a mask token that is in the vocabulary"
+                " own cannot grow; choose tokens that are in the vocabulary"
             )
         super().check()
 
