@@ -56,13 +56,16 @@ class Sweep:
         self.running: list[Trial] = []
         self.stopped = threading.Event()
         self.failed = 0
+        self.hopeless = False
+        """Whether no other trial is to start."""
 
     def run(self) -> int:
         """Until nothing is left to try, or a signal came; how many trials failed."""
         with watch_signals(self.stopped):
             while True:
-                while self.free and not self.stopped.is_set() and self.start_next():
-                    pass
+                while self.free and not (self.stopped.is_set() or self.hopeless):
+                    if not self.start_next():
+                        break
                 if not self.running:
                     break
                 self.wait(self.stopped)
@@ -100,7 +103,8 @@ class Sweep:
         status = trial.process.poll()
         points = trial.read()
         if status is None:
-            if points and not trial.pruned and self.study.report(trial.number, points):
+            prunes = self.file.sweep.prune != "none" and not trial.pruned
+            if points and prunes and self.study.report(trial.number, points):
                 trial.pruned = True
                 step, value = points[-1]
                 metric = self.file.sweep.metric
@@ -124,7 +128,7 @@ class Sweep:
             self.failed += 1
             known = ", ".join(sorted(trial.run.metrics)[:40])
             self.say(f"{trial.name}: finished without sweep.metric {show(metric)}; it has {known}")
-            self.stopped.set()  # nor will the others have it
+            self.hopeless = True  # nor will the others have it
         elif self.stopped.is_set() or (status == 0 and trial.state == "stopped"):
             self.study.left.add(trial.number)
             self.say(f"{trial.name}: interrupted; the same sweep goes on with it")
@@ -192,12 +196,18 @@ def split_gpus(jobs: int, environ: Mapping[str, str]) -> list[Any]:
 
 @contextmanager
 def watch_signals(stopped: threading.Event):
-    """SIGTERM and SIGINT say that it is over; as before afterwards."""
+    """SIGTERM and SIGINT say that it is over, a second one at once; as before afterwards."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = [signal.signal(number, lambda *_: stopped.set()) for number in numbers]
+
+    def hear(number, frame):
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = [signal.signal(number, hear) for number in numbers]
     try:
         yield
     finally:
