@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from jaxtrain.config.base import Section
+from jaxtrain.config.base import Place, Section
 from jaxtrain.config.bounds import ROWS, SECONDS, TOKENS
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
@@ -21,8 +21,11 @@ class PolicyConfig(Section):
 
     trained: bool = False
     """An adapter by section adapter that this run trains, as all that are trained, on one base; the
-    first of them is who plays where an environment names none. Every other key is of frozen ones.
+    first of them is who plays where an environment names none. Only path goes with it.
     """
+    path: Place | None = None
+    """trained: PEFT folder to start from, of the rank, alpha and targets of section adapter. Unset:
+    adapter.path, or as every adapter starts."""
     servers: list[str] = []
     """URLs of servers with POST /v1/chat/completions: vLLM, or anybody's of that shape. Each
     request goes to the least busy one."""
@@ -57,13 +60,15 @@ def find_policy_problems(config: Any) -> Iterator[str]:
             )
         if policy.trained:
             for other in policy.model_dump(exclude_defaults=True):
-                if other != "trained":
+                if other not in ("trained", "path"):
                     yield f"{key}.{other} is for a frozen policy; remove it, or {key}.trained"
         elif not policy.servers:
             yield (
                 f'{key}.servers is empty; name where it answers: ["http://host:8000"], or'
                 f" set {key}.trained to train it"
             )
+        if policy.path is not None and not policy.trained:
+            yield f"{key}.path is where a trained policy starts; set {key}.trained, or remove it"
         for url in policy.servers:
             if not url.startswith(("http://", "https://")):
                 yield f"{key}.servers: {url!r} is no URL; write http://host:port"

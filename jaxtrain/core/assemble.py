@@ -341,6 +341,19 @@ def open_params(parts: Parts, seed: int) -> Params:
     return {**base, **start_adapter(parts, shapes, base, seed)}
 
 
+def read_start(folder: str, parts: Parts, key: str) -> Adapter:
+    """The parts' adapter, starting from another folder, which `key` names; UserError where that one
+    trains anything else."""
+    assert parts.adapter is not None, "the config says that there is one"
+    found = read_adapter(folder, parts.architecture, parts.adapter.dtype)
+    if (dict(found.slots), found.full) != (dict(parts.adapter.slots), parts.adapter.full):
+        raise UserError(
+            f"{key} {folder!r} has other matrices, ranks or alphas than section adapter; all"
+            " policies are alike: set adapter.rank, alpha and target to those of the folder"
+        )
+    return dataclasses.replace(parts.adapter, source=found.source)
+
+
 def start_adapter(parts: Parts, shapes: Mapping[str, Any], base: Params, seed: int) -> Params:
     """What an adapter trains, as it starts on this base: drawn, or read from its folder. shapes: of
     it, with shardings."""

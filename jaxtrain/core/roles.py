@@ -15,6 +15,7 @@ All parameters of a run are one flat dict: the trained role's under their own pa
 behind its name and a slash. The step differentiates what is trained and nothing else.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from jaxtrain.core.assemble import (
     abstract_params,
     open_base,
     open_params,
+    read_start,
     start_adapter,
 )
 from jaxtrain.models.parameters import Params, Rebuild
@@ -116,11 +118,13 @@ class Roles:
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
         return (start if trained else {}), frozen, copies
 
-    def draw_again(self, held: Params, seed: int) -> Params:
+    def draw_again(self, held: Params, seed: int, folder: str | None, key: str) -> Params:
         """Another adapter's trained weights at their start, for the base among `held`, in which all
-        weights of the first are, too."""
+        weights of the first are, too. folder: as for assemble.read_start."""
         parts = self.parts
         assert parts.adapter is not None, "several policies are adapters"
+        if folder is not None:
+            parts = dataclasses.replace(parts, adapter=read_start(folder, parts, key))
         return start_adapter(parts, self.trained_shapes, held, seed)
 
     def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.batch import ROUTED, Batch, RouteShape
 from jaxtrain.config import Config, PolicyTask, RLTask
 from jaxtrain.config.policies import list_trained
-from jaxtrain.core.assemble import assemble, read_architecture
+from jaxtrain.core.assemble import assemble, read_architecture, read_start
 from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy
@@ -74,6 +74,9 @@ def make(config: Config) -> Task:
             f"policies share one base, but the adapter of adapter.path trains"
             f" {', '.join(parts.adapter.full)} in full; choose another one"
         )
+    for name in list_trained(config):
+        if (folder := config.policies[name].path) is not None:
+            read_start(folder, parts, f"policies.{name}.path")
     if task.share_prompts:
         found = "task.share_prompts packs answers behind one prompt"
         fix = "set task.share_prompts and data.packing to false"

@@ -215,9 +215,15 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     if restored is None:
         trained, session.frozen, copies = session.roles.open(seed)
         session.state = init_state(trained, session.optimizer, copies)
-        for number, name in enumerate(session.policies[1:], 1):
-            own = session.roles.draw_again({**session.frozen, **trained}, seed + number)
+        for number, name in enumerate(session.policies):
+            folder = session.config.policies[name].path
+            if name == session.policy and folder is None:
+                continue
+            held = {**session.frozen, **trained}
+            key = f"policies.{name}.path"
+            own = session.roles.draw_again(held, seed + number, folder, key)
             session.waiting[name] = init_state(own, session.optimizer)
+        session.state = session.waiting.pop(session.policy, session.state)
         for one in session.beside.values():
             one.open(seed)
         return

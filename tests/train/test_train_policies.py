@@ -16,6 +16,7 @@ from jaxtrain.config import load_config
 from jaxtrain.core.assemble import assemble, open_params
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.tasks import make_task
 from jaxtrain.train.trained import open_trained
 
 HERE = Path(__file__).parent
@@ -69,6 +70,10 @@ def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
     alone, both = configs / "alone.toml", configs / "both.toml"
     start = write_start(alone, tmp_path / "start")
     words = (start, "run.max_steps=4", "checkpoint.every=2")
+    words = ("adapter.rank=4", f"policies.even.path={tmp_path}/start", *words[1:])
+    words += (f"policies.odd.path={tmp_path}/start",)
+    with pytest.raises(UserError, match="policies.even.path .* has other matrices, ranks"):
+        make_task(load_config(both, [*words, "adapter.rank=8"]))
     lines = run(both, tmp_path / "both", *words, "rollout.samples=all")
     shutil.copytree(tmp_path / "both", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts/checkpoints/4")
