@@ -56,8 +56,9 @@ class CodeCell(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """The block."""
         text = "\n".join(self.content)
-        shell = all(line.startswith(("!", "%")) for line in self.content if line.strip())
-        return [nodes.literal_block(text, text, language="sh" if shell else "python")]
+        shell = [line.startswith(("!", "%")) for line in self.content if line.strip()]
+        language = "sh" if all(shell) else "none" if any(shell) else "python"
+        return [nodes.literal_block(text, text, language=language)]
 
 
 def leave_as_text(app, doctree) -> None:
