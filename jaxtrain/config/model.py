@@ -19,7 +19,7 @@ class SpecialTokens(Section):
     eos_token: str | None = None
     """Ends a text."""
     pad_token: str | None = None
-    """Fills up."""
+    """Fills up rows of unlike lengths."""
     unk_token: str | None = None
     """Stands for what is unknown."""
     additional_special_tokens: list[str] = []
