@@ -35,8 +35,7 @@ test-slow: $(VENV)/installed-test
 
 # The Hopper kernels and their interpreter need one jax, which needs Python 3.12:
 # make test-kernels PYTHON=python3.12 VENV=.venv-3.12
-test-kernels: $(VENV)/installed-test
-	$(RUN) -m pip install --quiet --disable-pip-version-check jax==0.11.2 flax==0.12.10
+test-kernels: $(VENV)/installed-kernels
 	$(RUN) -m pytest $(SPREAD) tests/kernels
 
 lint: style types
@@ -60,15 +59,20 @@ site: $(VENV)/installed-docs
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e .
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml $(VENV)/installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test]'
+	touch $@
+
+$(VENV)/installed-kernels: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test-kernels]'
 	touch $@
 
 $(VENV)/installed-docs: pyproject.toml $(VENV)/installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 clean:
