@@ -18,6 +18,7 @@ from jaxtrain.rollout.company import accompany, gather
 from jaxtrain.rollout.local.adapters import AdaptersPublisher
 from jaxtrain.rollout.local.engine import LocalEngine
 from jaxtrain.rollout.types import Episode
+from jaxtrain.rollout.vllm.command import build_command
 from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 
@@ -247,6 +248,9 @@ def test_what_does_not_go_together_is_named():
         "policies": {"b": {"trained": True}, "a": {"trained": True}},
     }
     assert list_trained(validate_config(base, "c")) == ("b", "a")
+    launched = {"engine": "vllm", "vllm": {"launch": "local", "gpus": 0, "sync": "lora"}}
+    command = build_command(validate_config({**base, "rollout": launched}, "c"), 8000)
+    assert command[command.index("--max-loras") + 1] == "4", "two versions of two policies"
     vllm = {"engine": "vllm", "vllm": {"servers": ["http://h:1"]}}
     for section, told in (
         ({"adapter": {"kind": "none"}}, "every policy is an adapter"),
