@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python
 # first takes half of what the other has left.
 SPREAD = -n 2 --dist worksteal
 
-.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs site clean
+.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs notebooks site clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -46,6 +46,10 @@ style: $(VENV)/installed-test
 
 types: $(VENV)/installed-test
 	$(VENV)/bin/basedpyright --pythonpath $(RUN)
+
+# docs/notebooks/*.ipynb, of the Markdown beside them.
+notebooks: $(VENV)/installed-test
+	$(RUN) scripts/make_notebooks.py
 
 # The generated pages of docs/.
 docs: $(VENV)/installed

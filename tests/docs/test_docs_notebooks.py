@@ -1,0 +1,106 @@
+"""docs/notebooks: the notebooks are those of the Markdown, and their cells run."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+PAGES = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+WRONG = ("error:", "stopped:", "Traceback", "not found", "usage:")
+
+
+def test_notebooks_are_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from make_notebooks import render
+
+    assert len(PAGES) == 5
+    for page in PAGES:
+        text = render(page)
+        assert page.with_suffix(".ipynb").read_text() == text, "run make notebooks"
+        cells = json.loads(text)["cells"]
+        assert not any(cell.get("outputs") for cell in cells)
+        # The first cell installs, and is for Colab alone; the second is the doctor.
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert "skip-execution" in code[0]["metadata"]["tags"]
+        assert "".join(code[1]["source"]) == "!jaxtrain doctor"
+        assert "ot run on Colab" in page.read_text()
+
+
+IN_THE_KERNEL = """
+import os, shlex
+from jaxtrain.main import main
+
+def run_here(command):
+    words = shlex.split(get_ipython().var_expand(command, depth=1))
+    assert words[0] == "jaxtrain", command
+    assert main(words[1:]) == 0, command
+
+get_ipython().system = run_here
+"""
+"""Commands are calls: four notebooks then import jax once."""
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """Runs notebooks, one after the other in one kernel, as tests have them; returns the cells."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    monkeypatch.setenv("JAXTRAIN_NOTEBOOK", "ci")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    flags = os.environ["XLA_FLAGS"].split()
+    monkeypatch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))
+
+    def run(names, left_out, first=""):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(first)])
+        for name in names:
+            (tmp_path / name).mkdir()
+            enter = f"import os; os.chdir({str(tmp_path / name)!r})"
+            page = nbformat.read(ROOT / f"docs/notebooks/{name}.ipynb", as_version=4)
+            notebook.cells += [nbformat.v4.new_code_cell(enter), *page.cells]
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        cells = [cell for cell in cells if not cell.source.startswith(left_out)]
+        notebook.cells = cells
+        try:
+            NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+        except CellExecutionError as error:
+            said = [said_by(cell)[-3000:] for cell in cells]
+            pytest.fail("\n".join([*said, str(error)[-3000:]]))
+        return cells
+
+    return run
+
+
+def said_by(cell) -> str:
+    return "".join(output.get("text", "") for output in cell.get("outputs", []))
+
+
+@pytest.mark.slow
+def test_a_notebook_runs_as_people_run_it(execute):
+    """Each command is a process, as in Colab; what the other pages do, too, is left to them."""
+    cells = execute(["sft_lora"], ("!jaxtrain preprocess", "!jaxtrain generate"))
+    for cell in cells:
+        assert not any(word in said_by(cell) for word in WRONG), said_by(cell)
+    assert all(said_by(cell) for cell in cells if is_run(cell))
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+
+
+@pytest.mark.slow
+def test_the_other_notebooks_run(execute):
+    names = [page.stem for page in PAGES if page.stem != "sft_lora"]
+    cells = execute(names, ("!jaxtrain doctor",), IN_THE_KERNEL)
+    results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]
+    assert len(results) == 4 and all(
+        "loss" in one or "reward" in one or "tree" in one for one in results
+    )
+
+
+def is_run(cell) -> bool:
+    return "!jaxtrain" in cell.source and "skip-execution" not in cell.metadata.get("tags", [])
