@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     ray_cluster.GONE_SECONDS, ray_cluster.LOOK_SECONDS = 2.0, 0.5
     nodes = Nodes(others=0)
+    nodes.config = nodes.config.model_copy(update={"worker_cpus": 1})
     try:
         asked = settings(worker={"holds": range(30)})
         service = start_service(nodes.join())
