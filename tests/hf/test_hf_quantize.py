@@ -176,6 +176,7 @@ def test_numbers_that_are_not_finite_leave_no_folder(base, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
     raw = {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2}
     folder = make(tmp_path / "fused", {**raw, "num_hidden_layers": 1})

@@ -21,9 +21,6 @@ PROGRAM = """#!{python}
 import json, os, sys
 print(json.dumps(sys.argv[1:]), flush=True)
 words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-os.makedirs(words["run.output_dir"], exist_ok=True)
-with open(words["run.output_dir"] + "/heartbeat.json", "w") as file:
-    file.write('{{"state": "%s"}}' % os.environ.get("STATE", "finished"))
 if os.environ.get("MEET"):
     from jaxtrain.config import ParallelConfig
     from jaxtrain.config.overrides import parse_value
@@ -111,14 +108,22 @@ def test_two_machines_are_told_of_each_other(render, environ):
 
 
 def test_a_pod_whose_run_has_not_finished_says_so(environ):
-    stopped = start(render_kubernetes, environ, "here:8476", STATE="stopped")
-    assert [process.wait(60) for process in stopped] == [75, 75]
-    finished = start(render_kubernetes, environ, "here:8476")
-    assert [process.wait(60) for process in finished] == [0, 0]
+    for state, code in [("stopped", 75), ("finished", 0)]:
+        tell_state(environ, state)
+        running = start(render_kubernetes, environ, "here:8476")
+        assert [process.wait(60) for process in running] == [code, code]
+
+
+def tell_state(environ, state):
+    """As process 0 does at the end of a run."""
+    folder = Path(environ["OUTPUT_DIR"])
+    folder.mkdir(exist_ok=True)
+    (folder / "heartbeat.json").write_text(json.dumps({"state": state}))
 
 
 @pytest.mark.slow
 def test_the_processes_meet(environ):
+    tell_state(environ, "finished")
     running = start(render_kubernetes, environ, f"localhost:{free_port()}", MEET="1")
     said = [process.communicate(timeout=120)[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0], said

@@ -226,6 +226,7 @@ def test_a_trial_behind_the_median_is_stopped(write, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_tpe_goes_where_the_losses_are_small(write, tmp_path):
     text = '[ranges]\n"optim.learning_rate" = { low = 1e-6, high = 1e-2, log = true }\n'
 
