@@ -114,4 +114,5 @@ def test_it_installs_and_trains(tmp_path, monkeypatch):
     ]
     steps = [line for line in lines if "loss" in line]
     # The first step compiles and has no step_seconds; rounds are read before the next one is drawn.
-    assert [line["step"] for line in steps] == [1, 2] and "reward/digits" in steps[0]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert any("digits" in name for name in steps[0])
