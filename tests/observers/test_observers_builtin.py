@@ -1,6 +1,7 @@
 """Built-in observers: early stop, spikes, webhook, Hub; no network."""
 
 import http.server
+import inspect
 import json
 import threading
 
@@ -210,6 +211,17 @@ def test_a_push_is_tried_again_and_then_given_up_with_a_command(api, tmp_path):
     push.api.fail = hub.TRIES
     push.end("finished", "")
     assert "not pushed to me/mine: ConnectionError: no route; hf upload me/mine" in said[-1]
+
+
+def test_the_hub_s_own_client_takes_these_calls():
+    from huggingface_hub import HfApi
+
+    inspect.signature(HfApi).bind(library_name="x")
+    inspect.signature(HfApi.create_repo).bind(None, "x", private=True, exist_ok=True)
+    inspect.signature(HfApi.create_branch).bind(None, "x", branch="dev", exist_ok=True)
+    place = {"path_in_repo": "last-checkpoint", "delete_patterns": "*"}
+    words = {"repo_id": "x", "folder_path": "y", "revision": None, "commit_message": "z", **place}
+    inspect.signature(HfApi.upload_folder).bind(None, **words)
 
 
 def test_what_the_hub_refuses_is_not_tried_again():

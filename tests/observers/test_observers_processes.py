@@ -23,7 +23,9 @@ def make_half(take, pauses=False):
     return half
 
 
-@pytest.mark.parametrize(("pauses", "look", "at"), [(False, (), 8), (True, (), 3), (False, (3,), 3)])
+@pytest.mark.parametrize(
+    ("pauses", "look", "at"), [(False, (), 8), (True, (), 3), (False, (3,), 3)]
+)
 def test_all_processes_do_what_process_0_is_asked(monkeypatch, pauses, look, at):
     """Steps that may be short are not held up by a question each: only every 8th is, and where an
     evaluation has just made all of them wait."""
