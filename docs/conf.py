@@ -94,5 +94,7 @@ def setup(app) -> None:
     """What Sphinx calls first."""
     app.add_directive("code-cell", CodeCell)
     app.connect("source-read", list_the_rest)
+    # A new page changes the front page's tables, though not its file.
+    app.connect("env-get-outdated", lambda *_: ["index"])
     app.connect("doctree-read", leave_as_text)
     app.connect("build-finished", write_llms)
