@@ -120,12 +120,8 @@ def judge_plugins(facts: Facts) -> list[Finding]:
         else:
             found.append(Finding("plugin", "ok", text))
     if len(majors) > 1:
-        drop = 12 if choose_cuda(facts) == 13 else 13
-        keep = JAX["cuda12" if drop == 13 else "cuda"]
-        remove = f"remove jax-cuda{drop}-plugin and jax-cuda{drop}-pjrt, then {pip(facts, keep)}"
-        found.append(
-            Finding("plugin", "error", "the plugins of CUDA 12 and 13 are both here", remove)
-        )
+        text = "the plugins of CUDA 12 and 13 are both here"
+        found.append(Finding("plugin", "error", text, install_cuda(facts)))
     return found
 
 

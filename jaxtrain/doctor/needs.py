@@ -82,5 +82,8 @@ def install_cuda(facts: Facts) -> str:
         return (
             f"an NVIDIA driver of {DRIVERS[12]} or newer (CUDA 13: {DRIVERS[13]}), then ask again"
         )
-    extra = "cuda" if major == 13 else "cuda12"
-    return pip(facts, JAX[extra], NVML) + f"  # the extra {extra}"
+    extra, other = ("cuda", 12) if major == 13 else ("cuda12", 13)
+    line = pip(facts, JAX[extra], NVML) + f"  # the extra {extra}"
+    if facts["packages"]["versions"].get(f"jax-cuda{other}-plugin"):
+        line = f"remove jax-cuda{other}-plugin and jax-cuda{other}-pjrt, then {line}"
+    return line

@@ -132,7 +132,7 @@ def test_colab_as_it_comes():
 def test_a_driver_too_old_for_the_plugin():
     facts = nvidia(H100, "570.86", plugin(13), jax={"state": "failed", "message": "no CUDA"})
     assert "CUDA 13 of jax-cuda13-plugin wants 580" in told(facts)["driver"]
-    assert CUDA12 in told(facts)["driver"]
+    assert f"remove jax-cuda13-plugin and jax-cuda13-pjrt, then {CUDA12}" in told(facts)["driver"]
     facts["nvidia"]["driver"] = "470.1"
     assert "driver of 525 or newer" in told(facts)["driver"]
 
