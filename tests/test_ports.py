@@ -37,6 +37,8 @@ LISTENS_ALLOWED = {
     "jaxtrain/envs/policy_server.py": "a token on every route",
     "jaxtrain/envs/gym_config.py": "looks for a free port",
     "jaxtrain/envs/chat.py": "binds the arguments of a function",
+    "jaxtrain/config/made.py": "binds the arguments of a function",
+    "jaxtrain/doctor/collect.py": "looks whether it can listen, and closes at once",
 }
 
 
