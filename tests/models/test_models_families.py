@@ -25,6 +25,7 @@ from tiny_models import SIZES, check_decoding, documents, pack
 from jaxtrain.batch import Batch
 from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.parallel.rules import shardings
 
 FILES = sorted(path.stem for path in Path(__file__).parent.glob("families_*.py"))
 MODULES = [importlib.import_module(name) for name in FILES]
@@ -214,10 +215,10 @@ def test_sharded_gradients_equal_one_device(name):
         batch, _ = make_batch(name)
         rows = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), batch)
 
-        def run(mesh):
-            model = build.init(config, 0, mesh=mesh, param_dtype="float64", dtype="float64")
-            graphdef, state = nnx.split(model)
+        model = build.init(config, 0, param_dtype="float64", dtype="float64")
+        graphdef, state = nnx.split(model)
 
+        def run(state):
             def loss(state):
                 model = nnx.merge(graphdef, state)
                 return (model.logits(model.hidden(rows).hidden) ** 2).mean()
@@ -225,11 +226,11 @@ def test_sharded_gradients_equal_one_device(name):
             value, grads = jax.jit(jax.value_and_grad(loss))(state)
             return float(value), leaves(grads)
 
-        value, grads = run(None)
+        value, grads = run(state)
         for sizes in SHARDED[name] if isinstance(SHARDED[name], list) else [SHARDED[name]]:
             mesh = make_mesh(**sizes)
             with jax.set_mesh(mesh):
-                found, found_grads = run(mesh)
+                found, found_grads = run(jax.device_put(state, shardings(state, mesh)))
             np.testing.assert_allclose(found, value, rtol=1e-10)
             for path, grad in grads.items():
                 error = np.abs(found_grads[path] - grad).max()
