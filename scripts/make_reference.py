@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: config.md, command_line.md, schema.json.
+"""Write the generated pages of docs/: config.md, command_line.md, from_*.md, schema.json.
 
 python scripts/make_reference.py          # writes them
 python scripts/make_reference.py --check  # names those that are old; 1 where there are any
@@ -14,6 +14,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 def render_pages() -> dict[str, str]:
     """{name in docs/: text}."""
+    from migration_pages import render_migration
+
     from jaxtrain.commands.reference import render_commands
     from jaxtrain.config.docs import render_markdown
     from jaxtrain.config.schema import render_schema
@@ -22,6 +24,7 @@ def render_pages() -> dict[str, str]:
         "config.md": render_markdown(),
         "command_line.md": render_commands(),
         "schema.json": render_schema(),
+        **render_migration(),
     }
 
 

@@ -35,6 +35,22 @@ KNOWN_ELSEWHERE = {
     "lora_target_linear": 'adapter.target = "all-linear"',
     "modules_to_save": "adapter.train_embeddings and adapter.train_head",
     "adapter_name_or_path": "adapter.path",
+    "rank": "adapter.rank",
+    "dropout": "adapter.dropout",
+    "peft_config": "section adapter",
+    "lora_plus": "optim.lora_plus_ratio",
+    "lora_bias": "nothing: adapters have no biases",
+    "init_lora_weights": "nothing: A starts as in PEFT, B at 0",
+    **dict.fromkeys(
+        ("validation_fraction", "val_fraction", "eval_split", "test_size", "validation_size"),
+        "data.validation_split",
+    ),
+    **{f"{name}_token": f"model.special_tokens.{name}_token" for name in ("bos", "eos", "pad")},
+    "max_model_len": "data.sequence_len; of servers, rollout.vllm.args",
+    **dict.fromkeys(
+        ("xformers", "unsloth", "use_flash_attention_2"),
+        "not needed: the kernel follows from model, data and device",
+    ),
 }
 """What users of other systems, or of older versions, may call a key; those of Axolotl, TRL and
 prime-rl are in `convert`."""

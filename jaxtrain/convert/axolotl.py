@@ -1,6 +1,7 @@
 """Axolotl's YAML."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
@@ -92,7 +93,7 @@ def _read_datasets(key: str) -> Rule:
     def apply(made: Conversion, value: Any) -> None:
         made.set(key, [_read_dataset(made, d) for d in value or [] if isinstance(d, Mapping)])
 
-    return Rule(key, apply)
+    return Rule(key, apply, inner=DATASET)
 
 
 def _read_dataset(made: Conversion, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,8 +358,8 @@ RULES: dict[str, Rule] = {
     "reward_model": _reward_model,
     "process_reward_model": _process_reward_model,
     "center_rewards_coefficient": to("task.center_rewards_coefficient"),
-    "trl": _trl,
-    "diffusion": by('task.kind = "diffusion"')(_diffusion),
+    "trl": replace(_trl, inner=GRPO | TRL_ONLY),
+    "diffusion": replace(by('task.kind = "diffusion"')(_diffusion), inner=DIFFUSION),
 }
 """Every key that is known."""
 

@@ -20,6 +20,8 @@ class Rule:
     apply: Apply
     key: str | None = None
     """Ours, where it is one key."""
+    inner: "Mapping[str, Rule] | None" = None
+    """Of a table: the rules of its keys."""
 
 
 def to(key: str, values: Mapping[Any, Any] | None = None, note: str = "") -> Rule:

@@ -44,7 +44,7 @@ def section(name: str, rules: Mapping[str, Rule]) -> Rule:
         if isinstance(value, Mapping):
             made.run(rules, value, prefix=f"{name}.")
 
-    return Rule("spread over several sections; `jaxtrain convert` knows where", apply)
+    return Rule("spread over several sections; `jaxtrain convert` knows where", apply, inner=rules)
 
 
 @by("optim.name")

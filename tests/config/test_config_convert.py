@@ -60,6 +60,21 @@ rank = 8
 """
 
 
+ELSEWHERE = {
+    "rl": "task.kind",
+    "lora_dropout": "adapter.dropout",
+    "loraplus_lr_ratio": "optim.lora_plus_ratio",
+    "neftune_noise_alpha": "model.neftune_alpha",
+    "saves_per_epoch": "checkpoint.per_epoch",
+    "val_set_size": "data.validation_split",
+    "test_size": "data.validation_split",
+    "special_tokens": "model.special_tokens",
+    "eos_token": "model.special_tokens.eos_token",
+    "deepspeed": "parallel.fsdp",
+    "unsloth": "not needed",
+}
+
+
 def convert(tmp_path, name, text):
     """(exit code, the file that was written, as a table)."""
     source, output = tmp_path / name, tmp_path / "ours.toml"
@@ -200,6 +215,8 @@ def test_keys_of_other_systems_are_answered_with_ours():
     assert "sampling.max_new_tokens" in suggest("max_completion_length", ["seed"])
     assert "kernel follows" in suggest("flash_attention", ["seed"])
     assert "checkpoint.every" in suggest("save_steps", ["every", "profile_steps"])
+    for key, ours in ELSEWHERE.items():
+        assert ours in suggest(key, ["seed"]), key
     # One that task has, in a section with a key that is nearly the same.
     assert "did you mean 'beta1'" in suggest("beta", ["beta1", "eps"])
 
