@@ -9,7 +9,7 @@ from pathlib import Path
 HEAD = """\
 # From {name}: every key
 
-`jaxtrain convert {file}` writes a config of these keys here; [the page for all systems](coming_from.md)
+`jaxtrain convert {file}` writes a config of these keys here; [the page for all](coming_from.md)
 says what to know about it. This page is written from the converter's own tables.
 
 ## One config, side by side
