@@ -139,7 +139,7 @@ def list_notes(scheme: str, group: int, names: Collection[str]) -> Iterator[str]
         shown = ", ".join(map(str, VLLM_GROUPS))
         yield f"note: vLLM's kernels for NVIDIA GPUs take groups of {shown}, not of {group}"
     if scheme == "int8" and any(".experts." in name for name in names):
-        yield "note: transformers reads experts in fp8 and int4, not in int8; vLLM does"
+        yield "note: transformers reads experts in fp8 and int4, not in int8"
 
 
 def check_experts(config: DecoderConfig) -> None:
