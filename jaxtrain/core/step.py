@@ -145,7 +145,7 @@ def make_step(
     Without `draws` the models are run as in evaluation.
     """
 
-    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, words: jax.Array | None):
+    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, words: Any):
         models = build({**frozen, **params})
         if draws is not None:
             models = draws.give(models, words)
