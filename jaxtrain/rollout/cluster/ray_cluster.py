@@ -66,6 +66,7 @@ class RayCluster:
         options: dict[str, Any] = {"namespace": self.config.namespace, "log_to_driver": False}
         if self.own:
             count = max(os.cpu_count() or 1, int(cpus) + 1)
+            options["address"] = "local"  # or Ray takes a cluster that runs on this machine
             options |= {"num_cpus": count, "include_dashboard": False, "_node_ip_address": LOOPBACK}
         else:
             options["address"] = self.config.address
