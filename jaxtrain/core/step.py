@@ -148,6 +148,7 @@ def make_step(
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, words: Any):
         models = build({**frozen, **params})
         if draws is not None:
+            assert words is not None
             models = draws.give(models, words)
         sums, metrics = loss(models, micro)
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())

@@ -11,7 +11,7 @@ in bfloat16, so a scale may stand before or behind a product.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtrain.layers.linear import ExpertLinear, Linear, PreciseLinear
 
 FORWARD = "float8_e4m3fn"
 GRADIENTS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+Model = TypeVar("Model", bound=nnx.Module)
 MULTIPLE = 16  # cuBLAS wants dims that are multiples of it
 
 
@@ -42,7 +43,7 @@ class Fp8Product:
         return _product(self, rows, w).reshape(*x.shape[:-1], w.shape[-1])
 
 
-def use_fp8(model: nnx.Module, product: Fp8Product) -> nnx.Module:
+def use_fp8(model: Model, product: Fp8Product) -> Model:
     """The abstract `model` with the Linears that `takes_fp8` names multiplying by `product`, in
     place; UserError where there is none."""
     found = [node for path, node in nnx.iter_graph(model) if takes_fp8(path, node)]

@@ -4,6 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+pytest.importorskip("peft", reason="parity needs torch and peft, which this environment has not")
+
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
