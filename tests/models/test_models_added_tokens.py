@@ -107,6 +107,7 @@ def test_what_cannot_be_added_is_refused(base, adapter, keys, told):
         parts_of(base, adapter, **keys)
 
 
+@pytest.mark.slow
 def test_an_adapter_has_to_train_the_new_rows(tmp_path):
     """Where the base has unused rows."""
     config = build.config_from_hf({**ARCHITECTURE, "vocab_size": 520})

@@ -15,6 +15,7 @@ from jaxtrain.config import OptimConfig
 from jaxtrain.core.optim import build_optimizer
 from jaxtrain.errors import UserError
 
+SLOW = pytest.mark.slow
 NAMES = {"lora_A": "net.adapter.a", "lora_B": "net.adapter.b", "magnitude": "net.adapter.magnitude"}
 
 
@@ -54,7 +55,9 @@ def test_steps_are_those_of_pefts_optimizer():
     np.testing.assert_allclose(undecayed, decayed / (1 - 0.16 * 0.1) ** 4, rtol=0.1)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize(
+    "name", ["lion", pytest.param("adamw", marks=SLOW), pytest.param("muon", marks=SLOW)]
+)
 def test_a_rate_of_its_own_is_the_same_as_another_learning_rate(name):
     params = {path: jnp.ones((3, 4)) for path in ("embed.embedding", "net.adapter.a")}
     params |= {"net.adapter.b": jnp.ones((4, 3))}
