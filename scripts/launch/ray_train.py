@@ -3,7 +3,7 @@
     ray job submit --address http://HEAD:8265 --working-dir . -- \\
         python scripts/launch/ray_train.py --machines 2 --gpus 8 -- \\
         --config configs/sft_qwen3.toml run.output_dir=/shared/runs/a \\
-        parallel.fsdp=-1 data.global_batch_size=64
+        parallel.fsdp=-1 data.global_batch_size=64 optim.gradient_accumulation_steps=1
 
 `ray job stop` has the run save and end; the same command goes on. jaxtrain must be installed on the
 machines. (Rollouts on Ray are another thing: docs/cluster.md.)

@@ -120,7 +120,7 @@ def test_the_layers_linears_take_it_and_nothing_else_does():
 def test_on_a_mesh_and_in_decoding():
     """A run's own model: sharded it multiplies the same numbers; unstacked, as samplers have it, in
     its own dtype again."""
-    config = build.config_from_hf(TINY)
+    config = build.config_from_hf(TINY | {"num_hidden_layers": 1})
     model = build.init(config, 0, dtype="float32")
     apart, params = nnx.split(use_fp8(model, Fp8Product()))
     rows = [[RANDOM.integers(0, 64, n) for n in (9, 7)], [RANDOM.integers(0, 64, 16)]]

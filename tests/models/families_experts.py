@@ -137,7 +137,6 @@ FAMILIES = {
 }
 DECODED = {"lfm2_moe"}
 DEFAULT = {"glm4_moe", "afmoe"}
-SHARDED = {
-    "glm4_moe": [{"expert": 2, "tensor": 2}],
+SHARDED = {  # GLM's router is DeepSeek's, which families_mla.py has
     "lfm2_moe": [{"context": 2, "tensor": 2}],
 }

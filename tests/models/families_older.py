@@ -9,4 +9,3 @@ DEFAULT = {
 }
 LONG = {*HYBRID, *MAMBA}
 DECODED = {"nemotron_h_moe", "granitemoehybrid"}
-SHARDED = {"qwen3_moe_mixed": [{"context": 2, "expert": 2}]}

@@ -30,12 +30,23 @@ import test_train_tree_exactness as trees
 WIDE = ("A_log", "D", "dt_bias")
 
 
-ONE_LAYER = {"hybrid_override_pattern": "M", "num_hidden_layers": 1}
+ONE_LAYER = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M",
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+}
 
 
 @pytest.fixture(autouse=True)
-def one_layer(monkeypatch):
-    monkeypatch.setitem(trees.MODELS, "mamba", {**trees.HYBRIDS["nemotron_h"], **ONE_LAYER})
+def families(monkeypatch):
+    monkeypatch.setitem(trees.MODELS, "mamba", ONE_LAYER)
+    for name in ("nemotron_h", "granitemoehybrid"):
+        monkeypatch.setitem(trees.MODELS, name, RAW[name] | {"vocab_size": trees.VOCABULARY})
 
 
 @pytest.mark.parametrize(

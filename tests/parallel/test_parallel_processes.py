@@ -204,7 +204,7 @@ def test_mistakes_are_told_once(tmp_path):
     assert sum("data.sequence_len" in line for line in told) == 1
     assert not any("Traceback" in line for line in told)
 
-    running = start(tmp_path / "missing", 2, "parallel.start_timeout=20")
+    running = start(tmp_path / "missing", 2, "parallel.start_timeout=8")
     running[1].kill()
     assert finish(running, 100) == [1, -signal.SIGKILL]
     assert "process 1" in output(tmp_path / "missing", 0)[-1]

@@ -48,7 +48,7 @@ def test_values_and_parameters_reach_process_0_and_the_others_whatever_strangers
     ended = threading.Event()
     environ = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests/plain'}",
         **set_cpus(2),
         "XDG_CACHE_HOME": str(tmp_path),
     }

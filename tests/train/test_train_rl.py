@@ -110,6 +110,7 @@ class Slow(EvenTokens):
 """
 
 
+@pytest.mark.slow
 def test_the_local_engine_works_ahead_on_devices_of_its_own(config, tmp_path):
     """Gives up what no round can take any more, leaves out what is solved, replays."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -170,9 +170,9 @@ def train(mode: str, steps: int, num_rows: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_200_steps_of_the_tree_and_of_its_branches_stay_together():
-    """float32: a mean of about 170 losses rounds to 1e-7; 1e-6 allows the drift of 200 updates."""
-    tree, branches = train("tree", 200, 1000), train("per_branch", 200, 1000)
+def test_100_steps_of_the_tree_and_of_its_branches_stay_together():
+    """float32: a mean of about 170 losses rounds to 1e-7; 1e-6 allows the drift of 100 updates."""
+    tree, branches = train("tree", 100, 1000), train("per_branch", 100, 1000)
     assert (np.abs(tree - branches) / branches).max() <= 1e-6
 
 
