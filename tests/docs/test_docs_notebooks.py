@@ -53,7 +53,7 @@ def execute(tmp_path, monkeypatch):
 
     monkeypatch.setenv("JAXTRAIN_NOTEBOOK", "ci")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests/plain'}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     flags = os.environ["XLA_FLAGS"].split()
     monkeypatch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))

@@ -21,7 +21,7 @@ def run_worker() -> list[dict]:
     root = HERE.parents[1]
     environ = {
         **os.environ,
-        "PYTHONPATH": f"{root}:{root / 'kernels'}",
+        "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests/plain'}",
         **set_cpus(8),
     }
     command = [sys.executable, str(HERE / "mesh_worker.py")]

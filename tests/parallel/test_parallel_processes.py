@@ -154,17 +154,16 @@ def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_8_devices_to_2_and_back(tmp_path):
+def test_a_run_goes_from_8_devices_to_2(tmp_path):
     """LoRA, whose frozen base every start draws anew, and embeddings trained in full; exports are
     equal, too. (Full training goes on with other processes and meshes above.)"""
     common = ["optim.lr_scheduler=constant", "run.export=true"]
     common += ["adapter=lora", "adapter.train_embeddings=true"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    assert finish(start(whole, 1, "run.max_steps=6", *common, devices=1, environs=[{}])) == [0]
+    assert finish(start(whole, 1, "run.max_steps=4", *common, devices=1, environs=[{}])) == [0]
     for steps, devices, mesh in [
         (2, 8, ["parallel.fsdp=4", "parallel.tensor=2"]),
         (4, 2, ["parallel.fsdp=1", "parallel.context=2"]),
-        (6, 8, ["parallel.data=2", "parallel.fsdp=2", "parallel.context=2"]),
     ]:
         words = [f"run.max_steps={steps}", *mesh, *common]
         running = start(moved, 1, *words, devices=devices, environs=[{}])
@@ -180,7 +179,7 @@ def test_a_run_goes_from_8_devices_to_2_and_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
+def test_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
     words = ["run.max_steps=100000", "parallel.fsdp=2", "parallel.context=2"]
     running = start(tmp_path / "killed", 4, *words, devices=1)
     wait_for_step(tmp_path / "killed", 3)
@@ -189,10 +188,10 @@ def test_four_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
     told = [line for i in range(4) for line in output(tmp_path / "killed", i) if "stopped:" in line]
     assert len(told) == 1 and "process 0 on" in told[0]
 
-    running = start(tmp_path / "signalled", 4, *words, devices=1)
+    running = start(tmp_path / "signalled", 2, *words, devices=2)
     wait_for_step(tmp_path / "signalled", 3)
-    running[2].send_signal(signal.SIGTERM)
-    assert finish(running, 100) == [0, 0, 0, 0]
+    running[1].send_signal(signal.SIGTERM)
+    assert finish(running, 100) == [0, 0]
     assert "SIGTERM: saved step" in output(tmp_path / "signalled", 0)[-1]
 
 

@@ -45,7 +45,7 @@ def environ(tmp_path):
         **os.environ,
         **set_cpus(1),
         "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests/plain'}",
         "JAXTRAIN_TOKEN": "0123456789abcdef" * 4,
         "OUTPUT_DIR": str(tmp_path / "run"),
     }

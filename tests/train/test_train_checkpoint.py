@@ -369,7 +369,7 @@ for step in range(1, 100_000):
 @pytest.mark.slow
 def test_sigkill_at_any_moment_leaves_a_good_checkpoint(tmp_path):
     """Real kills, spread over the write of a checkpoint, which takes some 20 ms here."""
-    env = {**os.environ, "PYTHONPATH": str(REPO), "XLA_FLAGS": ""}
+    env = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO}/tests/plain", "XLA_FLAGS": ""}
     sharding = SingleDeviceSharding(jax.devices()[0])
     abstract = {"w": jax.ShapeDtypeStruct((100_000,), jnp.float32, sharding=sharding)}
     for attempt in range(4):

@@ -305,7 +305,7 @@ def test_two_processes_cannot_share_a_folder_and_a_dead_one_holds_nothing(tmp_pa
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO}/tests/plain"},
     )
     assert child.stdout.readline() == b"locked\n"
     with pytest.raises(UserError, match=f"in use by process {child.pid}"):

@@ -120,7 +120,7 @@ def start_loop(busy="time.sleep(0.01)", after="pass"):
     child = subprocess.Popen(
         [sys.executable, "-c", LOOP.format(busy=busy, after=after)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO}/tests/plain"},
         text=True,
     )
     assert child.stdout.readline() == "ready\n"
