@@ -119,6 +119,13 @@ def test_kto(trl, folder, tmp_path):
     compare(ours, theirs, [*SIDES, "kl"])
 
 
+def test_orpo(trl, folder, tmp_path):
+    task = {"kind": "preference", "loss": "orpo", "beta": 0.5}
+    ours = of_us(folder / "lm", make_pairs(), task, tmp_path)
+    theirs = trl.run_trl("orpo", folder / "lm", make_pairs(), tmp_path, beta=0.5, **SAME)
+    compare(ours, theirs, [*PAIRS, "log_odds_ratio", "log_odds_chosen", "nll_loss"])
+
+
 def test_reward_model(trl, folder, tmp_path):
     task = {"kind": "reward_model", "center_rewards_coefficient": 0.05}
     ours = of_us(folder / "score", make_pairs(), task, tmp_path)

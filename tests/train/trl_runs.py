@@ -8,10 +8,12 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 METHODS = {
     "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
     "reward": (RewardTrainer, RewardConfig),
 }
 
