@@ -337,6 +337,8 @@ RULES: dict[str, Rule] = {
     "wandb_log_model": missing(),
     "use_tensorboard": to("log.tensorboard"),
     "quantization": always("jaxtrain quantize RUN --scheme fp8, int8 or int4, after the training"),
+    "fp8": to("model.matmul", {True: "fp8", False: "default"}),
+    "fp8_enable_fsdp_float8_all_gather": missing("weights are gathered in model.compute_dtype"),
     "qat": missing("weights are rounded after the training alone: jaxtrain quantize"),
     "strict": always("unknown keys are always refused"),
     "debug": always("`jaxtrain preprocess` shows samples"),
