@@ -47,8 +47,8 @@ class ModelConfig(Section):
     """Folder or Hub id of the tokenizer; default path. "builtin" is the small one shipped here."""
     chat_template: Place | None = None
     """Chat template that replaces the tokenizer's own, also in what is exported: chatml (or
-    builtin), llama3, gemma, mistral, phi3, phi4, zephyr, alpaca, vicuna, or a file with a Jinja
-    template."""
+    builtin), llama3, gemma, mistral, mistral_v1, mistral_v3_tekken, mistral_v7_tekken, phi3, phi4,
+    zephyr, alpaca, vicuna, or a file with a Jinja template."""
     added_tokens: list[str] = []
     """Tokens that the tokenizer gets, wherever texts spell them. Rows that the model's tables lack
     begin as the mean of the others."""

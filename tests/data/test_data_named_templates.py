@@ -23,7 +23,7 @@ TALK = [
     say("assistant", "second"),
 ]
 ALPACA = "\n\n### Instruction:\none\n\n### Response:\nfirst<eos>\n\n"
-ALPACA += "### Instruction:\ntwo\n\n### Response:\nsecond<eos>\n\n"
+ALPACA += "### Instruction:\ntwo\n\n### Response:\nsecond<eos>"
 PUBLISHED = {
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
     "<|im_start|>assistant\nfirst<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n"
@@ -37,6 +37,10 @@ PUBLISHED = {
     "first<end_of_turn>\n<start_of_turn>user\ntwo<end_of_turn>\n<start_of_turn>model\n"
     "second<end_of_turn>\n",
     "mistral": "<bos>[INST] S\n\none[/INST] first<eos>[INST] two[/INST] second<eos>",
+    "mistral_v1": "<bos> [INST] S\n\none [/INST] first<eos> [INST] two [/INST] second<eos>",
+    "mistral_v3_tekken": "<bos>[INST]S\n\none[/INST]first<eos>[INST]two[/INST]second<eos>",
+    "mistral_v7_tekken": "<bos>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]one[/INST]first<eos>"
+    "[INST]two[/INST]second<eos>",
     "phi3": "<|system|>\nS<|end|>\n<|user|>\none<|end|>\n<|assistant|>\nfirst<|end|>\n"
     "<|user|>\ntwo<|end|>\n<|assistant|>\nsecond<|end|>\n",
     "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>one<|im_end|>"
@@ -52,11 +56,11 @@ PROMPTS = {
     "chatml": "<|im_start|>assistant\n",
     "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": "<start_of_turn>model\n",
-    "mistral": "",
+    **{"mistral": "", "mistral_v1": "", "mistral_v3_tekken": "", "mistral_v7_tekken": ""},
     "phi3": "<|assistant|>\n",
     "phi4": "<|im_start|>assistant<|im_sep|>",
     "zephyr": "<|assistant|>\n",
-    "alpaca": "### Response:\n",
+    "alpaca": "\n\n### Response:\n",
     "vicuna": "ASSISTANT:",
 }
 ENDS = {
@@ -96,6 +100,41 @@ def test_a_named_template_writes_what_the_models_read(name):
     assert found == {2: f"first{end}", 4: f"second{end}"}
     # Without a system message, too.
     assert len(Renderer(tokenizer)(TALK[1:], None, [1, 3])) == 1
+
+
+SPACED = [say("user", " one\n"), say("assistant", " first ")]
+AS_SPACED = {
+    "chatml": "<|im_start|>user\n one\n<|im_end|>\n<|im_start|>assistant\n first <|im_end|>\n",
+    "llama3": "<bos><|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nfirst<|eot_id|>",
+    "gemma": "<bos><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\nfirst<end_of_turn>\n",
+    "mistral": "<bos>[INST]  one\n[/INST] first<eos>",
+    "mistral_v1": "<bos> [INST]  one\n [/INST]  first <eos>",
+    "mistral_v3_tekken": "<bos>[INST] one\n[/INST] first <eos>",
+    "mistral_v7_tekken": "<bos>[INST] one\n[/INST] first <eos>",
+    "phi3": "<|user|>\n one\n<|end|>\n<|assistant|>\n first <|end|>\n",
+    "phi4": "<|im_start|>user<|im_sep|> one\n<|im_end|><|im_start|>assistant<|im_sep|> first <|im_end|>",
+    "zephyr": "<|user|>\n one\n<eos>\n<|assistant|>\n first <eos>\n",
+}
+"""What the published templates make of contents with space around them, and without a system
+message: none of these writes one of its own."""
+
+
+@pytest.mark.parametrize("name", AS_SPACED)
+def test_space_around_contents_is_kept_where_the_published_template_keeps_it(name):
+    assert render_text(fitted(name), SPACED) == AS_SPACED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("alpaca", "<bos>Below is an instruction that describes a task. Write a response that"),
+        ("vicuna", "<bos>A chat between a curious user and an artificial intelligence assistant."),
+    ],
+)
+def test_two_have_a_system_message_of_their_own(name, start):
+    text = render_text(fitted(name), SPACED)
+    assert text.startswith(start) and start not in render_text(fitted(name), TALK)
 
 
 def test_every_file_is_named_and_every_name_has_one():
