@@ -1,11 +1,21 @@
 """What every section of the config has in common: frozen, typed, bounded, closed."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 from annotated_types import Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import core_schema
 
 from jaxtrain import plugins
 from jaxtrain.config.bounds import LARGEST, find_misfits, find_numbers
@@ -59,15 +69,33 @@ class Section(BaseModel):
         return value
 
 
-def known_in(group: str, builtin: Collection[str]) -> Callable[[str], str]:
-    """A validator for the name of a built-in, of an entry point, or of an import path."""
+@dataclass(frozen=True)
+class KnownIn:
+    """Of a text: the name of a built-in, of an entry point, or an import path."""
 
-    def validate(name: str) -> str:
+    group: str
+    builtin: tuple[str, ...]
+
+    def validate(self, name: str) -> str:
+        """The name, a leading ~ written out."""
         name = os.path.expanduser(name)
-        plugins.check(group, name, builtin)
+        plugins.check(self.group, name, self.builtin)
         return name
 
-    return validate
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """See pydantic."""
+        return core_schema.no_info_after_validator_function(self.validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
+        """Editors offer the built-in names, and take any other text."""
+        examples = ["package.module:name", "file.py:name"]
+        other = {**handler(schema), "examples": examples}
+        return {"anyOf": [{"enum": [*self.builtin]}, other]} if self.builtin else other
+
+
+def known_in(group: str, builtin: Collection[str]) -> KnownIn:
+    """For Annotated[str, ...]."""
+    return KnownIn(group, tuple(builtin))
 
 
 def expand_home(place: str) -> str:

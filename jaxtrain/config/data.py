@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Place, Section, known_in
 from jaxtrain.config.bounds import ITEMS, ROWS, TOKENS, WORKERS
@@ -26,7 +26,7 @@ class DatasetConfig(Section):
     """Split, with optional slice: "train", "train[:90%]", "train[100:200]"."""
     streaming: bool = False
     """Read while training instead of downloading and shuffling as a whole."""
-    format: Annotated[str, AfterValidator(known_in("formats", FORMATS))] = "auto"
+    format: Annotated[str, known_in("formats", FORMATS)] = "auto"
     """How to read a row: chat, prompt_completion, alpaca, input_output or completion; auto tells
     from the columns. Or an own function: an entry point's name, "package.module:function" or
     "file.py:function" (docs/extending.md)."""
@@ -62,8 +62,9 @@ class DatasetConfig(Section):
     max_rows: int | None = Field(None, ge=1)
     """Use only the first rows of the split."""
     held_out: float = Field(0.0, ge=0)
-    """Share (below 1) or number of its rows that are held out, as data.validation_split sets it for
-    all datasets. Rows are taken by what they ask, so none with the same prompt is on both sides."""
+    """Share (below 1) or number of its rows that are held out of training and become a held-out
+    dataset; unset: what data.validation_split says of all. Rows are taken by what they ask, so none
+    with the same prompt is on both sides."""
     part: Literal["train", "held_out"] = "train"
     """Which of the two sides this entry reads, where held_out is set."""
     tools: Place | None = None
@@ -94,7 +95,8 @@ class DataConfig(Section):
     """Held-out data for eval/loss."""
     validation_split: float = Field(0.0, ge=0)
     """Share (below 1) or number of rows of every dataset that are held out of training and become
-    eval_datasets: by the text of their prompts, so the same ones in every run of these data."""
+    eval_datasets: by the text of their prompts, so the same ones in every run of these data. A
+    dataset's own held_out says otherwise for it."""
     sequence_len: int = Field(2048, ge=8, le=TOKENS)
     """Tokens of a packed row."""
     micro_batch_size: int = Field(1, ge=1, le=ROWS)
@@ -132,15 +134,25 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def hold_out(self) -> "DataConfig":
-        """Divide every dataset as validation_split says."""
+        """Divide every dataset as its held_out says, or validation_split."""
         share = self.validation_split
         own = [one for one in self.eval_datasets if one.part != "held_out"]
-        if share and not own:
-            trained = [one.model_copy(update={"held_out": share}) for one in self.datasets]
-            held = [one.model_copy(update={"part": "held_out", "weight": None}) for one in trained]
+        divided = len(own) < len(self.eval_datasets)  # by hand, or in a run's own config
+        if (share and own) or (divided and not share):
+            return self
+        trained = [
+            one if one.held_out else one.model_copy(update={"held_out": share})
+            for one in self.datasets
+        ]
+        held = [
+            one.model_copy(update={"part": "held_out", "weight": None})
+            for one in trained
+            if one.held_out and one.part == "train"
+        ]
+        if held:
             # The one place where a section changes, before anybody has seen it.
             object.__setattr__(self, "datasets", trained)
-            object.__setattr__(self, "eval_datasets", held)
+            object.__setattr__(self, "eval_datasets", own + held)
         return self
 
     def find_split_conflicts(self) -> Iterator[str]:
@@ -151,11 +163,13 @@ class DataConfig(Section):
                 "data.validation_split and data.eval_datasets are both set; keep the one that says"
                 " what is held out"
             )
-        if share >= 1 and share != int(share):
-            yield (
-                f"data.validation_split {share:g} is neither a share below 1 nor a whole number of"
-                " rows"
-            )
+        shares = {"data.validation_split": share}
+        for index, one in enumerate(self.datasets):
+            if one.held_out != share:
+                shares[f"data.datasets.{index}.held_out"] = one.held_out
+        for key, value in shares.items():
+            if value >= 1 and value != int(value):
+                yield f"{key} {value:g} is neither a share below 1 nor a whole number of rows"
         for one in [*self.datasets, *self.eval_datasets]:
             if one.held_out and one.streaming:
                 yield (

@@ -4,6 +4,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from jaxtrain.config.base import KnownIn
 from jaxtrain.config.load import kind_of, members, section_type
 from jaxtrain.config.root import Config
 from jaxtrain.config.task import TaskSection
@@ -59,7 +60,11 @@ def list_keys(section: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     for key, field in section.model_fields.items():
         default = "required" if field.is_required() else describe_default(field.default)
         meaning = " ".join((field.description or "").split())
-        rows.append((key, describe_type(field.annotation), default, meaning))
+        annotation: Any = field.annotation
+        for known in field.metadata:
+            if isinstance(known, KnownIn):
+                annotation = Annotated[annotation, known]
+        rows.append((key, describe_type(annotation), default, meaning))
     return rows
 
 
@@ -67,6 +72,8 @@ def describe_default(value: Any) -> str:
     """The default as one would write it in TOML; "unset" for None."""
     if value is None:
         return "unset"
+    if isinstance(value, BaseModel):
+        return "{}"
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value).replace("'", '"')
@@ -79,7 +86,8 @@ def describe_type(annotation: Any) -> str:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)
     if origin is Annotated:
-        return describe_type(args[0])
+        names = [name for one in args[1:] if isinstance(one, KnownIn) for name in one.builtin]
+        return " | ".join([*(f'"{name}"' for name in names), describe_type(args[0])])
     if str(origin) == "typing.Literal":
         return " | ".join(f'"{value}"' for value in args)
     if origin in (list, tuple):

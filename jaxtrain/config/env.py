@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Place, Problems, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS
@@ -17,7 +17,7 @@ BUILTIN = ("single_turn", "calculator", "tools", "dialogue", "nemo_gym", "openen
 class EnvConfig(Section):
     """How a row of data becomes an episode: one answer, or a loop of model and tools."""
 
-    kind: Annotated[str, AfterValidator(known_in("envs", (*BUILTIN, "python")))] = "single_turn"
+    kind: Annotated[str, known_in("envs", (*BUILTIN, "python"))] = "single_turn"
     """single_turn: one answer to the row's prompt. calculator: the built-in agent, which calls its
     tool and is asked on, over rows of builtin:calculator. tools: a model that answers the row's
     prompt with the functions of `tools`. dialogue: one answer, then the conversation's remaining

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from jaxtrain.config.base import Place, Section, known_in
 from jaxtrain.config.bounds import ROWS
@@ -106,21 +106,21 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""
 
-    name: Annotated[str, AfterValidator(known_in("optimizers", OPTIMIZERS))] = "adamw"
+    name: Annotated[str, known_in("optimizers", OPTIMIZERS)] = "adamw"
     """adamw, adafactor, lion, muon (for weight matrices, with adamw for all else) or sgd. Or a
     function that makes an optax transformation of the learning rate and `options`: an entry point's
     name, "optax:adan", "package.module:function" or "file.py:function"."""
     options: dict[str, Any] = {}
-    """Of such a function."""
+    """Of such a function: { b1 = 0.98, b2 = 0.92 } for "optax:adan"."""
     learning_rate: float = Field(1e-5, gt=0, le=1000)
     """Peak learning rate."""
-    lr_scheduler: Annotated[str, AfterValidator(known_in("schedules", SCHEDULES))] = "cosine"
+    lr_scheduler: Annotated[str, known_in("schedules", SCHEDULES)] = "cosine"
     """Shape after warm-up: constant, linear, cosine, inverse_sqrt or wsd, which stays constant and
     decays over the last decay_ratio of the run. Or a function that makes a schedule, warm-up and
     all, of what it names of learning_rate, total_steps, warmup_steps and min_lr and of
     `scheduler_options`: an entry point's name, "package.module:function" or "file.py:function"."""
     scheduler_options: dict[str, Any] = {}
-    """Of such a function."""
+    """Of such a function: { power = 2.0 } for one that takes `power`."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up from 0. Give this or warmup_ratio."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
-
 from jaxtrain.config.base import Section, known_in
 
 OBSERVERS: Mapping[str, str] = {
@@ -19,7 +17,7 @@ OBSERVERS: Mapping[str, str] = {
 class ObserverConfig(Section):
     """One observer of the run: docs/observers.md has what is built in."""
 
-    kind: Annotated[str, AfterValidator(known_in("observers", OBSERVERS))]
+    kind: Annotated[str, known_in("observers", OBSERVERS)]
     """early_stop: end where an evaluation's number no longer becomes better. loss_spike: say, save
     or stop where a number leaps. hub: push the model, or checkpoints as well, to the Hugging Face
     Hub. webhook: POST to a URL at the start, at the end and on alerts. Or an own one: an entry

@@ -164,6 +164,15 @@ def find_conflicts(config: Config):
     evaluates = data.eval_datasets or config.eval.sets
     if config.eval.patience and not config.checkpoint.best_metric:
         yield 'eval.patience needs checkpoint.best_metric, such as "eval/loss"'
+    never = config.eval.every == "never"
+    for key, wanted in (
+        ("eval.per_epoch", config.eval.per_epoch),
+        ("eval.at_start", config.eval.at_start),
+        ("eval.patience", config.eval.patience),
+        ("checkpoint.best_metric", config.checkpoint.best_metric),
+    ):
+        if never and wanted:
+            yield f'{key} needs evaluations, and eval.every is "never"; remove one of the two'
     if config.eval.patience and not (config.eval.every or config.eval.per_epoch):
         yield "eval.patience needs evaluations on the way; set eval.every or eval.per_epoch"
     if config.checkpoint.best_metric and not evaluates:
@@ -174,7 +183,7 @@ def find_conflicts(config: Config):
     if config.eval.at_start and not evaluates:
         yield "eval.at_start has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     for key in ("every", "per_epoch"):
-        if getattr(config.eval, key) and not evaluates:
+        if getattr(config.eval, key) not in (None, "never") and not evaluates:
             yield f"eval.{key} has nothing to evaluate; add [[data.eval_datasets]] or [[eval.sets]]"
     for name, section in (("eval", config.eval), ("checkpoint", config.checkpoint)):
         if section.per_epoch and not run.num_epochs:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from jaxtrain.config.base import Place, Section, known_in
 from jaxtrain.config.bounds import ROWS, SECONDS, SEED
@@ -148,7 +148,7 @@ class LogConfig(Section):
     every: int = Field(1, ge=1)
     """Steps between lines of metrics.jsonl and the console."""
     console: Literal["auto", "rich", "plain", "off"] = "auto"
-    """auto: a live progress bar on a terminal, plain lines elsewhere."""
+    """auto: a live progress bar on a terminal, plain lines elsewhere and in notebooks."""
     tensorboard: bool = False
     """Also write TensorBoard event files to <output_dir>/tensorboard."""
     wandb_project: str | None = None
@@ -156,7 +156,7 @@ class LogConfig(Section):
     the newest answers (64 at most; samples.jsonl has all that were kept)."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases."""
-    sinks: list[Annotated[str, AfterValidator(known_in("sinks", ()))]] = []
+    sinks: list[Annotated[str, known_in("sinks", ())]] = []
     """Further classes that get the run's numbers and events: an entry point's name,
     "package.module:Class" or "file.py:Class" each (docs/extending.md)."""
     plot: bool = True

@@ -1,14 +1,15 @@
 """Sections task, eval and sampling: the method, and how its result is looked at."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from jaxtrain.config.base import Section
 from jaxtrain.config.bounds import ITEMS, SEED, TOKENS, WORKERS
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.evals import EvalSetConfig
+from jaxtrain.shown import show
 
 
 class TaskSection(Section):
@@ -151,8 +152,8 @@ class SamplingConfig(Section):
 class EvalConfig(Section):
     """Held-out loss and generated answers during training."""
 
-    every: int | None = Field(None, ge=1)
-    """Steps between evaluations; unset: only at the end."""
+    every: Annotated[int, Field(ge=1)] | Literal["never"] | None = None
+    """Steps between evaluations; unset: only at the end; never: not even there."""
     per_epoch: float | None = Field(None, gt=0, le=1e6)
     """Also evaluate so many times in each of run.num_epochs, evenly; 0.5: every second epoch."""
     at_start: bool = False
@@ -170,3 +171,14 @@ class EvalConfig(Section):
     Every answer goes to samples.jsonl."""
     show: int = Field(3, ge=0, le=1000)
     """How many of the best and how many of the worst answers to each set to print."""
+
+    @field_validator("every", mode="wrap")
+    @classmethod
+    def check_every(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """One sentence for both of what it may be."""
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(
+                f'must be a whole number of steps, at least 1, or "never"; found {show(value)}'
+            ) from None

@@ -5,7 +5,7 @@ a config that holds one of their keys is answered with ours.
 """
 
 from jaxtrain.convert import axolotl, prime_rl, trl
-from jaxtrain.convert.conversion import Conversion, Rule
+from jaxtrain.convert.conversion import Conversion, Rule, read_numbers
 
 SYSTEMS = {"axolotl": axolotl, "trl": trl, "prime-rl": prime_rl}
 
@@ -19,4 +19,4 @@ def find_hint(key: str) -> str | None:
     return None
 
 
-__all__ = ["SYSTEMS", "Conversion", "find_hint"]
+__all__ = ["SYSTEMS", "Conversion", "find_hint", "read_numbers"]

@@ -86,7 +86,10 @@ def _hold_out(made: Conversion, value: Any) -> None:
         return
     made.set("data.validation_split", value)
     if value >= 1 and len(made.theirs.get("datasets") or []) > 1:
-        made.say("here it is so many rows of each dataset; a share below 1 is of all of them")
+        made.say(
+            "here it is so many rows of each dataset; give each its own number with held_out, or a"
+            " share below 1, which is of all of them"
+        )
 
 
 def _read_datasets(key: str) -> Rule:
@@ -147,10 +150,19 @@ def _roles_to_train(made: Conversion, value: Any) -> None:
 
 
 TEMPLATES = {
-    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca", "vicuna", "zephyr")},
-    **{"gemma3": "gemma", "mistral_v2v3": "mistral", "phi_3": "phi3", "phi_4": "phi4"},
+    **{name: name for name in ("chatml", "llama3", "gemma", "alpaca")},
+    **{name: name for name in ("mistral_v1", "mistral_v3_tekken", "mistral_v7_tekken")},
+    **{"gemma3": "gemma", "mistral_v2v3": "mistral", "phi_3": "phi3", "phi_35": "phi3"},
+    "phi_4": "phi4",
 }
-"""Theirs and ours, of those that write the same."""
+"""Theirs and ours, of those that write the same turns."""
+TEMPLATE_NOTES = {
+    "alpaca": "without a system message it begins with Stanford Alpaca's sentence here",
+    "phi_3": "no bos token is written here, as in Phi-3's newer tokenizers",
+    "phi_4": "theirs is Phi-4-reasoning's, with a long system message: put it into the data",
+    "mistral_v7_tekken": "no system message is written where the data have none",
+}
+"""What differs for some data."""
 
 
 def _template(made: Conversion, value: Any, note: str = "") -> None:
@@ -161,6 +173,8 @@ def _template(made: Conversion, value: Any, note: str = "") -> None:
         return
     if not note and value in TEMPLATES:
         made.set("model.chat_template", TEMPLATES[value])
+        if value in TEMPLATE_NOTES:
+            made.say(TEMPLATE_NOTES[value])
         return
     made.miss(note or "model.chat_template is a name or a file with a Jinja template; save it")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -9,6 +10,22 @@ from typing import Any, TypeAlias
 from jaxtrain.shown import shorten, show
 
 Apply: TypeAlias = "Callable[[Conversion, Any], None]"
+
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def read_numbers(value: Any) -> Any:
+    """The same with texts such as "2e-4" as the numbers that they are meant for: YAML 1.1, which
+    PyYAML reads, knows an exponent only behind a point and with a sign."""
+    if isinstance(value, str):
+        number = float(value) if _NUMBER.fullmatch(value) else math.inf
+        return value if math.isinf(number) else number
+    if isinstance(value, list):
+        return [read_numbers(one) for one in value]
+    if isinstance(value, dict):
+        return {key: read_numbers(one) for key, one in value.items()}
+    return value
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,11 @@ def strategy(key: str) -> Rule:
     def apply(made: Conversion, value: Any) -> None:
         if value == "epoch":
             made.set(key, 1)
+        elif value in (False, "no") and key.startswith("eval."):
+            made.set("eval.every", "never")
 
-    return Rule(f"{key}, or by steps", apply, key)
+    never = '; "no" is eval.every = "never"' if key.startswith("eval.") else ""
+    return Rule(f"{key}, or by steps{never}", apply, key)
 
 
 @by("adapter.target")

@@ -116,7 +116,7 @@ def divide(rows: Any, dataset: DatasetConfig) -> np.ndarray:
     if not 0 < held.sum() < number:
         side = "no row is left to train on" if held.any() else "none would be held out"
         raise UserError(
-            f"{dataset.path}: data.validation_split {share:g} of {number} rows with"
+            f"{dataset.path}: held_out (or data.validation_split) {share:g} of {number} rows with"
             f" {len(sizes)} prompts: {side}; change it, or name data.eval_datasets"
         )
     return held

@@ -1,14 +1,16 @@
 """What a person sees while a run goes on: a progress bar, one line a step, messages; and log.txt.
 
-On a terminal a bar stays below the lines. Elsewhere, or with log.console = "plain", there are only
-lines. Everything that is shown also goes to log.txt. No jax here.
+On a terminal a bar stays below the lines. Elsewhere, in cells of notebooks, or with log.console =
+"plain", there are only lines. Everything that is shown also goes to log.txt. No jax here.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -69,7 +71,9 @@ class Console:
         stream: IO[str] | None = None,
     ):
         self._stream = stream or sys.stdout
-        rich = mode == "rich" or (mode == "auto" and self._stream.isatty())
+        rich = mode == "rich" or (
+            mode == "auto" and self._stream.isatty() and not in_notebook(os.environ)
+        )
         self._silent = mode == "off"
         self._rich = RichConsole(file=self._stream, force_terminal=True) if rich else None
         self._bar: Progress | None = None
@@ -140,6 +144,16 @@ class Console:
         if self._log:
             self._log.close()
             self._log = None
+
+
+def in_notebook(environment: Mapping[str, str]) -> bool:
+    """Whether this is a command in a cell (`!jaxtrain ...`): its output is a terminal by name that
+    cannot go back up, and would show every state of a bar below the last one.
+
+    Told by what jupyter_client and ipykernel set for a kernel's processes."""
+    pagers = {environment.get(name) for name in ("PAGER", "GIT_PAGER")}
+    kernel = environment.get("TERM") == "xterm-color" and pagers == {"cat"}
+    return kernel or "JPY_PARENT_PID" in environment
 
 
 def open_log(path: Path) -> IO[str]:

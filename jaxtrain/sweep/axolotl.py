@@ -4,7 +4,7 @@ they are, and nothing else is said."""
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.convert import SYSTEMS, Conversion
+from jaxtrain.convert import SYSTEMS, Conversion, read_numbers
 from jaxtrain.errors import UserError
 from jaxtrain.shown import show
 from jaxtrain.sweep.space import flatten
@@ -25,7 +25,7 @@ def convert_sweep(table: Mapping[str, Any]) -> dict[str, Any]:
     """{"grid": ..., "together": ...} in our keys; UserError for one that has no counterpart."""
     grid: dict[str, list[Any]] = {}
     together: list[dict[str, list[Any]]] = []
-    for key, values in table.items():
+    for key, values in read_numbers(dict(table)).items():
         rows = values if key == PAIRED else [{key: value} for value in values]
         if not all(isinstance(row, dict) for row in rows):
             raise UserError(f"{key}: must be a list of settings, found {show(values)}")

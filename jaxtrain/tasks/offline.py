@@ -134,7 +134,8 @@ class OfflineData:
             rows = f"{'all' if whole else 'the first'} {counts['draws']:,} rows"
             line = describe_counts(counts, self.config.data.sequence_len, controls)
             line = line or f"{counts['trees']:,} examples, none dropped"
-            console.print(f"{dataset.path}, {rows}: {line}", markup=False, soft_wrap=True)
+            side = " (held out)" if dataset.part == "held_out" else ""
+            console.print(f"{dataset.path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
 
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
         """How full the first batches' rows are."""

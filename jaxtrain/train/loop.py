@@ -322,7 +322,9 @@ class Loop:
         step, total, options = self.session.step, self.session.rounds.total_steps, self.config.eval
         last, again, evaluated = step == total, self.collect(), self.noted
         times = (options.per_epoch or 0) * (self.config.run.num_epochs or 0)
-        due = (last and self.evaluated < step) or is_due(step, before, options.every, times, total)
+        due = options.every != "never" and (
+            (last and self.evaluated < step) or is_due(step, before, options.every, times, total)
+        )
         if due or again:
             self.report()
             self.evaluate()

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.load import validate_config
 from jaxtrain.config.tables import MOST_BYTES, read_table
-from jaxtrain.convert import SYSTEMS, Conversion, trl
+from jaxtrain.convert import SYSTEMS, Conversion, read_numbers, trl
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import read_text
 from jaxtrain.run.manifest import write_atomically
@@ -49,7 +49,7 @@ def convert(path: Path, system: str | None, output: Path | None) -> int:
 def read(path: Path) -> dict[str, Any]:
     """A table, of a command line as well."""
     if path.suffix.lower() not in COMMANDS:
-        return read_table(path)
+        return read_numbers(read_table(path))
     try:
         return trl.parse_command(read_text(path, MOST_BYTES))
     except (OSError, ValueError) as error:

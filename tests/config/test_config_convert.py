@@ -32,6 +32,9 @@ train_on_inputs: true
 micro_batch_size: 2
 num_epochs: 1
 optimizer: adamw_bnb_8bit
+learning_rate: 2e-4
+weight_decay: 1E-2
+chat_template: phi_35
 bf16: auto
 flash_attention: true
 evals_per_epoch: 4
@@ -106,6 +109,9 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
     assert second["roles"] == {"gpt": "assistant", "model": "assistant"}
     assert ours["data"]["validation_split"] == 0.1
     assert ours["eval"] == {"per_epoch": 4}
+    # YAML 1.1 reads these as texts.
+    assert (ours["optim"]["learning_rate"], ours["optim"]["weight_decay"]) == (2e-4, 0.01)
+    assert ours["model"]["chat_template"] == "phi3"
     # Axolotl's own defaults, which are not ours.
     assert ours["data"]["sequence_len"] == 512
     assert load_config(output).optim.name == "adamw"
@@ -140,6 +146,23 @@ def test_a_push_to_the_hub_becomes_an_observer(rules, theirs, options):
     made.run(rules, theirs)
     wanted = None if options is None else [{"kind": "hub", "options": options}]
     assert made.get("observers") == wanted and not made.missed
+
+
+def test_no_evaluation_is_never_and_not_at_the_end():
+    for value in (False, "no"):  # YAML 1.1 reads `no` as false
+        made = Conversion({"eval_strategy": value})
+        made.run(axolotl.RULES, made.theirs)
+        assert made.table == {"eval": {"every": "never"}}
+
+
+def test_a_template_that_writes_more_there_is_said():
+    for name, told in (("phi_4", "system message"), ("alpaca", "sentence")):
+        made = Conversion({"chat_template": name})
+        made.run(axolotl.RULES, made.theirs)
+        assert made.get("model.chat_template") == name.replace("_", "") and told in str(made.said)
+    made = Conversion({"chat_template": "exaone"})
+    made.run(axolotl.RULES, made.theirs)
+    assert made.missed
 
 
 def test_a_trl_command_line_with_trl_s_defaults(tmp_path):

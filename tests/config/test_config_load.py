@@ -91,6 +91,8 @@ def test_frozen(tmp_path):
         ("optim.min_lr=1", "above optim.learning_rate"),
         ("model.compute_dtype=float64", "wider than model.param_dtype"),
         ("eval.every=3", "nothing to evaluate"),
+        ("eval.every=now", 'at least 1, or "never"'),
+        ("eval.every=0", "at least 1"),
         ("model=huge", "known presets:"),
         ("optim.beta1", "not of the form section.key=value"),
         ("data.datasets.7.path=x", "position in a list of 1"),

@@ -67,6 +67,16 @@ def test_values_presets_and_strangers():
         assert not VALIDATOR.is_valid(wrong), wrong
 
 
+def test_editors_are_offered_the_names_that_are_built_in():
+    optim = SCHEMA["$defs"]["OptimConfig"]["properties"]
+    offered, other = optim["name"]["anyOf"]
+    assert {"adamw", "muon"} <= set(offered["enum"]) and "file.py:name" in other["examples"]
+    assert optim["name"]["default"] == "adamw"
+    for name in ("muon", "optax:adan", "an_entry_point"):
+        assert VALIDATOR.is_valid({"optim": {"name": name}})
+    assert not VALIDATOR.is_valid({"optim": {"name": 3}})
+
+
 def test_the_file_is_up_to_date_and_written_by_the_verb(tmp_path, capsys):
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     assert (ROOT / "docs/schema.json").read_text() == render_schema(), "run `make docs`"

@@ -101,11 +101,26 @@ def test_a_saved_config_divides_as_it_did(tmp_path):
     assert found.data.datasets[0].held_out == found.data.eval_datasets[0].held_out == 0.1
 
 
+def test_a_dataset_s_own_number_counts_for_it_alone(tmp_path):
+    other = '[[data.datasets]]\npath = "b.jsonl"\nheld_out = 7\n'
+    found = config(tmp_path, SPLIT + other)
+    sides = [found.data.datasets, found.data.eval_datasets]
+    assert [[one.held_out for one in side] for side in sides] == [[0.1, 7], [0.1, 7]]
+    alone = "[data]\n" + other.replace("7", "0.2") + '[[data.eval_datasets]]\npath = "c.jsonl"\n'
+    found = config(tmp_path, alone)
+    assert [(one.path, one.part) for one in found.data.eval_datasets] == [
+        ("c.jsonl", "train"),
+        ("b.jsonl", "held_out"),
+    ]
+    assert type(found).model_validate(found.model_dump()) == found
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         (SPLIT + '[[data.eval_datasets]]\npath = "b.jsonl"\n', "both set"),
         (SPLIT.replace("0.1", "1.5"), "neither a share"),
+        (SPLIT + "held_out = 2.5\n", "data.datasets.0.held_out 2.5 is neither a share"),
         (SPLIT + "streaming = true\n", "needs the number of rows"),
         (SPLIT.replace("a.jsonl", "builtin:calculator"), "makes its rows"),
     ],

@@ -107,13 +107,15 @@ AS_SPACED = {
     "chatml": "<|im_start|>user\n one\n<|im_end|>\n<|im_start|>assistant\n first <|im_end|>\n",
     "llama3": "<bos><|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\nfirst<|eot_id|>",
-    "gemma": "<bos><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\nfirst<end_of_turn>\n",
+    "gemma": "<bos><start_of_turn>user\none<end_of_turn>\n"
+    "<start_of_turn>model\nfirst<end_of_turn>\n",
     "mistral": "<bos>[INST]  one\n[/INST] first<eos>",
     "mistral_v1": "<bos> [INST]  one\n [/INST]  first <eos>",
     "mistral_v3_tekken": "<bos>[INST] one\n[/INST] first <eos>",
     "mistral_v7_tekken": "<bos>[INST] one\n[/INST] first <eos>",
     "phi3": "<|user|>\n one\n<|end|>\n<|assistant|>\n first <|end|>\n",
-    "phi4": "<|im_start|>user<|im_sep|> one\n<|im_end|><|im_start|>assistant<|im_sep|> first <|im_end|>",
+    "phi4": "<|im_start|>user<|im_sep|> one\n<|im_end|>"
+    "<|im_start|>assistant<|im_sep|> first <|im_end|>",
     "zephyr": "<|user|>\n one\n<eos>\n<|assistant|>\n first <eos>\n",
 }
 """What the published templates make of contents with space around them, and without a system

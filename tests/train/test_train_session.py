@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.adapters.spec import Adapter
 from jaxtrain.config import validate_config
+from jaxtrain.config.task import EvalConfig
 from jaxtrain.core.assemble import assemble
 from jaxtrain.data.pipeline import Source
 from jaxtrain.errors import UserError
@@ -16,6 +18,7 @@ from jaxtrain.rewards import pool
 from jaxtrain.rollout.local import engine
 from jaxtrain.tasks import make_task, rl
 from jaxtrain.train import session
+from jaxtrain.train.loop import Loop
 from jaxtrain.train.saving import is_due
 
 SFT = {
@@ -118,6 +121,23 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
     with pytest.raises(UserError, match="it is broken"):
         session.open_session(config, make_task(config), lambda line: None)
     assert told == ["open", "close"]
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(None, 1), (4, 1), ("never", 0)])
+def test_the_last_step_is_evaluated_but_where_eval_says_never(every, evaluated):
+    config = SimpleNamespace(eval=EvalConfig(every=every), run=SimpleNamespace(num_epochs=None))
+    rounds, told = SimpleNamespace(total_steps=4), []
+    loop = SimpleNamespace(
+        session=SimpleNamespace(step=4, rounds=rounds),
+        config=config,
+        collect=lambda: False,
+        noted=0,
+        evaluated=0,
+        report=lambda: None,
+        evaluate=lambda: told.append("evaluated"),
+    )
+    Loop.act(loop, 3)
+    assert len(told) == evaluated
 
 
 def test_what_comes_so_often_an_epoch_is_even_and_lands_on_the_last_step():

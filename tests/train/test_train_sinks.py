@@ -317,6 +317,27 @@ def test_eta_follows_the_pace_and_not_the_compilation():
     assert clock.left() == pytest.approx(89 * 2.0)
 
 
+@pytest.mark.parametrize(
+    ("environment", "bar"),
+    [
+        ({"TERM": "xterm-256color", "PAGER": "less"}, True),
+        ({"TERM": "xterm-color", "PAGER": "cat", "GIT_PAGER": "cat"}, False),
+        ({"TERM": "xterm-256color", "JPY_PARENT_PID": "7"}, False),
+    ],
+)
+def test_a_cell_of_a_notebook_gets_lines_although_it_looks_like_a_terminal(
+    monkeypatch, environment, bar
+):
+    monkeypatch.setattr(console.os, "environ", environment)
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    screen = Console("auto", None, stream)
+    screen.start(2, 0)
+    screen.write(1, VALUES)
+    screen.close(None)
+    assert ("\x1b[" in stream.getvalue()) == bar
+
+
 @pytest.mark.parametrize("mode", ["auto", "plain", "off", "rich"])
 def test_console_modes_and_the_log(tmp_path, mode):
     stream = io.StringIO()
