@@ -25,6 +25,9 @@ class VerifiersConfig(Section):
     """Keys of single agents' configs, on top of the defaults made of the keys below:
     {agent = {harness = {id = "bash"}, runtime = {type = "docker"}}}. Whoever has trainable false
     draws from the policy, too, but is not trained."""
+    policies: dict[str, str] = {}
+    """Which policy of section policies, a trained one, speaks as an agent: {verifier = "verifier"};
+    all others speak as the first."""
     harness: str | None = None
     """The program that talks to the model: null (a loop of chat and tools), bash, another; unset:
     the taskset's own, or null. The package's are a process an episode, started through uv."""

@@ -95,9 +95,11 @@ class PolicyServer:
         sampling: Sampling,
         index: int,
         episode_id: str | None = None,
+        within: Record | None = None,
     ) -> Record:
         """An episode that requests may draw for from now on; called in the event loop in which its
-        engine runs. episode_id: where somebody else names it."""
+        engine runs. episode_id: where somebody else names it. within: the game that it is a part
+        of, which is given up with it; called from any thread then."""
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
@@ -110,15 +112,10 @@ class PolicyServer:
                 index,
                 self.max_model_len,
                 f"http://{self.host}:{self.port}/e/{name}/v1",
+                within,
             )
             self._records[name] = record
         return record
-
-    def also(self, record: Record, episode_id: str) -> None:
-        """Let requests name an episode by this id, too; `end` it like the first. Called from any
-        thread."""
-        with self._lock:
-            self._records[episode_id] = record
 
     def end(self, episode_id: str) -> None:
         """Forget an episode; requests for it are refused from now on."""

@@ -58,13 +58,16 @@ class Record:
         index: int,
         row_tokens: int,
         base_url: str = "",
+        within: "Record | None" = None,
     ):
-        """family: of tool calls, tool_calls.FAMILIES. row_tokens: longest sequence."""
+        """family: of tool calls, tool_calls.FAMILIES. row_tokens: longest sequence. within: one of
+        the same event loop that is given up with this one; without it the running loop is taken."""
         self.id, self.base_url = episode_id, base_url
         """base_url: for agents that can be told nothing else: the episode is in its path."""
         self.engine, self.sampling, self.index = engine, sampling, index
         self.family, self.row_tokens = family, row_tokens
-        self.loop = asyncio.get_running_loop()
+        self.within = within
+        self.loop = asyncio.get_running_loop() if within is None else within.loop
         self.history = History(template)
         self.num_calls = 0
         """Tool calls that were drawn."""
@@ -190,6 +193,8 @@ class Record:
         """Give the episode up: whoever watches it gets this."""
         self._error = self._error or error
         self._failed.set()
+        if self.within is not None:
+            self.within.fail(error)
 
     def _prepare(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
         """(a chat request, which of its messages are turns, what its turn is drawn behind)"""

@@ -37,6 +37,8 @@ class Stage:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ended: Any = None
         self.tasks: list[Any] = []
+        self.roles: list[str] = []
+        """Names of its agents, once it is open."""
 
     def open(self) -> None:
         """Start it, once. UserError where the package, the taskset or uv is missing."""
@@ -126,7 +128,7 @@ class Stage:
         kind = import_part(config.environment or "", f"{self.key}.environment")
         try:
             made = loaders.env_config_type(taskset, kind)
-            roles = [
+            self.roles = roles = [
                 name
                 for name, field in made.model_fields.items()
                 if isinstance(field.default, self.package.AgentConfig)
@@ -141,7 +143,9 @@ class Stage:
                 "max_turns": self.max_turns,
             }
             if unknown := sorted(set(config.agents) - set(roles)):
-                raise ValueError(f"there is no agent {unknown[0]!r} (there are {roles})")
+                raise ValueError(f"agents: there is no agent {unknown[0]!r} (there are {roles})")
+            if unknown := sorted(set(config.policies) - set(roles)):
+                raise ValueError(f"policies: there is no agent {unknown[0]!r} (there are {roles})")
             given = {"id": kind, "taskset": {**config.args, "id": taskset}}
             given |= {role: {**agent, **config.agents.get(role, {})} for role in roles}
             return loaders.load_environment(made.model_validate(given))

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.foreign import Unreadable
 from jaxtrain.rollout.advantage import is_flat, reward_table, turn_tables, weigh
@@ -259,8 +261,8 @@ class GroupPlayer:
 
 
 def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Episode]:
-    """All episodes of the games, policy by policy where these have names; UserError for one of
-    another policy."""
+    """All episodes of the games, policy by policy where these have names, and agent by agent;
+    UserError for one of another policy."""
     found = [one for game in games for one in (game, *game.others)]
     for game in games:
         game.others = []
@@ -271,15 +273,21 @@ def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Epi
                 f"the environment gave an episode of policy {one.policy!r}; section policies"
                 f" trains: {', '.join(policies) or 'none'}"
             )
-    return sorted(found, key=lambda one: policies.index(one.policy)) if policies else found
+    agents = list(dict.fromkeys(one.agent for one in found))
+    places = {name: index for index, name in enumerate(policies)}
+    return sorted(found, key=lambda one: (places.get(one.policy, 0), agents.index(one.agent)))
 
 
 def earns_alike(group: Group, rules: Rules) -> bool:
-    """Whether all rewards of one policy's group are equal."""
+    """Whether all rewards of one policy's group are equal; of several agents, those of each."""
     names = reward_names([group])
     weights = [rules.weights.get(name, 1.0) for name in names]
-    tables = turn_tables([group], names)
-    return all(is_flat(table, weights, rules.combine, rules.clip) for table in tables)
+    bounds = np.cumsum(group.sizes)[:-1]
+    return all(
+        is_flat(own, weights, rules.combine, rules.clip)
+        for table in turn_tables([group], names)
+        for own in np.split(table, bounds)
+    )
 
 
 def reward_names(groups: Iterable[Group]) -> list[str]:

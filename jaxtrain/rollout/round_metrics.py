@@ -21,7 +21,8 @@ def describe_rewards(
         return {}
     rewards_NK = reward_table(groups, names)
     totals_N = weigh(rewards_NK, [weights.get(name, 1.0) for name in names])
-    parts = np.split(totals_N, np.cumsum([len(g.episodes) for g in groups])[:-1])
+    datasets_P = [group.dataset for group in groups for _ in group.sizes]
+    parts = np.split(totals_N, np.cumsum([size for group in groups for size in group.sizes])[:-1])
     spreads = [float(deviation(part)) for part in parts]
     found = {
         "reward": nan_mean(totals_N),
@@ -32,7 +33,7 @@ def describe_rewards(
         found[f"rewards/{name}/mean"] = nan_mean(rewards_NK[:, k])
         found[f"rewards/{name}/std"] = float(deviation(rewards_NK[:, k]))
     for index, name in enumerate(datasets):
-        own = [k for k, group in enumerate(groups) if group.dataset == index]
+        own = [k for k, dataset in enumerate(datasets_P) if dataset == index]
         if own:
             found[f"reward/{name}"] = nan_mean(np.concatenate([parts[k] for k in own]))
             flat = np.isclose([spreads[k] for k in own], 0.0)
@@ -107,6 +108,7 @@ def describe_sample(
     """What every line of samples.jsonl has."""
     return {
         **({"policy": episode.policy} if episode.policy else {}),
+        **({"agent": episode.agent} if episode.agent else {}),
         "reward": reward,
         "rewards": rewards,
         "prompt": episode.prompt,

@@ -289,11 +289,11 @@ class RoundSource:
         """Fill in totals and advantages of the round's groups."""
         names = reward_names(groups)
         weights = tuple(self.producer.rules.weights.get(name, 1.0) for name in names)
-        sizes = tuple(len(group.episodes) for group in groups)
+        sizes = tuple(size for group in groups for size in group.sizes)
         self.table = Table(turn_tables(groups, names), weights, sizes)
         advantages_NT = self.advantages(self.table)
         totals_N = weigh(self.table.rewards_TNK[0], weights, self.estimator.clip)
-        bounds = np.cumsum(sizes)[:-1]
+        bounds = np.cumsum([len(group.episodes) for group in groups])[:-1]
         for group, own, totals in zip(
             groups, np.split(advantages_NT, bounds), np.split(totals_N, bounds), strict=True
         ):
@@ -367,6 +367,7 @@ class RoundSource:
         drawn = [e for group in judged for e in group.episodes if not e.given]
         return {
             **self._describe_policies(judged),
+            **self._describe_agents(judged),
             **describe_rewards(judged, self.producer.rules.weights, self.producer.rules.datasets),
             **describe_episodes(drawn),
             **{f"dropped/{reason}": float(n) for reason, n in round.drops.items()},
@@ -396,6 +397,19 @@ class RoundSource:
                 "groups": float(len(trained)),
             }
             found |= {f"{policy}/{name}": value for name, value in numbers.items()}
+        return found
+
+    def _describe_agents(self, judged: Sequence[Group]) -> dict[str, float]:
+        """The same of each agent by itself, where several have names."""
+        found: dict[str, float] = {}
+        named = [episode.agent for group in judged for episode in group.episodes if episode.agent]
+        for agent in set(named) - set(self.producer.rules.policies):
+            own = [part for group in judged if (part := group.of_agent(agent)) is not None]
+            numbers = {
+                **describe_rewards(own, self.producer.rules.weights),
+                **describe_episodes([episode for group in own for episode in group.episodes]),
+            }
+            found |= {f"{agent}/{name}": value for name, value in numbers.items()}
         return found
 
     def _count(self) -> Counter[str]:

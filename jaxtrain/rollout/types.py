@@ -8,6 +8,7 @@ row ──Env.run──> Episode ─┘
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.config import Config, SamplingConfig
@@ -307,6 +308,9 @@ class Episode:
     """As TokenSequence.routed."""
     policy: str = ""
     """Whose turns were drawn, by its name in section policies; "": the first that is trained."""
+    agent: str = ""
+    """Which of several agents spoke, where one policy plays them all: an agent's episodes of a
+    prompt are compared with each other, not with those of other agents."""
     others: list["Episode"] = field(default_factory=list)
     """The further episodes of the same game, of whatever policies: see as_game."""
 
@@ -410,9 +414,20 @@ class Group:
         """Oldest policy version of a drawn token; -1 where none is known."""
         return min((e.min_version for e in self.episodes if e.min_version >= 0), default=-1)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of episodes that are compared with each other, in order: those of one agent."""
+        return [len(list(own)) for _, own in groupby(one.agent for one in self.episodes)]
+
     def of(self, policy: str) -> "Group | None":
         """The group of one policy: its episodes alone; None where it has none."""
-        own = [i for i, episode in enumerate(self.episodes) if episode.policy == policy]
+        return self._keep([i for i, one in enumerate(self.episodes) if one.policy == policy])
+
+    def of_agent(self, agent: str) -> "Group | None":
+        """The group of one agent; None where it has no episode."""
+        return self._keep([i for i, one in enumerate(self.episodes) if one.agent == agent])
+
+    def _keep(self, own: Sequence[int]) -> "Group | None":
         episodes = [self.episodes[i] for i in own]
         rewards = [self.rewards[i] for i in own]
         return replace(self, episodes=episodes, rewards=rewards) if own else None

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from pydantic import ValidationError
 from toy_run import MODEL
@@ -17,7 +18,7 @@ from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.guard import Guarded
 from jaxtrain.envs.open import open_env
 from jaxtrain.envs.scripted import Script
-from jaxtrain.envs.verifiers import read_verdict
+from jaxtrain.envs.verifiers import check_verdict
 from jaxtrain.envs.verifiers_stage import import_part
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
@@ -28,30 +29,106 @@ SUMS = str(Path(__file__).parent / "verifiers_sums.py")
 SAMPLING = SamplingConfig(max_new_tokens=50)
 
 
-def trace(rewards, metrics, trainable=True, errors=()):
+def trace(name, rewards, metrics=None, trainable=True, errors=()):
     rewards = {name: None if v is None else SimpleNamespace(value=v) for name, v in rewards.items()}
-    agent = SimpleNamespace(trainable=trainable)
-    return SimpleNamespace(rewards=rewards, metrics=metrics, agent=agent, errors=list(errors))
+    agent = SimpleNamespace(name=name, trainable=trainable)
+    found = {"rewards": rewards, "metrics": metrics or {}, "agent": agent, "errors": list(errors)}
+    return SimpleNamespace(id=f"{name}-{id(agent)}", **found)
 
 
-def test_the_verdict_is_the_mean_over_trained_agents():
+class FakeStage:
+    """Plays the package's part: each trace asks once, with its id as the session's."""
+
+    def __init__(self, policy, traces, roles, ok=True):
+        self.policy, self.traces, self.roles = policy, traces, roles
+        self.played = SimpleNamespace(ok=ok, traces=traces, errors=[])
+
+    def open(self):
+        self.policy.open()
+
+    async def play(self, number, minted, is_full):
+        headers = {"Authorization": f"Bearer {self.policy.token}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            for one in self.traces:
+                await asyncio.to_thread(minted, one)  # as the package does: in a thread of its own
+                if one.metrics.get("silent"):
+                    continue
+                body = {"messages": [{"role": "user", "content": f"You are {one.agent.name}."}]}
+                url, session = f"{self.policy.base_url}/chat/completions", {"X-Session-ID": one.id}
+                async with client.post(url, json=body, headers=session) as answer:
+                    assert answer.status == 200 or one.errors, await answer.text()
+        return self.played
+
+    def close(self):
+        pass
+
+
+def play_fake(traces, texts, roles=("solver", "verifier", "judge"), others=None, **section):
+    """(the episodes of a game, what it drew of) of a scripted package."""
+    world, tokenizer = open_sums(**section), load_tokenizer("builtin")
+    world.stage = FakeStage(world.policy, traces, list(roles))
+    engine = Script(tokenizer, texts, others)
+    try:
+        game = asyncio.run(Guarded(world, "env").run({"task": 0}, engine, SAMPLING, 0))
+        assert not world.policy._records, "games are forgotten when they have ended"
+        return [game, *game.others]
+    finally:
+        world.close()
+
+
+def test_each_agent_has_its_own_rewards_and_one_that_is_not_trained_only_draws():
     traces = [
-        trace({"won": 1.0, "fair": None}, {"moves": 3.0, "odd": None}),
-        trace({"won": 0.0}, {"moves": 5.0}),
-        trace({"won": 9.0, "judged": 1.0}, {"moves": 50.0}, trainable=False),
+        trace("solver", {"won": 1.0, "fair": None}, {"moves": 3.0, "odd": None}),
+        trace("judge", {"judged": 9.0}, {"moves": 50.0}, trainable=False),
+        trace("verifier", {"won": 0.0}, {"moves": 5.0}),
+        trace("solver", {}),
+        trace("solver", {"won": 1.0}, {"silent": 1.0}),
     ]
-    played = SimpleNamespace(ok=True, traces=traces, errors=[])
-    assert read_verdict(played) == ({"won": 0.5, "fair": None}, {"moves": 4.0})
+    games = play_fake(traces, ["five", "fair", "right", "six"])
+    assert [one.agent for one in games] == ["solver", "verifier", "solver"]
+    nothing = {"won": None, "fair": None}
+    assert [one.rewards for one in games] == [{"won": 1.0, "fair": None}, {"won": 0.0}, nothing]
+    assert [one.metrics.get("moves") for one in games] == [3.0, 5.0, None]
+    decode = load_tokenizer("builtin").decode
+    assert [decode(one.drawn_tokens) for one in games] == [
+        "five<|im_end|>",
+        "right<|im_end|>",
+        "six<|im_end|>",
+    ]
+    (alone,) = play_fake([trace("agent", {"won": 1.0})], ["five"], roles=["agent"])
+    assert alone.agent == "" and alone.rewards == {"won": 1.0}
+
+
+def test_an_agent_may_be_another_policy():
+    tokenizer = load_tokenizer("builtin")
+    traces = [trace("solver", {"won": 1.0}), trace("verifier", {"won": 0.0})]
+    critic = Script(tokenizer, ["by the critic"])
+    games = play_fake(
+        traces, ["mine"], others={"critic": critic}, policies={"verifier": "critic"}
+    )
+    assert [one.policy for one in games] == ["", "critic"]
+    assert tokenizer.decode(games[1].drawn_tokens) == "by the critic<|im_end|>"
+    traces = [trace("verifier", {}, errors=["the package's own"])]
+    with pytest.raises(EpisodeFailed) as failed:
+        play_fake(traces, [], others={"critic": critic}, policies={"verifier": "none"})
+    assert "names 'none'; trained in section policies: critic" in failed.value.cause
+
+
+def test_what_the_engine_raises_for_one_agent_ends_the_game():
+    with pytest.raises(EpisodeFailed, match="the script has ended"):
+        play_fake([trace("solver", {}), trace("verifier", {}, errors=["x"])], ["five"])
 
 
 def test_what_is_no_result_fails_the_episode():
     error = SimpleNamespace(type="ProviderError", message="gone", traceback="x" * 9000)
-    played = SimpleNamespace(ok=False, traces=[trace({}, {}, errors=[error])], errors=[])
+    played = SimpleNamespace(ok=False, traces=[trace("a", {}, errors=[error])], errors=[])
     with pytest.raises(EpisodeFailed, match="verifiers: ProviderError") as failed:
-        read_verdict(played)
+        check_verdict(played)
     assert failed.value.cause == "env.verifiers: gone" and len(failed.value.trace) == 1500
     with pytest.raises(EpisodeFailed, match="verifiers: no result"):
-        read_verdict(SimpleNamespace(ok=False, traces=[], errors=[]))
+        check_verdict(SimpleNamespace(ok=False, traces=[], errors=[]))
+    with pytest.raises(EpisodeFailed, match="trainable"):
+        play_fake([trace("judge", {}, trainable=False)], ["fair"])
 
 
 @pytest.mark.parametrize(
@@ -154,14 +231,20 @@ def test_two_agents_train_in_one_episode_and_a_third_only_draws():
     duel = str(Path(SUMS).with_name("verifiers_duel.py"))
     (game,) = play(["5", "right", "yes"], [3], environment=duel, agents=agents)
     tokenizer = load_tokenizer("builtin")
-    shown = [tokenizer.decode(one.tokens) for one in game.sequences]
+    games = [game, *game.others]
+    assert [one.agent for one in games] == ["solver", "verifier"]
+    shown = [tokenizer.decode(one.tokens) for one in games]
     assert [text.split("\n")[1:] for text in shown] == [
         ["What is 3 + 2?<|im_end|>", "<|im_start|>assistant", "5<|im_end|>"],
         ["Is 5 right?<|im_end|>", "<|im_start|>assistant", "right<|im_end|>"],
     ]
-    assert tokenizer.decode(game.drawn_tokens) == "5<|im_end|>right<|im_end|>"
-    assert game.rewards == {"right": 1.0, "even": 0.3, "agreed": 1.0}
-    assert game.metrics["turns"] == 2.0
+    assert [tokenizer.decode(one.drawn_tokens) for one in games] == [
+        "5<|im_end|>",
+        "right<|im_end|>",
+    ]
+    assert games[0].rewards == {"right": 2.0, "even": 0.0, "won": 1.0}
+    assert games[1].rewards == {"right": 0.0, "even": 0.6, "won": 0.0}
+    assert [one.metrics["turns"] for one in games] == [1.0, 1.0]
 
 
 @pytest.mark.slow

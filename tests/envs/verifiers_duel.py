@@ -1,5 +1,5 @@
 """An environment of three agents for the verifiers package: a solver, a verifier who is asked of
-its answer, both trained, and a judge, who is not."""
+its answer, both trained, who win where the other loses, and a judge, who is not."""
 
 import verifiers.v1 as vf
 
@@ -19,8 +19,9 @@ class Duel(vf.Env[DuelConfig]):
         question = task.with_data(prompt=f"Is {solved.last_reply} right?")
         checked = await agents.verifier.run(question)
         judged = await agents.judge.run(task.with_data(prompt="Did they agree?"))
-        for trace in (solved, checked):
-            trace.record_reward("agreed", float(judged.last_reply == "yes"), 1.0)
+        agreed = float(judged.last_reply == "yes")
+        solved.record_reward("won", agreed, 1.0)
+        checked.record_reward("won", 1.0 - agreed, 1.0)
 
 
 __all__ = ["Duel"]

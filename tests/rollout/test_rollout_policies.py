@@ -97,6 +97,48 @@ def test_a_round_comes_out_policy_by_policy():
         source.close()
 
 
+class Duel(Game):
+    """One policy as two agents that earn differently: what an attacker wins is 10 less what the
+    defender does, who plays twice."""
+
+    async def run(self, row, engine, sampling, index):
+        place = index % GROUP
+        turns = [("defender", self.a), ("attacker", self.b), ("defender", self.a)]
+        games = [await self.play(row, place, index, engine, "", earn) for _, earn in turns]
+        for game, (agent, _) in zip(games, turns, strict=True):
+            game.agent = agent
+        return games
+
+
+def test_agents_of_one_policy_are_compared_with_their_like():
+    source = open_source(Duel(b=lambda row, place: 10 - place), {}, {"": KnownPolicy()})
+    try:
+        (batch,) = next(source)
+        group = source.groups[0]
+        assert [one.agent for one in group.episodes] == ["defender"] * 2 * GROUP + [
+            "attacker"
+        ] * GROUP
+        places = np.arange(GROUP).astype(float)
+        like = [np.repeat(places, 2), -places]
+        wanted = [(part - part.mean()) / (part.std(ddof=1) + 1e-4) for part in like]
+        np.testing.assert_allclose(group.advantages[:, 0], np.concatenate(wanted), atol=1e-9)
+        assert (batch.weights["pg"] != 0).sum() == 2 * 3 * GROUP and source.policy == ""
+        found = source.metrics
+        assert found["defender/reward"] == 1.5 and found["attacker/reward"] == 8.5
+        assert found["reward_std"] == np.mean([part.std(ddof=1) for part in like])
+        assert {one["agent"] for one in source.samples} <= {"defender", "attacker"}
+    finally:
+        source.close()
+    flat = Duel(a=lambda row, place: 0, b=lambda row, place: 10 if row["id"] < 2 else place)
+    source = open_source(flat, {}, {"": KnownPolicy()})
+    try:
+        assert next(source) == [] and source.metrics["dropped/zero_advantage"] == 2
+        next(source)
+        assert [group.draw for group in source.groups] == [2, 3]
+    finally:
+        source.close()
+
+
 def test_groups_without_a_difference_are_left_out_for_that_policy_alone():
     flat = Game(a=lambda row, place: 1.0 if row["id"] < 3 else place, b=lambda row, place: place)
     source = open_source(flat)
