@@ -16,15 +16,23 @@ class GymConfig(Section):
     """URL of a Gym's head server that runs, such as "http://127.0.0.1:11000". Agents in it ask for
     their answers where its policy_base_url points: that has to be this run, see host, port and
     api_key."""
+    servers: dict[str, str] = {}
+    """URLs of single servers that run, by their names: {calc_agent = "http://127.0.0.1:10151"};
+    agents, for mode verify resources servers. Without a head server, or for those it does not list.
+    """
+    token: str | None = None
+    """head, servers: what a proxy in front of that Gym wants as Authorization: Bearer (Gym itself
+    wants none); "$NAME" is that environment variable."""
     start: bool = False
-    """Instead of head: start the servers of `configs` with the run, and end them with it."""
+    """Instead of head and servers: start those of `configs` with the run, and end them with it."""
     python: Place | None = None
     """start: the interpreter of the environment in which nemo-gym is installed."""
     configs: list[Place] = []
     """start: Gym's own config files, of its package (resources_servers/NAME/configs/NAME.yaml) or
-    below `directory`. The one of the policy's model server is added."""
+    below `directory`. The one of the policy's model server is added. Empty: all of `directory`."""
     directory: Place = "."
-    """start: where `resources_servers/NAME/app.py` of your own lie."""
+    """start: where `resources_servers/NAME/app.py` and `responses_api_agents/NAME/app.py` of your
+    own lie, each with `configs/NAME.yaml`."""
     overrides: dict[str, Any] = {}
     """start: further keys of Gym's config, such as {jx_calc_agent = {responses_api_agents =
     {simple_agent = {max_steps = 3}}}}."""
@@ -32,7 +40,7 @@ class GymConfig(Section):
     """start: let Gym build a virtual environment for each server with uv, as their requirements
     say. False: all of them run in that of `python`."""
     start_seconds: float = Field(600.0, gt=0, le=SECONDS)
-    """start: longest wait until all servers are up."""
+    """Longest wait until all servers are up: at the start, and after they were lost."""
     agent: str | None = None
     """Which agent plays, by its name in Gym's config; unset: the row's agent_ref. Several agents by
     weights: a dataset each in data.datasets, with its own env."""
@@ -63,23 +71,30 @@ def find_gym_conflicts(gym: GymConfig, kind: str) -> Iterator[str]:
         if gym != GymConfig():
             yield f"env.gym has no effect while env.kind is {kind}; remove it"
         return
-    if gym.start == (gym.head is not None):
+    given = gym.model_dump(exclude_defaults=True)
+    if gym.start == bool(gym.head or gym.servers):
         yield (
-            "env.kind nemo_gym needs either env.gym.head (the URL of a Gym that runs) or"
-            " env.gym.start with env.gym.python and env.gym.configs"
+            "env.kind nemo_gym needs either env.gym.head (the URL of a Gym that runs), or"
+            " env.gym.servers (those of its agents), or env.gym.start with env.gym.python and"
+            " env.gym.configs"
         )
         return
+    for key, url in [("head", gym.head), *((f"servers.{n}", u) for n, u in gym.servers.items())]:
+        if url is not None and not url.startswith(("http://", "https://")):
+            yield f"env.gym.{key} must be a URL such as http://127.0.0.1:11000, not {url!r}"
     if gym.start:
-        for key in ("python", "configs"):
-            if not getattr(gym, key):
-                yield f"env.gym.start needs env.gym.{key}"
+        if not gym.python:
+            yield "env.gym.start needs env.gym.python"
+        if not gym.configs and "directory" not in given:
+            yield "env.gym.start needs env.gym.configs, or env.gym.directory with servers of yours"
+        if gym.token is not None:
+            yield "env.gym.token goes with env.gym.head or servers, not with start; remove it"
         return
-    given = gym.model_dump(exclude_defaults=True)
     for key in ("python", "configs", "directory", "overrides", "own_environments"):
         if key in given:
-            yield f"env.gym.{key} goes with env.gym.start, not with env.gym.head; remove it"
+            yield f"env.gym.{key} goes with env.gym.start, not with a Gym that runs; remove it"
     if gym.mode == "agent" and not (gym.port and gym.api_key):
         yield (
-            "env.gym.head with mode agent needs env.gym.port and env.gym.api_key: those of that"
-            " Gym's policy_base_url (http://HOST:PORT/v1) and policy_api_key"
+            "a Gym that runs (env.gym.head, servers) needs env.gym.port and env.gym.api_key in mode"
+            " agent: those of its policy_base_url (http://HOST:PORT/v1) and policy_api_key"
         )

@@ -10,7 +10,7 @@ What goes wrong is raised as EpisodeFailed, with the key and the name of the env
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,19 @@ class Guarded:
         """Let go of what the environment holds: servers, connections, processes."""
         if (close := getattr(self.env, "close", None)) is not None:
             close()
+
+    def counters(self) -> dict[str, float]:
+        """What the environment has counted so far, by the names of metrics."""
+        counters = getattr(self.env, "counters", None)
+        return {} if counters is None else counters()
+
+    def inspect(
+        self, rows: Iterable[Mapping[str, Any]], say: Callable[[str], None], wait: bool = True
+    ) -> None:
+        """Before a run: ask servers that the environment plays in whether they can play such rows;
+        UserError. wait: for those that are not there yet."""
+        if (inspect := getattr(self.env, "inspect", None)) is not None:
+            inspect(rows, say, wait)
 
     async def run(
         self, row: dict[str, Any], engine: Engine, sampling: Sampling, index: int

@@ -1,5 +1,6 @@
 """What a NeMo Gym that a run starts has to be told: its config, and where its servers run."""
 
+import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def make_config(
     directory = Path(config.directory).absolute()
     paths = [
         str(directory / place) if (directory / place).exists() else str(packages / place)
-        for place in config.configs
+        for place in config.configs or list_own(directory)
     ]
     made: dict[str, Any] = {
         "config_paths": [*paths, str(packages / POLICY_CONFIG)],
@@ -48,6 +49,30 @@ def make_config(
     if not config.own_environments:
         made |= {"skip_venv_if_present": True, "uv_venv_dir": str(folder / "environments")}
     return merge(made, config.overrides)
+
+
+def list_own(directory: Path) -> list[str]:
+    """The config files of all servers in a folder of one's own."""
+    found = [place for kind in KINDS for place in directory.glob(f"{kind}/*/configs/*.yaml")]
+    return [str(place.relative_to(directory)) for place in sorted(found)]
+
+
+def write_config(
+    config: GymConfig, policy: PolicyServer, port: int, folder: Path, packages: Path, key: str
+) -> Path:
+    """Make it, as a file in `folder`; UserError where it names no server. key: the section's."""
+    made = make_config(config, policy, port, folder, packages)
+    *own, _ = made["config_paths"]
+    if not own:
+        raise UserError(
+            f"{key}.directory: there is no {KINDS[0]}/NAME/configs/NAME.yaml in"
+            f" {Path(config.directory).absolute()}; name Gym's config files in {key}.configs"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"gym_{port}.yaml"
+    place.touch(mode=0o600)  # it holds the key of the policy endpoint
+    place.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    return place
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,40 +1,30 @@
 """The servers of a NeMo Gym, found or started, and the endpoint that their agents ask.
 
-    head server ── GET /server_instances ──> URL of each agent and each resources server
+    head server, given URLs ──> Roster: where each agent and each resources server is
     agents ── policy_base_url ──> PolicyServer, which listens before Gym starts
 
-Environments of one run with the same servers (training and evaluation sets) share them. Nothing
-happens before the first episode: then `ready` starts or asks, and everybody waits for it.
+Environments of one run with the same servers (training and evaluation sets) share them. A Gym that
+runs is inspected before the run; one of the run's own is started by the first episode, and all wait
+for it. Servers that are lost are waited for (their head lists them anew, at other ports) or, where
+they are the run's own and have ended, started again.
 """
 
 import json
-import os
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxtrain.config.gym import GymConfig
 from jaxtrain.config.secrets import reveal
-from jaxtrain.envs.gym_config import (
-    find_free_port,
-    find_packages,
-    link_environments,
-    make_config,
-)
+from jaxtrain.envs.gym_process import GymProcess
+from jaxtrain.envs.gym_roster import Mode, Roster
 from jaxtrain.envs.policy_server import PolicyServer
-from jaxtrain.errors import UserError
-from jaxtrain.sandbox.processes import ServerProcess
-from jaxtrain.shown import printable
+from jaxtrain.errors import RunStopped, UserError
 
 POLL_SECONDS = 1.0
-ASK_SECONDS = 10.0
-MOST_BYTES = 1 << 25
 
 
 class GymServers:
@@ -50,9 +40,9 @@ class GymServers:
     ):
         """key: the section's, for messages. folder: the run's, for Gym's config and log;
         None: a temporary one."""
-        self.config, self.key = config, key
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="jaxtrain_gym_")).absolute()
-        given = reveal({"api_key": config.api_key}, key) if config.api_key else {}
+        self.config, self.key, self.folder = config, key, folder
+        secrets = {"api_key": config.api_key, "token": config.token}
+        given = reveal({name: one for name, one in secrets.items() if one}, key)
         self.policy = PolicyServer(
             tokenizer,
             max_model_len=max_model_len,
@@ -60,47 +50,75 @@ class GymServers:
             port=config.port,
             token=given.get("api_key"),
         )
+        token = given.get("token")
+        self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        """Of requests to Gym."""
+        self.roster = Roster(key, (config.head or "").rstrip("/"), config.servers, self.headers)
         self.users = 0
         """Environments that share it."""
-        self._urls: dict[str, str] = {}
-        self._config: dict[str, Any] = {}
-        self._process: ServerProcess | None = None
-        self._lock = threading.Lock()
-        self.is_ready, self._problem = False, ""
+        self.told: set[str] = set()
+        """What was said of it."""
+        self.found = 0
+        """How often its servers were found: once, and again whenever they had gone."""
+        self._used: set[str] = set()
+        """Processes that were asked for."""
+        self._process: GymProcess | None = None
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._problem = ""
 
-    def ready(self, asked: bool = True) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether its servers are known."""
+        return self.found > 0
+
+    def ready(self, asked: bool = True, say: Callable[[str], None] = lambda text: None) -> None:
         """Have all servers up; blocks, for minutes where Gym is started. asked: whether its agents
         will ask the endpoint. UserError for what a person must mend, the same for all who wait."""
         if asked or self.config.start:
             self.policy.open()
-        if self.is_ready:
-            return
         with self._lock:
             if self.is_ready:
                 return
             if self._problem:
                 raise UserError(self._problem)
             try:
-                self._begin()
+                if self.config.start:
+                    folder = self.folder or tempfile.mkdtemp(prefix="jaxtrain_gym_")
+                    place = Path(folder).absolute()
+                    self._process = GymProcess(self.config, self.policy, place, self.key)
+                    self.roster.head = self._process.start()
+                self._wait(say)
             except UserError as error:
                 self._problem = str(error)
                 self._end()
                 raise
-            self.is_ready = True
+            self.found = 1
 
-    def agent_url(self, name: str) -> str:
-        """Where POST /run of an agent is answered: at its environment server where it has one."""
-        for path, block in self._config.items():
-            inner = _find_block(block, "environment_servers")
-            if _name_of(inner.get("agent_server")) == name and path in self._urls:
-                return self._urls[path]
-        return self._url(name, "responses_api_agents", "an agent")
+    def revive(self, seen: int) -> bool:
+        """A server that was found as number `seen` does not answer: wait until all are back, and
+        find them anew. Whether they had gone; told to one of all who ask. RunStopped where they
+        stay away."""
+        with self._lock:
+            if self.found != seen or self._closing.is_set():
+                return False
+            if self._problem:
+                raise RunStopped(self._problem)
+            listed = self.roster.listed
+            try:
+                gone = self._wait_again()
+            except (UserError, RunStopped) as error:
+                self._problem = str(error)
+                raise RunStopped(self._problem) from None
+            self.found += gone or self.roster.listed != listed
+            return self.found != seen
 
-    def resources_url(self, name: str) -> str:
-        """Base URL of the resources server of an agent, or of that name."""
-        agent = _find_block(self._config.get(name), "responses_api_agents")
-        found = _name_of(agent.get("resources_server")) or name
-        return self._url(found, "resources_servers", "an agent or a resources server")
+    def find(self, name: str, mode: Mode) -> str:
+        """URL of who plays, or judges, for an agent; UserError."""
+        place, url = self.roster.find(name, mode)
+        if not url:
+            self.roster.check([name], mode, f"{self.key}.agent")
+        self._used.add(place)
+        return url
 
     def close(self) -> None:
         """One of those who share it needs it no more; the last one ends what was started."""
@@ -108,98 +126,60 @@ class GymServers:
         if self.users <= 0:
             for key in [key for key, one in _SHARED.items() if one is self]:
                 del _SHARED[key]
-            self._end()
+            self._closing.set()
+            with self._lock:
+                self._end()
 
-    def _url(self, name: str, kind: str, what: str) -> str:
-        block = self._config.get(name)
-        if name in self._urls and isinstance(block, dict) and kind in block:
-            return self._urls[name]
-        known = [one for one, block in self._config.items() if one in self._urls and kind in block]
-        raise UserError(
-            f"{self.key}.agent: this Gym has no {kind[:-1].replace('_', ' ')} {name!r}; it must be"
-            f" {what} of {', '.join(sorted(known)) or '(none)'}"
+    def _wait(self, say: Callable[[str], None]) -> None:
+        """Until the head says that all are up; UserError where that takes too long."""
+        end, told = time.monotonic() + self.config.start_seconds, False
+        while not self._closing.is_set():
+            if self._process is not None:
+                self._process.check()
+            try:
+                return self.roster.read()
+            except (OSError, ValueError) as error:
+                problem = error
+            if not told:
+                say(f"waiting for {self.roster.name} ({problem})")
+                told = True
+            if time.monotonic() > end:
+                raise UserError(self._explain(problem))
+            self._closing.wait(POLL_SECONDS)
+
+    def _wait_again(self) -> bool:
+        """Until all that are in use answer; whether one did not."""
+        end, gone = time.monotonic() + self.config.start_seconds, False
+        while not self._closing.is_set():
+            if self._process is not None and self._process.status() is not None:
+                self.roster.head, gone = self._process.restart(), True
+            try:
+                self.roster.read()
+                for place in self._used:
+                    self.roster.greet(place)
+                break
+            except (OSError, ValueError) as error:
+                gone = True
+                if time.monotonic() > end:
+                    raise RunStopped(self._explain(error)) from None
+            self._closing.wait(POLL_SECONDS)
+        return gone
+
+    def _explain(self, problem: Exception) -> str:
+        seconds = f"{self.key}.start_seconds {self.config.start_seconds:g}"
+        if self._process is not None:
+            return f"{self.key}: Gym's servers were not up after {seconds}; {self._process.tail()}"
+        token = "" if self.headers else f"; a proxy's token goes into {self.key}.token"
+        return (
+            f"{self.key}.{'head' if self.roster.head else 'servers'}: {self.roster.name} does not"
+            f" answer ({problem}) after {seconds}: start it (gym env start), or mend the URL{token}"
         )
-
-    def _begin(self) -> None:
-        head = self.config.head
-        if self.config.start:
-            head = self._start()
-        assert head is not None, "find_gym_conflicts asks for one of both"
-        self._find(head.rstrip("/"))
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.stop(20.0)
+            self._process.stop()
             self._process = None
         self.policy.close()
-
-    def _start(self) -> str:
-        """Start Gym and wait until all its servers are up; URL of its head server."""
-        config, folder = self.config, self.folder / "gym"
-        python = Path(os.path.abspath(config.python or ""))
-        program = python.parent / "gym"
-        if not program.exists():
-            raise UserError(
-                f"{self.key}.python: {python} has no program gym beside it; install nemo-gym there:"
-                f" {python} -m pip install nemo-gym==0.7.0"
-            )
-        packages = find_packages(python, self.key)
-        folder.mkdir(parents=True, exist_ok=True)
-        port = find_free_port()
-        made = make_config(config, self.policy, port, folder, packages)
-        if not config.own_environments:
-            directory = Path(config.directory)
-            link_environments(folder / "environments", python, (packages, directory))
-        place, log = folder / f"gym_{port}.yaml", self.folder / "gym.log"
-        place.touch(mode=0o600)  # it holds the key of the policy endpoint
-        place.write_text(json.dumps(made, indent=1), encoding="utf-8")
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-        }
-        # A cluster of its own: else Ray tries for good to reach the last one of this machine, which
-        # may have been killed.
-        env["RAY_ADDRESS"] = "local"
-        env["PATH"] = f"{python.parent}{os.pathsep}{env.get('PATH', '')}"
-        env["VIRTUAL_ENV"] = str(python.parent.parent)
-        command = [str(program), "env", "start", "--config", str(place)]
-        self._process = ServerProcess(command, env, log, port, cwd=Path(config.directory))
-        self._process.start()
-        self._wait(f"http://127.0.0.1:{port}", log)
-        return f"http://127.0.0.1:{port}"
-
-    def _wait(self, head: str, log: Path) -> None:
-        assert self._process is not None
-        end = time.monotonic() + self.config.start_seconds
-        while True:
-            code = self._process.poll()
-            if code is not None:
-                raise UserError(f"{self.key}: Gym ended with status {code}; {_tail(log)}")
-            try:
-                ask(f"{head}/health")
-                return
-            except (OSError, ValueError):
-                pass  # 503 while it starts
-            if time.monotonic() > end:
-                raise UserError(
-                    f"{self.key}: Gym's servers were not up after {self.key}.start_seconds"
-                    f" {self.config.start_seconds:g}; {_tail(log)}"
-                )
-            time.sleep(POLL_SECONDS)
-
-    def _find(self, head: str) -> None:
-        """Which servers there are, and what their config says of them."""
-        try:
-            instances = ask(f"{head}/server_instances")
-            found = yaml.safe_load(ask(f"{head}/global_config_dict_yaml"))
-            self._urls = {one["config_path"]: one["url"].rstrip("/") for one in instances}
-            self._config = {name: one for name, one in found.items() if isinstance(one, dict)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-            raise UserError(
-                f"{self.key}.head: {head} does not answer as the head server of a NeMo Gym 0.7 does"
-                f" (GET /server_instances, /global_config_dict_yaml): {error!r:.300}"
-            ) from None
 
 
 _SHARED: dict[str, GymServers] = {}
@@ -220,29 +200,3 @@ def share_servers(
         _SHARED[place] = GymServers(tokenizer, config, max_model_len, key, folder)
     _SHARED[place].users += 1
     return _SHARED[place]
-
-
-def ask(url: str) -> Any:
-    """Body of a GET; OSError or ValueError where there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=ASK_SECONDS) as answer:
-        return json.loads(answer.read(MOST_BYTES))
-
-
-def _find_block(block: Any, kind: str) -> dict[str, Any]:
-    """What a process of the config says of its one server of a kind; {} where it is of another."""
-    inner = block.get(kind) if isinstance(block, dict) else None
-    found = next(iter(inner.values()), None) if isinstance(inner, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _name_of(reference: Any) -> str | None:
-    return reference.get("name") if isinstance(reference, dict) else None
-
-
-def _tail(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-    except OSError:
-        lines = []
-    return printable(f"the end of {log}:\n" + "\n".join(lines)) if lines else f"{log} is empty"

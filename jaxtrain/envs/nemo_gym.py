@@ -11,7 +11,8 @@ hands token ids back they have to be the recorded ones.
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -53,6 +54,43 @@ class NemoGym:
         self.servers = share_servers(tokenizer, config, row_tokens or 1 << 20, key, folder)
         self._rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._rooms = WeakKeyDictionary()
+        self._waits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self._waits = WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
+
+    def inspect(
+        self, rows: Iterable[Mapping[str, Any]], say: Callable[[str], None], wait: bool = True
+    ) -> None:
+        """Before a run: what a Gym that runs has is said; UserError where the agents that the
+        config or these rows name are not among that. One that the run starts is not there yet.
+
+        wait: open the endpoint, for which that Gym may wait, and wait for it; else what does not
+        answer now is only said.
+        """
+        servers, key = self.servers, self.key
+        if self.config.start:
+            return
+        if wait:
+            servers.ready(self.config.mode == "agent", say)
+        else:
+            try:
+                servers.roster.read()
+            except (OSError, ValueError) as error:
+                say(f"warning: {key}: {servers.roster.name} does not answer now: {error}")
+                return
+        named = {self.config.agent or _agent_of(row) for row in rows}
+        how = f"{key}.agent" if self.config.agent else f"{key}: a row's agent_ref.name"
+        servers.roster.check([name for name in named if name], self.config.mode, how)
+        known = ", ".join(servers.roster.list(self.config.mode))
+        what = "agents" if self.config.mode == "agent" else "resources servers"
+        text = f"{servers.roster.name}: {what} {known or '(none)'}"
+        if text not in servers.told:
+            servers.told.add(text)
+            say(text)
+
+    def counters(self) -> dict[str, float]:
+        """How often its servers had gone so far."""
+        return {name: float(count) for name, count in self._counts.items()}
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
@@ -73,15 +111,19 @@ class NemoGym:
         )
         with waiting():
             await room.acquire()
-        record = self.servers.policy.begin(engine, sampling, index)
+        record, seen = self.servers.policy.begin(engine, sampling, index), self.servers.found
         try:
+            url = self.servers.find(name, self.config.mode)
             if self.config.mode == "verify":
-                url = self.servers.resources_url(name)
                 answer = await self._verify(url, row, params, record)
             else:
-                url = self.servers.agent_url(name)
                 answer = await self._explain(self._play(url, row, params, record), record)
             return self._finish(row, answer, record)
+        except Lost:
+            if not record.refused:
+                with waiting():
+                    await self._revive(seen)
+            raise
         finally:
             room.release()
             self.servers.policy.end(record.id)
@@ -89,6 +131,13 @@ class NemoGym:
     def close(self) -> None:
         """Leave the servers; the last one who does ends what was started."""
         self.servers.close()
+
+    async def _revive(self, seen: int) -> None:
+        """Wait until the servers that were found as number `seen` are back, or turn out never to
+        have gone. One thread of a loop waits for all."""
+        async with self._waits.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if self.servers.found == seen:
+                self._counts["gym/restarts"] += await asyncio.to_thread(self.servers.revive, seen)
 
     async def _explain(self, work: Coroutine[Any, Any, T], record: Record) -> T:
         """What Gym answers; where it fails because the endpoint refused a request, that says so."""
@@ -123,7 +172,7 @@ class NemoGym:
             "top_p": sampling.top_p,
             "max_output_tokens": min(most or sampling.max_new_tokens, sampling.max_new_tokens),
         }
-        async with open_session() as session:
+        async with open_session(self.servers.headers) as session:
             return await post(session, f"{url}/run", {**row, PARAMS: asked})
 
     async def _verify(
@@ -142,7 +191,7 @@ class NemoGym:
         except Refused as error:
             raise EpisodeFailed("gym: row", cause=str(error), again=False) from None
         body = {**row, PARAMS: params}
-        async with open_session() as session:
+        async with open_session(self.servers.headers) as session:
             await post(session, f"{url}/seed_session", body)
             found = await post(session, f"{url}/verify", {**body, "response": respond(answer)})
         return {"response": {}, **found}
@@ -173,10 +222,15 @@ class NemoGym:
         return episode
 
 
-def open_session() -> aiohttp.ClientSession:
+class Lost(EpisodeFailed):
+    """A server of Gym does not answer, or only that one behind it does not."""
+
+
+def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
     """Of one episode: Gym's sessions are cookies, also of servers that are IP addresses."""
+    timeout = aiohttp.ClientTimeout(sock_connect=30)
     jar = aiohttp.CookieJar(unsafe=True)
-    return aiohttp.ClientSession(cookie_jar=jar, timeout=aiohttp.ClientTimeout(sock_connect=30))
+    return aiohttp.ClientSession(cookie_jar=jar, headers=headers, timeout=timeout)
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str, Any]:
@@ -188,15 +242,15 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> dict[str,
                 raw += await answer.content.read(MOST_BYTES)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         cause = f"NeMo Gym: {url}: {error or error!r}"
-        raise EpisodeFailed("gym: connection lost", cause=cause, pause=True) from None
+        raise Lost("gym: connection lost", cause=cause, pause=True) from None
     if status != 200:
         text = raw[:600].decode("utf-8", "replace")
-        raise EpisodeFailed(
+        raise (Lost if status >= 500 else EpisodeFailed)(
             f"gym: HTTP {status}",
             cause=f"NeMo Gym: {url} answers HTTP {status}: {text}",
             pause=status != 422,
             again=status != 422,
-            mistake=status in (404, 405, 422),
+            mistake=status in (401, 403, 404, 405, 422),
         )
     try:
         found = json.loads(raw)

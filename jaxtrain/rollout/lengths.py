@@ -1,6 +1,6 @@
 """Whether prompts and answers fit: the row that is trained, and the window of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError
@@ -8,15 +8,21 @@ from jaxtrain.errors import UserError
 LOOKED_AT = 64
 
 
+def some_rows(rows: Any, most: int) -> Iterator[Any]:
+    """At most so many rows, evenly spread over all."""
+    count = min(len(rows), most)
+    return (rows[place * len(rows) // count] for place in range(count))
+
+
 def measure_prompts(rows: Any, env: Any) -> list[int]:
     """Tokens of some prompts of an environment that can tell beforehand; [] for others."""
     read = getattr(env, "read", None)
     if read is None:
         return []
-    found, count = [], min(len(rows), LOOKED_AT)
-    for place in range(count):
+    found = []
+    for row in some_rows(rows, LOOKED_AT):
         try:
-            found.append(len(read(rows[place * len(rows) // count])[1]))
+            found.append(len(read(row)[1]))
         except UserError:  # a row that cannot be played is told, and counted, when it is played
             continue
     return found

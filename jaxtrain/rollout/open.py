@@ -1,5 +1,7 @@
 """What a run samples with, opened: its kind of engine by rollout.engine, its environments."""
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,8 +11,11 @@ from jaxtrain.config.secrets import reveal, reveal_url
 from jaxtrain.data.text_only import MediaTokens
 from jaxtrain.envs.guard import Guarded, open_guarded
 from jaxtrain.rewards import Rewards
-from jaxtrain.rollout.types import EngineKind, Env, Sampling
+from jaxtrain.rollout.lengths import some_rows
+from jaxtrain.rollout.types import EngineKind, Sampling
 
+MOST_INSPECTED = 4096
+"""Rows of a dataset of which servers are asked whether they can play them."""
 ENGINES = {
     "local": "jaxtrain.rollout.local.open:Local",
     "vllm": "jaxtrain.rollout.vllm.open:Vllm",
@@ -40,6 +45,32 @@ def seed_sampling(config: Config) -> Sampling:
     return config.sampling.model_copy(update={"seed": seed})
 
 
+def list_envs(env: Guarded, own: Sequence[tuple[Guarded, Rewards]]) -> list[Guarded]:
+    """Each once of what open_envs found."""
+    return list(dict.fromkeys([env, *(one for one, _ in own)]))
+
+
+def count_envs(envs: Sequence[Guarded]) -> dict[str, float]:
+    """What all of them have counted so far."""
+    found: Counter[str] = Counter()
+    for env in envs:
+        found.update(env.counters())
+    return dict(found)
+
+
+def inspect_envs(
+    env: Guarded,
+    own: Sequence[tuple[Guarded, Rewards]],
+    datasets: Sequence[Any],
+    say: Callable[[str], None],
+    wait: bool = True,
+) -> None:
+    """Ask servers that environments play in about the datasets' rows; see Guarded.inspect."""
+    for index, rows in enumerate(datasets):
+        played = own[index][0] if own else env
+        played.inspect(some_rows(rows, MOST_INSPECTED), say, wait)
+
+
 def open_envs(
     config: Config,
     tokenizer: Any,
@@ -47,7 +78,7 @@ def open_envs(
     row_tokens: int,
     stack: ExitStack,
     media: MediaTokens | None = None,
-) -> tuple[Env, list[tuple[Env, Rewards]]]:
+) -> tuple[Guarded, list[tuple[Guarded, Rewards]]]:
     """(the run's environment, environment and rewards of each dataset where one has its own).
     row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: as for
     Guarded."""

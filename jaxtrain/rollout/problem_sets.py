@@ -150,6 +150,8 @@ def open_problem_sets(
             say=say,
             others=open_frozen(config),
         )
+        for env, (_, rows) in zip(envs, made.sets, strict=True):
+            env.inspect(rows, say)
         stack.pop_all()
         return made
 

@@ -17,6 +17,7 @@ from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
+from jaxtrain.envs.guard import Guarded
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.mesh import is_main_process
@@ -31,7 +32,15 @@ from jaxtrain.rollout.frozen import open_frozen
 from jaxtrain.rollout.labels import Labels
 from jaxtrain.rollout.lengths import explain_lengths, measure_prompts
 from jaxtrain.rollout.on_policy import OnPolicy
-from jaxtrain.rollout.open import find_engine, open_envs, seed_sampling, with_secrets
+from jaxtrain.rollout.open import (
+    count_envs,
+    find_engine,
+    inspect_envs,
+    list_envs,
+    open_envs,
+    seed_sampling,
+    with_secrets,
+)
 from jaxtrain.rollout.producer import Given, GroupPlayer, Producer, Rules, Truths
 from jaxtrain.rollout.prompt_rows import PromptRows, open_prompts
 from jaxtrain.rollout.prompts import Prompts
@@ -130,6 +139,8 @@ class PromptData:
         media = parts.architecture.media_tokens
         env, own = open_envs(config, parts.tokenizer, rewards, room, stack, media)
         self._check_lengths(env, own, prompts.datasets, parts.architecture, say)
+        inspect_envs(env, own, prompts.datasets, say, wait=rollout.service == "process")
+        envs = list_envs(env, own)
         kind = find_engine(config)
         engine, publisher = kind.open(with_secrets(config), parts, say)
         assert engine is not None, "process 0 samples"
@@ -175,7 +186,7 @@ class PromptData:
             replay=ReplayBuffer(rollout.replay_size, rollout.replay_max_lag, config.run.seed),
             num_replayed=replayed,
             num_samples=None if rollout.samples == "all" else rollout.samples,
-            counters=lambda: count_all(rewards.counters, asked, producer),
+            counters=lambda: count_all(rewards.counters, asked, producer, envs),
             max_idle=rollout.max_idle_rounds,
             max_prompts=max_prompts,
         )
@@ -278,6 +289,7 @@ class PromptData:
                 parts.append((name, rows, played, judged))
             rehearse(config, self.tokenizer, parts, say, judged=self.plan.judged)
             self._check_lengths(env, own, datasets, None, say)
+            inspect_envs(env, own, datasets, say, wait=False)
 
     def _open_curator(self) -> Curator | None:
         """What rollout.curator names; UserError."""
@@ -322,11 +334,13 @@ def count_failures(counters: Mapping[str, int]) -> dict[str, float]:
     return {name: float(n) for name, n in counters.items() if not name.endswith("/calls")}
 
 
-def count_all(rewards: Mapping[str, int], engine: Engine, producer: Any) -> dict[str, float]:
-    """Numbers of reward functions and engines so far, wherever they work."""
+def count_all(
+    rewards: Mapping[str, int], engine: Engine, producer: Any, envs: Sequence[Guarded]
+) -> dict[str, float]:
+    """Numbers of reward functions, engines and environments so far, wherever they work."""
     found: dict[str, float] = dict(count_failures(rewards))
     elsewhere = producer.counters() if isinstance(producer, RemoteProducer) else {}
-    for numbers in (engine.counters(), elsewhere):
+    for numbers in (engine.counters(), elsewhere, count_envs(envs)):
         for name, number in numbers.items():
             if not name.endswith("/calls"):
                 found[name] = found.get(name, 0.0) + number

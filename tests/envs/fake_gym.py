@@ -8,28 +8,34 @@ import aiohttp
 import yaml
 from aiohttp import web
 
+PLACES = {"calc": "res", "calc_agent": "agent", "calc_environment_server": "env"}
 PASSED_ON = ("metadata", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
 
 
 class FakeGym:
     """Answers to POST /run come of `policy_url`. verdict: what /verify adds to the row; behave:
     (body of /run) -> what is done instead of playing: a status, or a dict that replaces keys of
-    the answer."""
+    the answer, or "die": it is gone, for `away` questions after its health, and then back with all
+    its servers elsewhere. want: the token without which nothing is answered."""
 
-    def __init__(self, verdict=None, behave=lambda body: None, max_steps=5):
+    def __init__(self, verdict=None, behave=lambda body: None, max_steps=5, away=0, want=""):
         self.policy_url, self.token = "", ""
         self.verdict, self.behave, self.max_steps = verdict or {}, behave, max_steps
         self.runs, self.seeded, self.sessions = [], [], []
         self.now = self.most = 0
+        self.away, self.want, self.life = away, want, 0
 
     async def __aenter__(self):
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self.guard])
+        app.router.add_get("/health", self.health)
         app.router.add_get("/server_instances", self.instances)
         app.router.add_get("/global_config_dict_yaml", self.config)
-        app.router.add_post("/env/run", self.run)
-        app.router.add_post("/agent/run", self.run)
-        app.router.add_post("/res/seed_session", self.seed)
-        app.router.add_post("/res/verify", self.verify)
+        app.router.add_get("/{life}/{server}/livez", self.alive)
+        app.router.add_get("/{life}/{server}/openapi.json", self.openapi)
+        app.router.add_post("/{life}/env/run", self.run)
+        app.router.add_post("/{life}/agent/run", self.run)
+        app.router.add_post("/{life}/res/seed_session", self.seed)
+        app.router.add_post("/{life}/res/verify", self.verify)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
@@ -39,11 +45,35 @@ class FakeGym:
     async def __aexit__(self, *_):
         await self.runner.cleanup()
 
+    @web.middleware
+    async def guard(self, request, handler):
+        if self.want and request.headers.get("Authorization") != f"Bearer {self.want}":
+            return web.Response(status=401)
+        if request.match_info.get("life", str(self.life)) != str(self.life):
+            request.transport.close()  # as if nobody listened there any more
+        return await handler(request)
+
+    async def health(self, request):
+        if self.life and self.away:
+            self.away -= 1
+            return web.Response(status=503)
+        return web.json_response({})
+
     async def instances(self, request):
-        places = {"calc": "res", "calc_agent": "agent", "calc_environment_server": "env"}
         return web.json_response(
-            [{"config_path": name, "url": f"{self.url}/{path}"} for name, path in places.items()]
+            [{"config_path": name, "url": self.place(path)} for name, path in PLACES.items()]
         )
+
+    def place(self, server):
+        """URL of "agent", "env" or "res"."""
+        return f"{self.url}/{self.life}/{server}"
+
+    async def alive(self, request):
+        return web.json_response({})
+
+    async def openapi(self, request):
+        routes = {"res": ["/seed_session", "/verify"]}.get(request.match_info["server"], ["/run"])
+        return web.json_response({"paths": dict.fromkeys(routes, {})})
 
     async def config(self, request):
         agent = {"resources_server": {"type": "resources_servers", "name": "calc"}}
@@ -60,6 +90,10 @@ class FakeGym:
         body = await request.json()
         self.runs.append((request.path, body))
         instead = self.behave(body)
+        if instead == "die":
+            self.life += 1
+            request.transport.close()
+            return web.Response()
         if isinstance(instead, int):
             return web.json_response("Hit an exception calling an inner server", status=instead)
         self.now += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from fake_gym import FakeGym
@@ -11,10 +12,11 @@ from jaxtrain.config.gym import GymConfig
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs import gym_servers
 from jaxtrain.envs.guard import Guarded, open_guarded
-from jaxtrain.envs.gym_config import find_free_port, link_environments, make_config
+from jaxtrain.envs.gym_config import find_free_port, link_environments, list_own, make_config
+from jaxtrain.envs.gym_roster import reach
 from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.rollout.types import EpisodeFailed
 from jaxtrain.run.folder import find_changes, list_names
 
@@ -39,6 +41,11 @@ ROW = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(gym_servers, "POLL_SECONDS", 0.01)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("builtin")
@@ -50,6 +57,8 @@ def play(tokenizer, texts, fake=None, row=ROW, times=1, row_tokens=400, sampling
     async def work():
         async with fake or FakeGym() as found:
             section = {**HEAD, "head": found.url, "port": find_free_port(), **gym}
+            if callable(servers := section.get("servers")):
+                section |= {"servers": servers(found), "head": None}
             env = open_guarded(EnvConfig(kind="nemo_gym", gym=section), tokenizer, row_tokens)
             try:
                 policy = env.env.servers.policy
@@ -79,7 +88,7 @@ def test_an_agents_turns_are_one_sequence_with_gyms_verdict(tokenizer):
     )
     ((path, body),) = fake.runs
     params = body["responses_create_params"]
-    assert path == "/env/run", "agents are reached through their environment server"
+    assert path == "/0/env/run", "agents are reached through their environment server"
     assert params["temperature"] == 0.7 and params["max_output_tokens"] == 64
     assert params["metadata"]["own"] == "kept" and params["tools"] == [TOOL]
     assert body["difficulty"] == 3 and "temperature" in ROW["responses_create_params"]
@@ -192,7 +201,7 @@ def test_a_client_that_gives_up_frees_gym_and_the_engine(tokenizer):
         ({"prompt": "Hi"}, {}, "responses_create_params"),
         (ROW, {"agent": "nobody"}, "calc_agent"),
         (ROW, {"agent": None}, "agent_ref"),
-        (ROW, {"head": "http://127.0.0.1:9"}, "env.gym.head"),
+        (ROW, {"head": "http://127.0.0.1:9", "start_seconds": 1e-3}, "env.gym.head"),
         (ROW, {"agent": "calc_agent", "mode": "verify"}, ""),
     ],
 )
@@ -202,6 +211,112 @@ def test_mistakes_are_named(tokenizer, row, gym, text):
         assert found.rewards == {"gym": 1.0}
         return
     assert isinstance(found, EpisodeFailed) and found.mistake and text in found.cause
+
+
+def inspect(tokenizer, fake=None, rows=(ROW,), wait=True, **gym):
+    """What is said of a Gym before a run."""
+
+    async def work():
+        async with fake or FakeGym() as found:
+            section = {"head": found.url, "mode": "verify", "agent": "calc_agent", **gym}
+            if callable(servers := section.get("servers")):
+                section |= {"servers": servers(found), "head": None}
+            env = open_guarded(EnvConfig(kind="nemo_gym", gym=section), tokenizer, 400)
+            said = []
+            try:
+                await asyncio.to_thread(env.inspect, iter(rows), said.append, wait)
+                await asyncio.to_thread(env.inspect, iter(rows), said.append, wait)
+            finally:
+                env.close()
+            return [text.replace(found.url, "URL") for text in said]
+
+    return asyncio.run(work())
+
+
+def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
+    found = ["NeMo Gym at URL: resources servers calc"]
+    assert inspect(tokenizer) == found, "said once for all sets that share it"
+    agent = {"mode": "agent", "api_key": "x", "port": find_free_port()}
+    assert inspect(tokenizer, **agent) == ["NeMo Gym at URL: agents calc_agent"]
+    assert inspect(tokenizer, FakeGym(want="abc"), token="abc") == found
+    row = {**ROW, "agent_ref": {"name": "calc_agent"}}
+    assert inspect(tokenizer, rows=[row] * 3, agent=None) == found
+    given = {"servers": lambda fake: {"mine": fake.place("res")}, "agent": "mine"}
+    assert inspect(tokenizer, **given) == ["NeMo Gym at URL/0/res: resources servers mine"]
+    nobody = {"head": "http://127.0.0.1:9", "start_seconds": 1e-3}
+    (text, _) = inspect(tokenizer, wait=False, **nobody)
+    assert text.startswith("warning: env.gym: NeMo Gym at http://127.0.0.1:9 does not answer now")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"agent": "nobody"}, "env.gym.agent: this Gym has no 'nobody'; it must be .* calc_agent"),
+        ({"agent": None}, "a row's agent_ref.name: this Gym has no 'a' or 'b'"),
+        ({"servers": lambda fake: {"calc_agent": fake.place("env")}}, "it is an agent"),
+        (
+            {
+                "servers": lambda fake: {"calc_agent": fake.place("res")},
+                "mode": "agent",
+                "api_key": "x",
+                "port": find_free_port(),
+            },
+            'env.gym.mode "agent" needs an agent, with the route /run; .* it is a resources server',
+        ),
+        ({"servers": {"calc_agent": "http://127.0.0.1:9"}, "head": None}, "GET /openapi.json"),
+        ({"head": "http://127.0.0.1:9", "start_seconds": 1e-3}, "does not answer .*start_seconds"),
+        ({"token": "wrong", "start_seconds": 1e-3}, "does not answer .*401"),
+    ],
+)
+def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
+    rows = [{**ROW, "agent_ref": {"name": name}} for name in ("b", "calc", "a")]
+    with pytest.raises(UserError, match=text):
+        inspect(tokenizer, FakeGym(want="abc" if "token" in given else ""), rows, **given)
+
+
+def test_servers_by_their_own_urls(tokenizer):
+    """Without any head server: an agent, or who judges."""
+    agent = {"servers": lambda fake: {"mine": fake.place("agent")}, "agent": "mine"}
+    (episode,), fake = play(tokenizer, [CALL, "It is 4."], **agent)
+    assert episode.rewards == {"gym": 1.0} and fake.runs[0][0] == "/0/agent/run"
+    judge = {"servers": lambda fake: {"mine": fake.place("res")}, "mode": "verify", "port": 0}
+    (episode,), _ = play(tokenizer, ["It is 4."], agent="mine", **judge)
+    assert episode.rewards == {"gym": 1.0}
+    assert reach("http://127.0.0.1:7/x/", "http://gpu3:1") == "http://gpu3:7/x"
+    assert reach("http://gpu4:7", "http://gpu3:1") == "http://gpu4:7"
+
+
+def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
+    """All that lost it wait together; then they are played again, by its new addresses."""
+    fake = FakeGym(behave=lambda body: "die" if not fake.life else None, away=3)
+
+    async def work():
+        async with fake:
+            gym = {**HEAD, "head": fake.url, "port": find_free_port()}
+            env = open_guarded(EnvConfig(kind="nemo_gym", gym=gym, step_timeout=9.0), tokenizer)
+            policy = env.env.servers.policy
+            fake.policy_url, fake.token = policy.base_url, policy.token
+            run = lambda: env.run(ROW, Script(tokenizer, ["It is 4."]), SAMPLING, 0)  # noqa: E731
+            try:
+                lost = await asyncio.gather(*(run() for _ in range(3)), return_exceptions=True)
+                assert {str(one) for one in lost} == {"gym: connection lost"}
+                assert all(one.again for one in lost) and not fake.away
+                assert env.counters() == {"gym/restarts": 1.0}
+                episode = await run()
+                assert episode.rewards == {"gym": 1.0} and fake.runs[-1][0] == "/1/env/run"
+                fake.behave = lambda body: 500
+                with pytest.raises(EpisodeFailed, match="HTTP 500"):
+                    await run()
+                assert env.counters() == {"gym/restarts": 1.0}, "nobody had gone"
+                fake.behave, fake.away, gym = lambda body: "die", 99, env.env.servers
+                gym.config = gym.config.model_copy(update={"start_seconds": 0.02})
+                for _ in range(2):
+                    with pytest.raises(RunStopped, match="does not answer .*503"):
+                        await run()
+            finally:
+                env.close()
+
+    asyncio.run(work())
 
 
 def test_nulls_that_a_parquet_reader_added_are_left_out(tokenizer):
@@ -219,6 +334,10 @@ def test_nulls_that_a_parquet_reader_added_are_left_out(tokenizer):
     [
         ({}, "needs either env.gym.head"),
         ({"start": True}, "env.gym.python"),
+        ({"start": True, "python": "py"}, "env.gym.directory with servers"),
+        ({"start": True, "python": "py", "configs": ["a"], "token": "x"}, "env.gym.token goes"),
+        ({"servers": {"a": "127.0.0.1:3"}, **HEAD, "port": 7}, "env.gym.servers.a must be a URL"),
+        ({"servers": {"a": "http://x:1"}}, "env.gym.port"),
         ({"head": "http://x:1", "start": True}, "needs either"),
         ({"head": "http://x:1"}, "env.gym.port"),
         ({"head": "http://x:1", "port": 7}, "env.gym.api_key"),
@@ -257,7 +376,16 @@ def test_the_config_for_a_gym_that_is_started(tmp_path, tokenizer):
         link_environments(tmp_path / "venvs", tmp_path / "gym/bin/python", (packages, own))
     links = sorted(str(p.relative_to(tmp_path / "venvs")) for p in tmp_path.glob("venvs/*/*/.venv"))
     assert links == ["resources_servers/calc/.venv", "responses_api_agents/simple/.venv"]
-    assert json.dumps(made)
+    assert json.dumps(made) and list_own(own) == []
+    for place in ("resources_servers/calc", "responses_api_agents/mine"):
+        (own / place / "configs").mkdir(parents=True)
+        (own / place / "configs" / "a.yaml").write_text("")
+    all_own = config.model_copy(update={"configs": []})
+    made = make_config(all_own, policy, 11, tmp_path, packages)
+    assert [str(Path(place).relative_to(own)) for place in made["config_paths"][:-1]] == [
+        "resources_servers/calc/configs/a.yaml",
+        "responses_api_agents/mine/configs/a.yaml",
+    ]
 
 
 def test_a_run_knows_what_a_gym_of_its_own_leaves_in_its_folder():
@@ -280,7 +408,7 @@ def test_a_run_knows_what_a_gym_of_its_own_leaves_in_its_folder():
 
 
 FAKE_PROGRAM = """#!{python}
-import http.server, json, sys, time
+import http.server, json, os, sys
 config = json.load(open(sys.argv[-1]))
 if config.get("broken"):
     sys.exit("ValueError: no such server")
@@ -288,6 +416,8 @@ class Head(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
         Head.asked += 1
+        if self.path == "/die":
+            os._exit(3)
         starting = self.path == "/health" and Head.asked < 2
         found = {{"/server_instances": [], "/global_config_dict_yaml": "{{}}"}}.get(self.path, {{}})
         self.send_response(503 if starting else 200)
@@ -297,7 +427,7 @@ http.server.HTTPServer(("127.0.0.1", config["head_server"]["port"]), Head).serve
 """
 
 
-def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer, monkeypatch):
+def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer):
     import sys
 
     root = tmp_path / "gym"
@@ -306,7 +436,6 @@ def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer,
     program = root / "bin" / "gym"
     program.write_text(FAKE_PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    monkeypatch.setattr(gym_servers, "POLL_SECONDS", 0.02)
     section = {
         "start": True,
         "python": str(root / "bin/python"),
@@ -324,11 +453,15 @@ def test_a_gym_of_the_run_is_started_once_and_ended_with_it(tmp_path, tokenizer,
     servers.ready()
     process = servers._process
     (config,) = (tmp_path / "run/gym").glob("gym_*.yaml")
-    assert process.poll() is None and config.stat().st_mode & 0o77 == 0
+    assert process.status() is None and config.stat().st_mode & 0o77 == 0
+    assert not servers.revive(1), "it is there"
+    with pytest.raises(OSError):
+        servers.roster.ask(f"{servers.roster.head}/die")
+    assert servers.revive(1) and not servers.revive(1) and servers.found == 2
     held_out.close()
-    assert process.poll() is None, "somebody still needs it"
+    assert process.status() is None, "somebody still needs it"
     train.close()
-    assert process.poll() is not None and not gym_servers._SHARED
+    assert process.status() is not None and not gym_servers._SHARED
     broken = open_one(overrides={"broken": True})
     try:
         for _ in range(2):

@@ -103,9 +103,7 @@ def test_an_agent_may_be_another_policy():
     tokenizer = load_tokenizer("builtin")
     traces = [trace("solver", {"won": 1.0}), trace("verifier", {"won": 0.0})]
     critic = Script(tokenizer, ["by the critic"])
-    games = play_fake(
-        traces, ["mine"], others={"critic": critic}, policies={"verifier": "critic"}
-    )
+    games = play_fake(traces, ["mine"], others={"critic": critic}, policies={"verifier": "critic"})
     assert [one.policy for one in games] == ["", "critic"]
     assert tokenizer.decode(games[1].drawn_tokens) == "by the critic<|im_end|>"
     traces = [trace("verifier", {}, errors=["the package's own"])]

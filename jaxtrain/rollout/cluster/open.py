@@ -28,7 +28,7 @@ from jaxtrain.rollout.cluster.ray_cluster import join
 from jaxtrain.rollout.cluster.remote_producer import RemoteProducer
 from jaxtrain.rollout.company import accompany
 from jaxtrain.rollout.frozen import open_frozen
-from jaxtrain.rollout.open import open_envs, seed_sampling
+from jaxtrain.rollout.open import count_envs, list_envs, open_envs, seed_sampling
 from jaxtrain.rollout.producer import GroupPlayer, Rules
 from jaxtrain.rollout.types import Shared
 
@@ -120,11 +120,12 @@ class OpenedWorker:
                 own=own,
             )
             self._closing = stack.pop_all()
+        self.envs = list_envs(env, own)
         self.update = self.engine.update
 
     def report(self) -> dict[str, Any]:
         """See worker.Opened."""
-        counters = {**self.rewards.counters, **self.asked.counters()}
+        counters = {**self.rewards.counters, **self.asked.counters(), **count_envs(self.envs)}
         return {"counters": counters, "reports": self.engine.reports()}
 
     def close(self) -> None:

@@ -1,0 +1,147 @@
+"""What a NeMo Gym says of itself: which servers it has, where each is, what an agent asks.
+
+head ── GET /server_instances ──────> URL of each process        {"calc_agent": "http://..."}
+     ── GET /global_config_dict_yaml ─> what each process is     {"calc_agent": {...}}
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+
+from jaxtrain.errors import UserError
+
+ASK_SECONDS = 10.0
+MOST_BYTES = 1 << 25
+HERE = {"localhost", "127.0.0.1", "0.0.0.0", "::1"}
+Mode = Literal["agent", "verify"]
+KINDS = {"agent": "responses_api_agents", "verify": "resources_servers"}
+ROUTES = {"agent": "/run", "verify": "/verify"}
+WHAT = {"agent": "an agent", "verify": "a resources server"}
+"""Whom a mode asks: its kind in Gym's config, the route that it has, and for people."""
+
+
+class Roster:
+    """The servers of one Gym as they were listed last, and those given by URL."""
+
+    def __init__(self, key: str, head: str, given: Mapping[str, str], headers: dict[str, str]):
+        """key: the section's, for messages. head: URL, "": there is none. given: URLs of servers
+        by name. headers: of requests."""
+        self.key, self.head, self.headers = key, head, headers
+        self.given = {name: url.rstrip("/") for name, url in given.items()}
+        self.listed: Any = None
+        """What the head listed."""
+        self._urls: dict[str, str] = {}
+        self._config: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"NeMo Gym at {self.head or ', '.join(sorted(set(self.given.values())))}"
+
+    def read(self) -> None:
+        """Ask the head; OSError or ValueError where its servers are not all up, UserError where it
+        is no Gym's."""
+        if not self.head:
+            return
+        self.ask(f"{self.head}/health", False)  # 503 while they start
+        try:
+            listed = self.ask(f"{self.head}/server_instances")
+            found = yaml.safe_load(self.ask(f"{self.head}/global_config_dict_yaml"))
+            self._urls = {one["config_path"]: reach(one["url"], self.head) for one in listed}
+            self._config = {name: one for name, one in found.items() if isinstance(one, dict)}
+            self.listed = listed
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{self.key}.head: {self.head} does not answer as the head server of a NeMo Gym"
+                f" 0.7 does (GET /server_instances, /global_config_dict_yaml): {error!r:.300}"
+            ) from None
+
+    def find(self, name: str, mode: Mode) -> tuple[str, str]:
+        """(name of the process that plays or judges for an agent, its URL; "": there is none). An
+        agent is reached at its environment server where it has one; who judges may be named by
+        itself, too."""
+        if name in self.given:
+            return name, self.given[name]
+        if mode == "verify":
+            agent = _find_block(self._config.get(name), KINDS["agent"])
+            name = _name_of(agent.get("resources_server")) or name
+        for place, block in self._config.items() if mode == "agent" else ():
+            inner = _find_block(block, "environment_servers")
+            if _name_of(inner.get("agent_server")) == name and place in self._urls:
+                return place, self._urls[place]
+        return name, self._urls[name] if name in self.list(mode) else ""
+
+    def list(self, mode: Mode) -> list[str]:
+        """Names of all that are of a mode's kind, as far as that is known: given ones are."""
+        kind = KINDS[mode]
+        found = {name for name, one in self._config.items() if kind in one and name in self._urls}
+        return sorted(found | set(self.given))
+
+    def greet(self, place: str) -> None:
+        """OSError or ValueError where a process does not answer, or is not listed any more."""
+        try:
+            self.ask(f"{self.given.get(place) or self._urls.get(place, '')}/livez", False)
+        except urllib.error.HTTPError as error:
+            if error.code >= 500:
+                raise
+
+    def check(self, names: Collection[str], mode: Mode, how: str) -> None:
+        """UserError where there is no such agent, or it is none. how: the key that names them."""
+        if missing := sorted(name for name in names if not self.find(name, mode)[1]):
+            known = set(self.list(mode)) | set(self.list("agent"))
+            what = WHAT["agent"] + ("" if mode == "agent" else f" or {WHAT[mode]}")
+            raise UserError(
+                f"{how}: this Gym has no {' or '.join(map(repr, missing))}; it must be {what} of"
+                f" {', '.join(sorted(known)) or '(none)'}"
+            )
+        for name in sorted(names):
+            self._check_routes(*self.find(name, mode), mode)
+
+    def _check_routes(self, name: str, url: str, mode: Mode) -> None:
+        try:
+            routes = set(self.ask(f"{url}/openapi.json")["paths"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.key}: {name} at {url} does not answer as a server of NeMo Gym does"
+                f" (GET /openapi.json): {error!r:.300}"
+            ) from None
+        if ROUTES[mode] not in routes:
+            others = [f"it is {WHAT[one]}" for one, route in ROUTES.items() if route in routes]
+            advice = (others or [f"it has {', '.join(sorted(routes)[:9]) or 'none'}"])[0]
+            raise UserError(
+                f'{self.key}.mode "{mode}" needs {WHAT[mode]}, with the route {ROUTES[mode]};'
+                f" {name} at {url} has none: {advice}"
+            )
+
+    def ask(self, url: str, read: bool = True) -> Any:
+        """JSON of a GET, where it is read; OSError or ValueError where there is none."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(url, headers=self.headers)
+        with opener.open(request, timeout=ASK_SECONDS) as answer:
+            return json.loads(answer.read(MOST_BYTES)) if read else None
+
+
+def reach(url: str, head: str) -> str:
+    """A server's URL as its head tells it, from here: one that says that it is on its own machine
+    is on the head's."""
+    there, place = urlsplit(url), urlsplit(head)
+    if there.hostname in HERE and place.hostname not in HERE:
+        host = f"[{place.hostname}]" if ":" in str(place.hostname) else place.hostname
+        url = there._replace(netloc=f"{host}:{there.port}").geturl()
+    return url.rstrip("/")
+
+
+def _find_block(block: Any, kind: str) -> dict[str, Any]:
+    """What a process of the config says of its one server of a kind; {} where it is of another."""
+    inner = block.get(kind) if isinstance(block, dict) else None
+    found = next(iter(inner.values()), None) if isinstance(inner, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _name_of(reference: Any) -> str | None:
+    return reference.get("name") if isinstance(reference, dict) else None
