@@ -1,11 +1,14 @@
 """Weights to workers of several hosts: bytes and seconds of staging, over loopback.
 
     python benchmarks/weight_hosts.py --gib 1
+    python benchmarks/weight_hosts.py --gib 1 --streams 1 4          one host, over so many each
+    python benchmarks/weight_hosts.py --gib 0.125 --relay 0 1 2 8 --rate 100   12 hosts, by fan_out
 
 The trainer's side is the run's own (`rollout/vllm/staging.py`), a worker is a process with the real
 receiving code of `jaxtrain_vllm`; hosts are names. Nothing is loaded into a model. Each case is a
 whole version and a delta of 1.5 % of the items, once with workers that read the memory of the first
 one of their host, and once with each sent its own copy, as by a trainer that knows no hosts.
+--rate: no process sends more than so many MB a second, as if that were its network card's.
 """
 
 import argparse
@@ -22,12 +25,38 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 CHANGED = 0.015
 CASES = {"1 host x 8": [8], "4 hosts x 2": [2, 2, 2, 2]}
+HOSTS = 12
+PIECE = 2**18
 
 
-def work(port: int, token: str, server: str) -> None:
+def pace(rate: float) -> None:
+    """Have all connections of this process together send at most `rate` MB a second; 0: any."""
+    from jaxtrain_vllm import wire
+
+    send, lock, free = wire.send_message, threading.Lock(), [0.0]
+
+    class Paced:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def sendall(self, data):
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                with lock:
+                    free[0] = max(free[0], time.monotonic()) + len(piece) / rate / 1e6
+                    wait = free[0] - time.monotonic()
+                time.sleep(max(0.0, wait))
+                self.connection.sendall(piece)
+
+    if rate:
+        wire.send_message = lambda to, header, payload=(): send(Paced(to), header, payload)
+
+
+def work(port: int, token: str, server: str, rate: float) -> None:
     """A worker: connects, and answers until the trainer hangs up."""
     from jaxtrain_vllm.shelf import WeightShelf, connect
 
+    pace(rate)
     shelf = WeightShelf()
     info = {"host": "127.0.0.1", "port": port, "token": token, "server": server}
     link = connect(info, 0, {}, shelf.begin(token))
@@ -43,8 +72,15 @@ def work(port: int, token: str, server: str) -> None:
     shelf.listen(link)
 
 
-def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float, float]]:
-    """(kind, GiB over TCP, seconds) of a whole version and of a delta."""
+def measure(
+    sizes: list[int],
+    gib: float,
+    share: bool,
+    streams: int = 1,
+    fan_out: int = 0,
+    rate: float = 0.0,
+) -> list[tuple[str, float, float]]:
+    """(kind, GiB that the trainer sent, seconds) of a whole version and of a delta."""
     from jaxtrain.rollout.vllm.control import Deadline
     from jaxtrain.rollout.vllm.image import Image
     from jaxtrain.rollout.vllm.staging import Edition, Staging
@@ -58,14 +94,15 @@ def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float,
     def count(name: str, number: float) -> None:
         counted[name] = counted.get(name, 0.0) + number
 
-    staging, workers, found = Staging(count), [], []
+    staging = Staging(count, offers=links.offers, streams=streams, fan_out=fan_out)
+    workers, found = [], []
     try:
         for host, size in enumerate(sizes):
             for place in range(size):
                 server = f"{host}/{place}"
                 told = links.describe(server)
                 command = [sys.executable, __file__, "--worker", str(told["port"]), told["token"]]
-                workers.append(subprocess.Popen([*command, server]))
+                workers.append(subprocess.Popen([*command, server, str(rate)]))
                 (link,) = links.wait_for(server, 1, 60)
                 link.host, link.own_host, link.shares = str(host), "trainer", share
                 found.append(link)
@@ -86,6 +123,7 @@ def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float,
             image.segment.seal(version, checksum)
             last, newest = newest, Edition(version, image.tensors, checksum, changes, version - 1)
             staging.history.add(last, newest)
+            staging.relays.begin(version, len(sizes))
             counted.clear()
             start = time.perf_counter()
             errors: list[BaseException] = []
@@ -103,6 +141,8 @@ def measure(sizes: list[int], gib: float, share: bool) -> list[tuple[str, float,
                 thread.join()
             if errors:
                 raise errors[0]
+            for link in found:
+                link.held = (version, checksum)
             seconds = time.perf_counter() - start
             kind = "whole" if changes is None else "delta"
             rows.append((kind, counted["sync/tcp_bytes"] / 2**30, seconds))
@@ -117,17 +157,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of a model")
     parser.add_argument("--once", action="store_true", help="leave out the cases of own copies")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, nargs="+", help="one worker, over so many streams")
+    parser.add_argument("--relay", type=int, nargs="+", help=f"{HOSTS} hosts, with these fan_out")
+    parser.add_argument("--rate", type=float, default=0.0, help="MB a second of each process")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        port, token, server = options.worker
-        return work(int(port), token, server)
+        port, token, server, rate = options.worker
+        return work(int(port), token, server, float(rate))
+    pace(options.rate)
     print(f"{'case':14} {'':12} {'':6} {'GiB sent':>9} {'seconds':>8}")
-    for case, sizes in CASES.items():
-        for share in (True,) if options.once else (True, False):
-            for kind, sent, seconds in measure(sizes, options.gib, share):
-                how = "once a host" if share else "own copies"
-                print(f"{case:14} {how:12} {kind:6} {sent:9.2f} {seconds:8.2f}", flush=True)
+    one, many = [1], [1] * HOSTS
+    if options.streams:
+        cases = [("1 host", one, f"{n} streams", True, n, 0) for n in options.streams]
+    elif options.relay:
+        cases = [(f"{HOSTS} hosts", many, f"fan_out {n}", True, 1, n) for n in options.relay]
+    else:
+        ways = [("once a host", True), ("own copies", False)][: 1 if options.once else 2]
+        cases = [(name, sizes, *way, 1, 0) for name, sizes in CASES.items() for way in ways]
+    for case, sizes, how, share, streams, fan_out in cases * options.repeat:
+        rows = measure(sizes, options.gib, share, streams, fan_out, options.rate)
+        for kind, sent, seconds in rows:
+            print(f"{case:14} {how:12} {kind:6} {sent:9.3f} {seconds:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

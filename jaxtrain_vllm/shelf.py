@@ -2,7 +2,8 @@
 
 Knows nothing of torch or vLLM: tensors are raw bits here. A delta is written into the kept bits as
 it arrives, with what undoes it, and whole tensors take the place of the last ones, so that no
-second copy of the model is needed; tensors in memory that others lend need none at all.
+second copy of the model is needed; tensors in memory that others lend need none at all. What has
+arrived may be passed on to other hosts, as long as it stays as it is.
 """
 
 import dataclasses
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain_vllm import handshake, wire
+from jaxtrain_vllm import handshake, ranges, wire
+from jaxtrain_vllm.gate import Gate, open_listeners
 from jaxtrain_vllm.segment import Segment
 
 CONNECT_SECONDS = 30
 ERROR_CHARACTERS = 500
+NO_PAYLOAD = (OSError, KeyError, TypeError, ValueError, MemoryError)
 
 
 @dataclasses.dataclass
@@ -52,13 +55,21 @@ class WeightShelf:
         self._link: socket.socket | None = None
         self._token = ""
         """Of the trainer that the link is to, or was."""
+        self._fetch: ranges.Fetch | None = None
+        self._offers = ranges.Offers()
+        """What other hosts may have from here."""
+        self._gate: Gate | None = None
         self._lock = threading.Lock()
 
     def begin(self, token: str) -> list[int] | None:
         """A link begins. [version, checksum] of what is served here and came from the same trainer,
         by its token; to another's deltas nothing here is a base, and None is left."""
+        self._close_gate()
+        if self._fetch is not None:
+            self._fetch.stop()
         with self._lock:
             self._roll_back()
+            self._offers.clear()
             own = bool(self.tensors) and all(_is_own(one.bits) for one in self.tensors.values())
             if token != self._token or not own or self.version < 0:
                 self._close_attached()
@@ -102,13 +113,24 @@ class WeightShelf:
         try:
             while True:
                 header, payload = wire.receive_message(link, room=self._make_room)
-                wire.send_message(link, self.answer(header, payload))
+                try:
+                    if "from" in header:
+                        payload = self._fetch_payload(link, header)
+                except (*NO_PAYLOAD, wire.WireError) as error:
+                    found = describe_error(error)
+                else:
+                    found = self.answer(header, payload)
+                wire.send_message(link, found)
         except (OSError, wire.WireError) as error:
             return str(error)
         finally:
             with self._lock:
-                if self._link is link:  # who lends may be gone
+                ended = self._link is link
+                if ended:  # who lends may be gone
                     self._close_lent()
+                    self._offers.clear()
+            if ended:
+                self._close_gate()
 
     def answer(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         """The answer to a message; a version that cannot be staged is one with "error"."""
@@ -128,12 +150,52 @@ class WeightShelf:
                 RuntimeError,  # torch's, of a GPU
             ) as error:
                 self._roll_back()
-                return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
+                return describe_error(error)
             answer = {"staged": header["version"]}
             if self._own is not None and self._own.described is not None and self._is_own():
                 self._own.seal(header["version"], header["checksum"])
                 answer["segment"] = self._own.described
+            if header.get("pass_on"):
+                answer |= self._pass_on(header, payload)
             return answer
+
+    def _fetch_payload(self, link: socket.socket, header: dict[str, Any]) -> memoryview:
+        """What a message leaves to be fetched: from where it says, or else from the trainer."""
+        told = header["from"]
+        size, streams, seconds = told["bytes"], told["streams"], float(told["seconds"])
+        if type(size) is not int or not 0 <= size <= wire.MAX_PAYLOAD_BYTES:
+            raise wire.WireError(f"a payload of {size!r} bytes")
+        if type(streams) is not int or not 0 < streams <= ranges.MOST_STREAMS:
+            raise wire.WireError(f"{streams!r} streams")
+        host, port = told.get("place") or link.getpeername()[:2]
+        name = ranges.name_payload(header["version"], header["checksum"], header.get("base"))
+        room = self._make_room(header, size) or np.empty(size, np.uint8).data
+        self._fetch = fetch = ranges.Fetch()
+        token = self._token.encode()
+        fetch.run((host, port), token, name, room, streams=streams, seconds=seconds)
+        return room
+
+    def _pass_on(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
+        """Offer what has just been staged to other hosts, at the address of the trainer's link."""
+        if self._link is None or self._own is None or not self._is_own():
+            return {}
+        version, wanted = header["version"], header["checksum"]
+        self._offers.put(ranges.name_payload(version, wanted, None), [self._own.room])
+        if header["kind"] == "delta":
+            self._offers.put(ranges.name_payload(version, wanted, header["base"]), [payload])
+        try:
+            host, token = self._link.getsockname()[0], self._token.encode()
+            if self._gate is None:
+                listeners = open_listeners([host], 0)
+                self._gate = Gate("weights for others", listeners, token, self._offers.admit)
+        except OSError:
+            return {}  # then the trainer sends it to them
+        return {"place": [host, self._gate.port]}
+
+    def _close_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
 
     def _make_room(self, header: dict[str, Any], size: int) -> memoryview | None:
         """Where the payload of a message goes: whole tensors take the place of the last ones."""
@@ -141,6 +203,7 @@ class WeightShelf:
             return None
         with self._lock:
             self._roll_back()
+            self._offers.clear()
             self._close_lent()
             self.tensors, self.version, self.checksum = {}, -1, 0
             if self._own is None or self._own.room.nbytes != size:
@@ -159,6 +222,7 @@ class WeightShelf:
 
     def _stage(self, header: dict[str, Any], payload: memoryview) -> None:
         self._roll_back()
+        self._offers.clear()
         version, wanted = header["version"], header["checksum"]
         if header["kind"] == "shared":
             # Not copied, so that there is nothing to check but that it is the right memory.
@@ -245,6 +309,11 @@ class WeightShelf:
             for name, undo in self.staged.undo.items():
                 wire.apply_changes(self.staged.tensors[name].bits, undo)
         self.staged = None
+
+
+def describe_error(error: BaseException) -> dict[str, str]:
+    """What the trainer is told of it."""
+    return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
 
 
 def _is_own(bits: Any) -> bool:

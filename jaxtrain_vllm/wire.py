@@ -6,7 +6,10 @@
     trainer -> worker    stage   {version, kind: full or delta, base, tensors, checksum} + bytes
     trainer -> worker    stage   {version, kind: shared, segment, tensors, checksum}
     trainer -> worker    stage   {version, kind: lent, memory, tensors (and where), checksum}
-    worker  -> trainer   staged  {version, segment?}, or {error}: it serves what it served
+    trainer -> worker    stage   full or delta without bytes: from {place?, bytes, streams, seconds}
+                                 they are fetched (`ranges.py`), from a worker or the trainer
+    worker  -> trainer   staged  {version, segment?, place?}, or {error}: it serves what it served.
+                                 place: where others fetch it, if the message asked to pass_on
     trainer -> worker    status  {}
     worker  -> trainer   status  {version, checksum} of what the model holds
 
@@ -18,14 +21,16 @@ each item of the tensor. Shared tensors lie in memory that the worker can open (
 ones in a GPU's (`lent.py`).
 """
 
+import contextlib
 import json
 import math
 import os
 import reprlib
 import socket
 import struct
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -297,6 +302,29 @@ def receive_message(
     if not isinstance(header, dict) or type(size) is not int or not 0 <= size <= max_payload:
         raise WireError(f"a payload of {size!r} bytes; at most {max_payload} are taken")
     return header, _receive(connection, room(header, size) or _new_room(size))
+
+
+@contextlib.contextmanager
+def cut_after(
+    seconds: float, connection: socket.socket, expired: threading.Event
+) -> Iterator[None]:
+    """Hang up on a connection that is still busy after so many seconds; `expired` says that it was.
+
+    A socket's own time-out is one for each piece that arrives, so a byte a second outlasts it.
+    """
+
+    def cut() -> None:
+        expired.set()
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, seconds), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _new_room(size: int) -> memoryview:

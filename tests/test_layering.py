@@ -46,7 +46,6 @@ WITHOUT_JAX = [
     "foreign",
     "batch",
     "plugins",
-    "parallel.gate",
     "core.metrics",
     "run.manifest",
     "run.hardware",

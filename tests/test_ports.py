@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.parallel.gate import LOOPBACK
 from jaxtrain.parallel.relay import Sender
 from jaxtrain.rollout.vllm.weight_links import WeightLinks
+from jaxtrain_vllm.gate import LOOPBACK
 from jaxtrain_vllm.guard import MAX_BODY_BYTES, MIDDLEWARE, Guard
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ LISTENS = re.compile(
     r"|HTTPServer\(|uvicorn|open_listeners\("
 )
 LISTENS_ALLOWED = {
-    "jaxtrain/parallel/gate.py": "whoever does not show the token is not heard",
+    "jaxtrain_vllm/gate.py": "whoever does not show the token is not heard",
     "jaxtrain/parallel/hub.py": "behind a gate; looks for a free port",
     "jaxtrain/parallel/relay.py": "behind a gate",
     "jaxtrain/rollout/vllm/weight_links.py": "behind a gate",

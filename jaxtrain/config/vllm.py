@@ -66,6 +66,13 @@ class VllmConfig(Section):
     ray it is the one that the cluster knows, unless another is given."""
     listen_port: int = Field(0, ge=0, le=65535)
     """full, delta: port there; 0 takes a free one."""
+    streams: int = Field(4, ge=1, le=64)
+    """full, delta: connections that more than 256 MiB to a worker of another host travel over, a
+    range of bytes over each."""
+    fan_out: int = Field(8, ge=0, le=1024)
+    """full, delta: hosts that the trainer sends a version to itself. Where there are more, each
+    that has it passes it on, to so many others at a time; the trainer sends it to those that did
+    not get it there in time. 0: the trainer sends it to all."""
     adapter_dir: Place | None = None
     """lora: folder for the adapters. Unset: OUTPUT_DIR/adapters."""
     adapter_transport: Literal["auto", "disk", "http"] = "auto"

@@ -6,7 +6,8 @@ A small program of its own, started by process 0 beside it, so that it outlives 
     process 1 ──┼──────────────────────────────────> hub    hosts jax's coordination service, too
     process 2 ──┘  <── start, say, open, note, halt, stop_at, quit
 
-Only who knows the run's token is heard (`gate.py`). A line that makes no sense changes nothing.
+Only who knows the run's token is heard (`jaxtrain_vllm/gate.py`). A line that makes no
+sense changes nothing.
 
 Nothing here computes. What goes wrong is told once: the lowest process that is still there gets the
 line to print, the others only an exit code. The hub ends when the last connection has closed.
@@ -19,7 +20,7 @@ import socket
 import sys
 from typing import Any, NamedTuple
 
-from jaxtrain.parallel.gate import LOOPBACK, Gate, is_absent, open_listeners
+from jaxtrain_vllm.gate import LOOPBACK, Gate, is_absent, open_listeners
 
 HELLO_SECONDS = 10.0
 MAX_LINE = 2**16

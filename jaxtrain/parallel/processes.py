@@ -24,10 +24,10 @@ from jax._src import distributed
 
 from jaxtrain.config import ParallelConfig
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.gate import LOOPBACK
 from jaxtrain.parallel.hub import free_port
 from jaxtrain.parallel.peers import Peers, leave
 from jaxtrain.parallel.run_token import LOCAL, VARIABLE, RunToken
+from jaxtrain_vllm.gate import LOOPBACK
 
 
 class Launch(NamedTuple):

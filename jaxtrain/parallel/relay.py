@@ -5,7 +5,8 @@
 No device takes part, so that the others may wait for as long as process 0 needs: a collective would
 time out, and would keep the devices busy. An error of make() ends all processes through the hub;
 so does the end of a process while others wait for it. Both ends show that they know the run's token
-first (`gate.py`); values travel as data (`parcel.py`), so that nothing received is ever run.
+first (`jaxtrain_vllm/gate.py`); values travel as data (`parcel.py`), so that nothing received is
+ever run.
 """
 
 import hmac
@@ -21,9 +22,9 @@ import jax
 
 from jaxtrain.errors import UserError
 from jaxtrain.parallel import parcel
-from jaxtrain.parallel.gate import Gate, open_listeners
 from jaxtrain.parallel.peers import Peers
 from jaxtrain.parallel.processes import peers
+from jaxtrain_vllm.gate import Gate, open_listeners
 from jaxtrain_vllm.handshake import NotWelcome, introduce
 
 T = TypeVar("T")

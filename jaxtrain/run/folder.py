@@ -62,7 +62,10 @@ FREE_KEYS = (
     "rollout.retries",
     *(f"rollout.vllm.{name}" for name in "servers launch python replicas gpus args".split()),
     *(f"rollout.vllm.{name}" for name in "discover via eval_servers adapter_transport".split()),
-    *(f"rollout.vllm.{name}" for name in "listen listen_port concurrency *_seconds".split()),
+    *(
+        f"rollout.vllm.{name}"
+        for name in "listen listen_port streams fan_out concurrency *_seconds".split()
+    ),
     "rollout.max_failures",
     "rollout.max_idle_rounds",
     "rollout.samples",

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.gate import LOOPBACK
 from jaxtrain.parallel.processes import Launch, choose_addresses
 from jaxtrain.parallel.run_token import RunToken
+from jaxtrain_vllm.gate import LOOPBACK
 
 
 def test_processes_find_what_process_0_wrote_and_it_goes_away(tmp_path):

@@ -75,7 +75,7 @@ class FakeVllm:
         self.store = AdapterStore()
         self.while_loading = None
         """What happens just then."""
-        self.port = port
+        self.name, self.port = "127.0.0.1", port
         self.start()
 
     # -- life
@@ -113,7 +113,7 @@ class FakeVllm:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.name}:{self.port}"
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.run(self._serve(ready))

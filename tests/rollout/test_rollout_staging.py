@@ -1,104 +1,15 @@
 """Versions on their way to hosts: sent once to each, by what it lacks, whoever fails meanwhile."""
 
 import contextlib
-import socket
 import threading
 import time
 
-import numpy as np
 import pytest
+from staged_hosts import ONE, WHOLE, Trainer, Worker
 
-from jaxtrain.hf.ops import Piece, whole
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone
-from jaxtrain.rollout.vllm.image import Image
-from jaxtrain.rollout.vllm.staging import KEPT_DELTAS, Edition, Staging
-from jaxtrain.rollout.vllm.weight_links import Link
+from jaxtrain.rollout.vllm.staging import KEPT_DELTAS
 from jaxtrain_vllm import shelf as shelves
-from jaxtrain_vllm import wire
-from jaxtrain_vllm.shelf import WeightShelf
-
-SHAPES = {"a": (64, 8), "b": (40,)}
-WHOLE = (64 * 8 + 40) * 4
-ONE = 4 + 4
-"""Bytes of one change in a large tensor: its place and its value."""
-
-
-class Worker:
-    """A shelf at the other end of a link, on a host of that name."""
-
-    def __init__(self, host: str):
-        self.shelf, self.host, self.link = WeightShelf(), host, None
-        self.connect()
-
-    def connect(self) -> None:
-        if self.link is not None:
-            self.link.close()
-        serves = self.shelf.begin("token")
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            there = socket.create_connection(listener.getsockname())
-            here, _ = listener.accept()
-        self.there = there
-        threading.Thread(target=self.shelf.listen, args=(there,), daemon=True).start()
-        self.link = Link(here, {"serves": serves})
-        self.link.host, self.link.own_host = self.host, "trainer"
-
-    def commit(self, edition: Edition) -> None:
-        self.shelf.commit(edition.version, lambda tensors: None)
-        self.link.held = (edition.version, edition.checksum)
-
-
-class Trainer:
-    """Params, the image of them, and what was counted of a publish."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        self.params = {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
-        self.image, self.newest = Image(SHAPES, "float32"), None
-        self.counted: dict[str, float] = {}
-        self.staging = Staging(self.count)
-
-    def count(self, name: str, number: float) -> None:
-        self.counted[name] = self.counted.get(name, 0.0) + number
-
-    def make(self, *changed: int) -> Edition:
-        """The next version; these items of "a" are changed in it, or it is the first."""
-        for place in changed:
-            self.params["a"].reshape(-1)[place] += 1.0
-        pieces = [Piece(n, a.shape, whole(a.shape), a) for n, a in self.params.items()]
-        last = self.newest
-        changes = self.image.take(pieces, compare=last is not None)
-        checksum = wire.checksum(self.image.tensors)
-        version, base = (0, -1) if last is None else (last.version + 1, last.version)
-        self.image.segment.seal(version, checksum)
-        self.newest = Edition(version, self.image.tensors, checksum, changes, base)
-        self.staging.history.add(last, self.newest)
-        return self.newest
-
-    def bring(self, workers: list[Worker], seconds: float = 10.0) -> float:
-        """Stage the newest on all of them at once, as so many servers, and commit; bytes sent."""
-        self.counted.clear()
-        edition, errors = self.newest, []
-
-        def one(worker: Worker) -> None:
-            try:
-                own = self.image.segment
-                self.staging.stage([worker.link], edition, own, Deadline(seconds))
-            except ServerGone as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=one, args=(worker,)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        for worker in workers:
-            worker.commit(edition)
-            for name, array in self.params.items():
-                kept = worker.shelf.tensors[name].bits.view(np.float32)
-                np.testing.assert_array_equal(kept, array.ravel())
-        return self.counted["sync/tcp_bytes"]
 
 
 def test_a_host_is_sent_a_version_once_whatever_runs_there():

@@ -228,6 +228,29 @@ def test_workers_elsewhere_are_sent_bytes_once_a_server(monkeypatch):
         assert_holds(fake, params)
 
 
+def test_hosts_pass_weights_on_to_each_other(monkeypatch):
+    """Each server is on a host of its own; the trainer sends a version to one of the three."""
+
+    class Far(weight_links.Link):
+        def __init__(self, connection, hello):
+            super().__init__(connection, hello)
+            self.host, self.own_host = hello["server"], "elsewhere"
+
+    monkeypatch.setattr(weight_links, "Link", Far)
+    fakes = [FakeVllm(tensors=HELD) for _ in range(3)]
+    fakes[0].name = "localhost"  # as many hosts as names
+    params = draw_params()
+    with open_weights(fakes, delta=True, fan_out=1) as (_, publisher, _):
+        for version, size in enumerate([(16 * 8 + 8) * 2, 3]):
+            params["model.norm.weight"][0] += version
+            sent = publisher.publish(version, params)
+            assert sent["sync/tcp_bytes"] == size
+            assert sent["sync/relayed_bytes"] == 2 * size
+            assert sent["sync/relay_failures"] == 0
+            for fake in fakes:
+                assert_holds(fake, params)
+
+
 def test_memory_that_cannot_be_opened_is_sent(monkeypatch):
     def refuse(described):
         raise PermissionError(1, "Operation not permitted")

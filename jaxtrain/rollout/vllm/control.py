@@ -8,12 +8,12 @@ import http.client
 import json
 import math
 import os
-import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
 from typing import Any
+
+from jaxtrain_vllm.wire import cut_after
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the key of servers that were started with one; vLLM reads it, too."""
@@ -102,29 +102,6 @@ def call(
         return json.loads(raw) if raw.strip() else None
     except (ValueError, RecursionError):
         return raw.decode(errors="replace")
-
-
-@contextlib.contextmanager
-def cut_after(
-    seconds: float, connection: socket.socket, expired: threading.Event
-) -> Iterator[None]:
-    """Hang up on a connection that is still busy after so many seconds; `expired` says that it was.
-
-    A socket's own time-out is one for each piece that arrives, so a byte a second outlasts it.
-    """
-
-    def cut() -> None:
-        expired.set()
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            connection.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(0.0, seconds), cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def explain(raw: bytes, longest: int = 400) -> str:

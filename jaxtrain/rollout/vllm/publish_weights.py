@@ -14,6 +14,7 @@ run.
 import contextlib
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ COUNTED = (
     "sync/bytes",
     "sync/tcp_bytes",
     "sync/chains",
+    "sync/relayed_bytes",
+    "sync/relay_failures",
     "sync/stage_seconds",
     "sync/pause_seconds",
 )
@@ -85,7 +88,12 @@ class WeightPublisher:
         self.links = WeightLinks(config.listen, config.listen_port)
         self.image: Image | None = None
         self.newest: Edition | None = None
-        self.staging = Staging(self._count)
+        self.staging = Staging(
+            self._count,
+            offers=self.links.offers,
+            streams=config.streams,
+            fan_out=config.fan_out,
+        )
         self.delivery = Delivery(servers)
         self._since_full = 0
         self._sent: dict[str, float] = {}
@@ -114,6 +122,8 @@ class WeightPublisher:
             self._sent = dict.fromkeys(COUNTED, 0.0)
             self._sent["sync/checksum_seconds"] = time.perf_counter() - start
             left, self._left = self._left, []
+            hosts = {urllib.parse.urlsplit(s.url).hostname for s in self.servers.all}
+            self.staging.relays.begin(version, len(hosts))
             kept = [server.url for server in self.servers.all if server.keeps]
             self.staging.pass_over([link for url in kept for link in self.links.known(url)])
             bring_to_all(self.servers, self.bring, version)
@@ -178,6 +188,7 @@ class WeightPublisher:
             # Who is later than that fails by what the image says of itself, or by a checksum.
             limit = self.servers.config.sync_seconds
             self._readers_changed.wait_for(lambda: not self._readers, limit)
+            self.links.offers.clear()
             yield
 
     @contextlib.contextmanager

@@ -17,11 +17,11 @@ from jaxtrain.rollout.vllm.control import (
     Deadline,
     ServerGone,
     ServerRefused,
-    cut_after,
     explain,
     headers,
 )
 from jaxtrain_vllm.adapters import FILES, FILES_HEADER, ROUTE
+from jaxtrain_vllm.wire import cut_after
 
 PIECE = 2**20
 MOST_ANSWER = 2**16

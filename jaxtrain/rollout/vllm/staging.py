@@ -6,6 +6,7 @@
 
 Workers of a server are sent it side by side. On the trainer's own host all read the trainer's
 memory. Who cannot read another's memory (a container, another user) is sent its own copy.
+Beyond so many hosts they pass a version on to each other (`relays.py`).
 """
 
 import threading
@@ -18,8 +19,10 @@ import numpy as np
 
 from jaxtrain.rollout.vllm.control import Deadline, ServerGone
 from jaxtrain.rollout.vllm.device_image import DeviceImage
+from jaxtrain.rollout.vllm.relays import Relays
 from jaxtrain.rollout.vllm.weight_links import Link
-from jaxtrain_vllm import wire
+from jaxtrain_vllm import ranges, wire
+from jaxtrain_vllm.ranges import Offers
 from jaxtrain_vllm.segment import Segment
 
 WORTH = 0.7
@@ -28,6 +31,9 @@ KEPT_DELTAS = 8
 OWNER_SECONDS = 30.0
 """How long the workers of a host wait for the one whose memory they read the last time: the others
 have no base for a delta of their own."""
+
+STREAM_BYTES = 2**28
+"""What is larger travels over several connections."""
 
 
 class Edition(NamedTuple):
@@ -138,10 +144,21 @@ class Host:
 class Staging:
     """Has workers hold an edition beside the one that they serve."""
 
-    def __init__(self, count: Callable[[str, float], None]):
-        """count: adds to a metric."""
+    def __init__(
+        self,
+        count: Callable[[str, float], None],
+        *,
+        offers: Offers | None = None,
+        streams: int = 1,
+        fan_out: int = 0,
+    ):
+        """count: adds to a metric. offers: where workers fetch what is not sent over their links;
+        None: all is. fan_out: see `Relays`."""
         self.count, self.history = count, History()
-        self._lock = threading.Lock()
+        self.offers, self.streams, self.relays = offers, streams, Relays(fan_out)
+        self._packed: tuple[int, dict[int, Any]] = (-1, {})
+        """The newest version, and its deltas by what they begin with."""
+        self._lock, self._packing = threading.Lock(), threading.Lock()
         self._hosts: dict[str, Host] = {}
 
     def stage(
@@ -222,23 +239,101 @@ class Staging:
 
     def _transfer(self, link: Link, edition: Edition, deadline: Deadline) -> dict[str, Any]:
         """Send it what it lacks, or everything; its answer."""
-        changes, base = edition.changes if link.own else None, edition.base
-        if link.own and link.held is not None and link.held[0] != edition.base:
-            changes, base = self.history.since(link.held, edition), link.held[0]
-            if changes is not None:
-                self.count("sync/chains", 1)
+        changes, base = None, edition.base
+        if link.own and link.held is not None:
+            if link.held[0] == edition.base:
+                changes = edition.changes
+            else:
+                changes, base = self.history.since(link.held, edition), link.held[0]
+                self.count("sync/chains", float(changes is not None))
         if changes is not None:
-            changed, payload = wire.pack_delta(changes)
+            changed, payload = self._pack(edition.version, base, changes)
             header = {"kind": "delta", "base": base, "tensors": changed}
-            answer = self.send(link, edition, header, payload, deadline)
+            answer = self._deliver(link, edition, header, payload, deadline)
             if "error" not in answer:
-                self.count("sync/bytes", sum(part.nbytes for part in payload))
                 return self._check(answer, edition)
         link.held, link.own = None, True  # what it holds makes room
         described, whole = wire.pack_full(edition.tensors)
-        answer = self.send(link, edition, {"kind": "full", "tensors": described}, whole, deadline)
-        self.count("sync/bytes", sum(part.nbytes for part in whole))
-        return self._check(answer, edition)
+        header = {"kind": "full", "tensors": described}
+        return self._check(self._deliver(link, edition, header, whole, deadline), edition)
+
+    def _pack(
+        self, version: int, base: int, changes: dict[str, wire.Changes]
+    ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+        """`wire.pack_delta`, once for all hosts."""
+        with self._packing:
+            if self._packed[0] != version:
+                self._packed = (version, {})
+            packed = self._packed[1]
+            if base not in packed:
+                packed[base] = wire.pack_delta(changes)
+            return packed[base]
+
+    def _deliver(
+        self,
+        link: Link,
+        edition: Edition,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """Its answer to a payload from another host, or from here where that fails."""
+        name, full = (
+            ranges.name_payload(edition.version, edition.checksum, base)
+            for base in (header.get("base"), None)
+        )
+        size = sum(part.nbytes for part in payload)
+        while True:
+            turn = self.relays.take(edition.version, name, {name, full}, link, deadline)
+            answer: dict[str, Any] | None = None
+            try:
+                if turn.source is not None:
+                    told = self._tell(link, size, turn.seconds, turn.source.place)
+                    answer = self.send(link, edition, {**header, **told}, (), deadline)
+                else:
+                    answer = self._send_from_here(link, edition, name, header, payload, deadline)
+            finally:
+                there = self.relays.done(turn, link, answer)
+            assert answer is not None, "an error was raised otherwise"
+            if there:
+                self.count("sync/bytes", size)
+            if turn.source is not None:
+                self.count("sync/relayed_bytes", size * there)
+                self.count("sync/relay_failures", not there)
+            if there or turn.source is None:
+                return answer
+
+    def _send_from_here(
+        self,
+        link: Link,
+        edition: Edition,
+        name: str,
+        header: dict[str, Any],
+        payload: Sequence[np.ndarray],
+        deadline: Deadline,
+    ) -> dict[str, Any]:
+        """Over several connections where it is large, or else over the link alone."""
+        size = sum(part.nbytes for part in payload)
+        if self.offers is not None and link.streams and self._count_streams(size) > 1:
+            self.offers.put(name, payload)
+            told = self._tell(link, size, deadline.left())
+            answer = self.send(link, edition, {**header, **told}, (), deadline)
+            self.count("sync/tcp_bytes", size)
+            if "error" not in answer:
+                return answer
+            link.streams = False
+        told = {"pass_on": self.relays.wants(link)}
+        return self.send(link, edition, {**header, **told}, payload, deadline)
+
+    def _tell(
+        self, link: Link, size: int, seconds: float, place: tuple[str, int] | None = None
+    ) -> dict[str, Any]:
+        """What a message says of a payload that is to be fetched; place: None: here."""
+        told = {"bytes": size, "streams": self._count_streams(size), "seconds": seconds}
+        return {"from": {**told, "place": place}, "pass_on": self.relays.wants(link)}
+
+    def _count_streams(self, size: int) -> int:
+        return self.streams if size >= STREAM_BYTES else 1
 
     def _check(self, answer: dict[str, Any], edition: Edition) -> dict[str, Any]:
         if answer.get("staged") != edition.version:

@@ -1,8 +1,8 @@
 """The trainer's end of the TCP links over which servers receive weights.
 
 Every worker of every server connects to one listening port (`jaxtrain_vllm/engine.py`), shows that
-it knows the token its server was sent (`parallel/gate.py`), says who it is and what it holds, and
-then waits to be sent something; see `jaxtrain_vllm/wire.py`.
+it knows the token its server was sent (`jaxtrain_vllm/gate.py`), says who it is and what it holds,
+and then waits to be sent something; see `jaxtrain_vllm/wire.py`.
 """
 
 import secrets
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.parallel.gate import Gate, open_listeners
-from jaxtrain.rollout.vllm.control import ServerGone, cut_after
-from jaxtrain_vllm import wire
+from jaxtrain.rollout.vllm.control import ServerGone
+from jaxtrain_vllm import ranges, wire
+from jaxtrain_vllm.gate import Gate, open_listeners
 
 HELLO_SECONDS = 30.0
 ANSWER_BYTES = 2**16
@@ -37,6 +37,10 @@ class Link:
         self.held = read_held(hello.get("serves"))
         """(version, checksum) of this run's that it serves and can be sent a delta on; None where
         that is not known."""
+        self.streams = True
+        """Whether it may be able to fetch what it is not sent."""
+        self.failures = 0
+        """How often in a row it did not get from another host what it was to fetch there."""
         self.host, self.own_host = (
             connection.getpeername()[0],
             connection.getsockname()[0],
@@ -49,7 +53,7 @@ class Link:
         late = threading.Event()
         try:
             self.connection.settimeout(None)
-            with cut_after(timeout, self.connection, late):
+            with wire.cut_after(timeout, self.connection, late):
                 wire.send_message(self.connection, header, payload)
                 return wire.receive_message(self.connection, ANSWER_BYTES, 0)[0]
         except (OSError, wire.WireError) as error:
@@ -82,6 +86,8 @@ class WeightLinks:
         self._links: dict[str, list[Link]] = {}
         self._expected: set[str] = set()
         self._changed = threading.Condition()
+        self.offers = ranges.Offers()
+        """What workers may fetch here instead of being sent it."""
         try:
             listeners = open_listeners([host], port)
         except OSError as error:
@@ -140,6 +146,9 @@ class WeightLinks:
             hello, _ = wire.receive_message(connection, max_payload=0)
         except (OSError, wire.WireError):
             hello = {}
+        if "fetch" in hello:
+            self.offers.answer(connection, hello)
+            return
         server = hello.get("server")
         if not isinstance(server, str) or server not in self._expected:
             connection.close()
