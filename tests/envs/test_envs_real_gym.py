@@ -6,18 +6,27 @@ Skipped without JAXTRAIN_GYM_PYTHON, the interpreter of an environment with nemo
 import asyncio
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxtrain.config import EnvConfig, SamplingConfig
+from jaxtrain.config.gym import GymConfig
 from jaxtrain.data.calculator import CalculatorRows
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.envs.guard import open_guarded
-from jaxtrain.envs.gym_config import find_packages
+from jaxtrain.envs.gym_config import find_free_port, find_packages
+from jaxtrain.envs.gym_process import GymProcess
+from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
+from jaxtrain.errors import UserError
+from jaxtrain.rollout.types import EpisodeFailed
 
 PYTHON = os.environ.get("JAXTRAIN_GYM_PYTHON", "")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nemo_gym"
@@ -93,14 +102,18 @@ def example_rows(name, count):
     return [json.loads(line) for line in place.read_text().splitlines()[:count]]
 
 
-def test_own_environment_by_its_agent(gym, tokenizer):
+def calculator_rows(count):
     sys.path.insert(0, str(EXAMPLE))
     try:
         from make_rows import make_row
     finally:
         sys.path.remove(str(EXAMPLE))
-    found = [CalculatorRows(6, follow_up=0)[i] for i in range(6)]
-    rows = [make_row(row) for row in found]
+    rows = CalculatorRows(count, follow_up=0)
+    return [make_row(rows[i]) for i in range(count)]
+
+
+def test_own_environment_by_its_agent(gym, tokenizer):
+    rows = calculator_rows(6)
     texts = [
         [
             call("calculator", expression="2 + 3"),
@@ -146,6 +159,85 @@ def test_twenty_seven_tools(gym, tokenizer):
     episodes = play(gym(agent="workplace_assistant_simple_agent"), tokenizer, rows, texts)
     check(tokenizer, episodes, texts)
     assert [episode.rewards["gym"] for episode in episodes] == [0.0, 1.0]
+
+
+AGENT = """from responses_api_agents.simple_agent.app import SimpleAgent
+
+
+class Mine(SimpleAgent):
+    pass
+
+
+if __name__ == "__main__":
+    Mine.run_webserver()
+"""
+AGENT_CONFIG = """mine:
+  responses_api_agents:
+    mine:
+      entrypoint: app.py
+      resources_server: {type: resources_servers, name: jx_calc}
+      model_server: {type: responses_api_models, name: policy_model}
+      max_steps: 3
+"""
+
+
+def test_a_gym_of_somebody_else_with_own_servers_that_is_started_again(tokenizer, tmp_path):
+    """All of a folder of own servers; inspected while it starts, lost, and found again."""
+    own = tmp_path / "own"
+    shutil.copytree(EXAMPLE / "resources_servers", own / "resources_servers")
+    place = own / "responses_api_agents" / "mine"
+    (place / "configs").mkdir(parents=True)
+    (place / "app.py").write_text(AGENT)
+    (place / "requirements.txt").write_text("nemo-gym\n")
+    (place / "configs" / "mine.yaml").write_text(AGENT_CONFIG)
+    head, port = find_free_port(), find_free_port()
+    overrides = {"head_server": {"port": head}}
+    config = GymConfig(start=True, python=PYTHON, directory=str(own), overrides=overrides)
+    policy = PolicyServer(tokenizer, max_model_len=4096, port=port, token="of the test")
+    outside = GymProcess(config, policy, tmp_path / "outside", "env.gym")
+    outside.start()
+    section = {"head": f"http://127.0.0.1:{head}", "port": port, "api_key": "of the test"}
+
+    def open_one(**more):
+        return open_guarded(EnvConfig(kind="nemo_gym", gym=section | more), tokenizer, 4096)
+
+    env, said = open_one(agent="mine"), []
+    try:
+        env.inspect([], said.append)
+        assert said[0].startswith("waiting for NeMo Gym at"), said
+        assert said[1].endswith("agents jx_calc_agent, mine"), said
+        with pytest.raises(UserError, match=r"'math'; it must be an agent of jx_calc_agent, mine"):
+            open_one(agent="math").inspect([], said.append)
+        rows = [calculator_rows(1)[0]] * 3
+        texts = [[call("calculator", expression="2 + 3"), "It is 5."]] * 3
+        check(tokenizer, play(env, tokenizer, rows, texts), texts)
+        outside.stop()
+        threading.Timer(5.0, outside.start).start()
+        begun = time.monotonic()
+        with pytest.raises(EpisodeFailed, match="connection lost"):
+            play(env, tokenizer, rows, texts)
+        print(f"found again after {time.monotonic() - begun:.0f} s")
+        assert env.counters() == {"gym/restarts": 1.0}
+        check(tokenizer, play(env, tokenizer, rows, texts), texts)
+    finally:
+        env.close()
+        outside.stop()
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left, f"processes outlived the run: {left}"
+
+
+def test_a_gym_of_the_run_that_was_killed_is_started_again(gym, tokenizer):
+    env = gym(agent="jx_calc_agent")
+    rows, texts = calculator_rows(2), [["It is 5."]] * 2
+    check(tokenizer, play(env, tokenizer, rows, texts), texts)
+    folder = env.env.servers.folder
+    found = subprocess.run(["pgrep", "-f", f"gym env start .*{folder}"], capture_output=True)
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(EpisodeFailed, match="gym: "):
+        play(env, tokenizer, rows, texts)
+    assert env.counters() == {"gym/restarts": 1.0}
+    check(tokenizer, play(env, tokenizer, rows, texts), texts)
 
 
 @pytest.mark.skipif("math_with_judge" not in CONFIGS, reason="math_verify is not installed there")
