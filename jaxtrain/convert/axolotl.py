@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
+from jaxtrain.convert.nemo_gym import PLUGIN, settle_gym
+from jaxtrain.convert.nemo_gym import RULES as GYM
 from jaxtrain.convert.shared import (
     KERNELS,
     TRAINER,
@@ -74,6 +76,7 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     made = Conversion(table)
     made.run(RULES, {**DEFAULTS, **table})
     settle(made)
+    settle_gym(made)
     if table.get("train_on_inputs"):
         for dataset in made.get("data.datasets") or []:
             dataset.setdefault("train_on", "all")
@@ -375,11 +378,12 @@ RULES: dict[str, Rule] = {
     "process_reward_model": _process_reward_model,
     "center_rewards_coefficient": to("task.center_rewards_coefficient"),
     "trl": replace(_trl, inner=GRPO | TRL_ONLY),
+    **GYM,
     "diffusion": replace(by('task.kind = "diffusion"')(_diffusion), inner=DIFFUSION),
 }
 """Every key that is known."""
 
-BUILT_IN = ("liger", "cut_cross_entropy", "diffusion")
+BUILT_IN = ("liger", "cut_cross_entropy", "diffusion", PLUGIN)
 """Parts of the names of plugins that are built in here."""
 
 

@@ -148,9 +148,23 @@ SAMPLING: dict[str, Rule] = {
     "repetition_penalty": missing("log-probs of the policy would no longer be those sampled from"),
     "extra_body": missing(),
 }
-ENVIRONMENT = missing(
-    "environments of verifiers are played by an adapter of your own (docs/rl.md, section env)"
-)
+
+
+@by('env.kind = "verifiers" with env.verifiers.taskset and args')
+def _environments(made: Conversion, value: Any) -> None:
+    entries = value if isinstance(value, list) else [value]
+    found = [one for one in entries if isinstance(one, Mapping) and one.get("id")]
+    if len(found) != 1 or len(found) != len(entries):
+        made.miss("each dataset has one environment: data.datasets.N.env, see docs/environments.md")
+        return
+    (one,) = found
+    made.set("env.kind", "verifiers")
+    made.set("env.verifiers.taskset", str(one["id"]).partition("@")[0])
+    if isinstance(args := one.get("args"), Mapping) and args:
+        made.set("env.verifiers.args", dict(args))
+    made.say('a taskset of verifiers 0.4; data.datasets are rows {"task": 0}, {"task": 1}, ...')
+
+
 BUFFER: dict[str, Rule] = {
     "online_difficulty_filtering": by('rollout.zero_advantage = "refill"')(
         lambda made, value: made.set("rollout.zero_advantage", "refill") if value else None
@@ -159,8 +173,8 @@ BUFFER: dict[str, Rule] = {
 }
 TRAIN: dict[str, Rule] = {
     "sampling": section("orchestrator.train.sampling", SAMPLING),
-    "env": ENVIRONMENT,
-    "source": ENVIRONMENT,
+    "env": _environments,
+    "source": _environments,
 }
 ORCHESTRATOR: dict[str, Rule] = {
     "batch_size": by("rollout.prompts_per_step x rollout.group_size")(
@@ -178,8 +192,8 @@ ORCHESTRATOR: dict[str, Rule] = {
     ),
     "sampling": section("orchestrator.sampling", SAMPLING),
     "train": section("orchestrator.train", TRAIN),
-    "env": ENVIRONMENT,
-    "environment": ENVIRONMENT,
+    "env": _environments,
+    "environment": _environments,
     "eval": missing("[[eval.sets]]"),
     "buffer": section("orchestrator.buffer", BUFFER),
     "renderer": missing("model.chat_template"),

@@ -190,6 +190,44 @@ def test_a_prime_rl_file_tells_what_it_still_needs(tmp_path, capsys):
     assert ours["optim"]["learning_rate"] == 3e-6 and ours["sampling"]["max_new_tokens"] == 64
     said = capsys.readouterr().out
     assert "orchestrator.env" in said and "data.datasets is empty" in said
+    assert ours["env"] == {"kind": "verifiers", "verifiers": {"taskset": "some/env"}}
+
+
+GYM = """
+base_model: some/model
+rl: grpo
+plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]
+trl:
+  num_generations: 8
+  reward_funcs: [axolotl.integrations.nemo_gym.rewards.reward_env]
+nemo_gym_enabled: true
+nemo_gym_auto_start: false
+nemo_gym_datasets:
+  - {path: rows.jsonl, server_name: sudoku, max_samples: 100}
+datasets:
+  - {path: rows.jsonl, type: chat_template, field_messages: responses_create_params.input}
+max_steps: 5
+"""
+
+
+def test_axolotls_nemo_gym(tmp_path, capsys):
+    """A Gym that runs needs no more; of one to be started it is said what is still to be added."""
+    code, ours, output = convert(tmp_path, "gym.yml", GYM)
+    assert code == 0, capsys.readouterr().out
+    gym = load_config(output).env.gym
+    assert (gym.head, gym.agent, gym.mode) == ("http://127.0.0.1:11000", "sudoku", "verify")
+    assert ours["data"]["datasets"] == [{"path": "rows.jsonl", "max_rows": 100}]
+    assert "rewards" not in ours and ours["env"]["kind"] == "nemo_gym"
+    started = GYM.replace("auto_start: false", "config_paths: [a.yaml]\nnemo_gym_multi_turn: true")
+    output.unlink()
+    code, ours, _ = convert(tmp_path, "start.yml", started)
+    assert code == 1 and "env.gym.python" in capsys.readouterr().out
+    assert ours["env"]["gym"] == {
+        "mode": "agent",
+        "start_seconds": 360,
+        "start": True,
+        "configs": ["a.yaml"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Axolotl's plugin for NeMo Gym, keys nemo_gym_*: one section env.gym, made of all of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.convert.conversion import Conversion, Rule, always, by
+
+HEAD_PORT = 11000
+START_SECONDS = 360
+"""What Axolotl takes where a file says nothing."""
+PLUGIN = "nemo_gym"
+"""In the names of its reward functions, and of itself."""
+
+
+def _later(hint: str) -> Rule:
+    """Read by settle_gym, together with others."""
+    return by(hint)(lambda made, value: None)
+
+
+RULES: dict[str, Rule] = {
+    "nemo_gym_enabled": _later('env.kind = "nemo_gym"'),
+    "nemo_gym_dir": _later("env.gym.directory"),
+    "nemo_gym_auto_clone": always("nemo-gym is installed as a package: env.gym.python"),
+    "nemo_gym_auto_start": _later("env.gym.start, or env.gym.head of a Gym that runs"),
+    "nemo_gym_config_paths": _later("env.gym.configs"),
+    "nemo_gym_head_port": _later("env.gym.head"),
+    "nemo_gym_server_timeout": _later("env.gym.start_seconds"),
+    "nemo_gym_verify_timeout": always("env.timeout bounds an episode with all of its requests"),
+    "nemo_gym_run_timeout": _later("env.timeout"),
+    "nemo_gym_model_name": always("the policy answers, whatever name it is asked for"),
+    "nemo_gym_multi_turn": _later("env.gym.mode"),
+    "nemo_gym_max_turns": _later("max_steps of the agent, in env.gym.overrides"),
+    "nemo_gym_datasets": _later("data.datasets and env.gym.agent"),
+}
+
+
+def settle_gym(made: Conversion) -> None:
+    """Put together what all keys but these have made, and these."""
+    theirs = made.theirs
+    if not theirs.get("nemo_gym_enabled"):
+        return
+    made.set("env.kind", "nemo_gym")
+    made.set("env.timeout", theirs.get("nemo_gym_run_timeout"))
+    agent = bool(theirs.get("nemo_gym_multi_turn"))
+    made.set("env.gym.mode", "agent" if agent else "verify")
+    made.set("env.gym.start_seconds", theirs.get("nemo_gym_server_timeout") or START_SECONDS)
+    if theirs.get("nemo_gym_auto_start", True):
+        made.set("env.gym.start", True)
+        made.set("env.gym.directory", theirs.get("nemo_gym_dir"))
+        made.set("env.gym.configs", theirs.get("nemo_gym_config_paths"))
+        needed = "env.gym.python, the Python of the environment with nemo-gym 0.7, is to be added"
+        made.missed.append(("nemo_gym_auto_start", True, needed))
+    else:
+        port = theirs.get("nemo_gym_head_port") or HEAD_PORT
+        made.set("env.gym.head", f"http://127.0.0.1:{port}")
+        if agent:
+            needed = "env.gym.port and api_key, as that Gym's policy_base_url has them, are missing"
+            made.missed.append(("nemo_gym_auto_start", False, needed))
+    if theirs.get("nemo_gym_max_turns") and agent:
+        text = "set max_steps of the agent in env.gym.overrides, or in its own config"
+        made.said.append(("nemo_gym_max_turns", text))
+    _settle_datasets(made, theirs.get("nemo_gym_datasets") or [], agent)
+    rewards = made.table.pop("rewards", None) or []
+    own = [one for one in rewards if PLUGIN not in str(one.get("function"))]
+    made.set("rewards", own or None)
+    if rewards and not own:
+        made.said = [one for one in made.said if one[0] != "trl.reward_funcs"]
+
+
+def _settle_datasets(made: Conversion, datasets: list[Any], agent: bool) -> None:
+    datasets = [one for one in datasets if isinstance(one, Mapping)]
+    names = list(dict.fromkeys(one.get("server_name") for one in datasets))
+    made.set(
+        "data.datasets",
+        [
+            {
+                "path": one.get("path"),
+                **({"max_rows": one["max_samples"]} if one.get("max_samples") else {}),
+            }
+            for one in datasets
+        ],
+    )
+    if agent:
+        text = "rows name their agent (agent_ref.name), or env.gym.agent does: an agent's name"
+        made.said.append(("nemo_gym_datasets", text))
+    elif len(names) == 1:
+        made.set("env.gym.agent", names[0])
+    else:
+        text = f"several servers ({', '.join(map(str, names))}): each dataset needs an env with its"
+        made.said.append(("nemo_gym_datasets", f"{text} own env.gym.agent, or rows an agent_ref"))
