@@ -1,0 +1,85 @@
+"""docs/wire_protocols.md names every route, message and call that there is, and no other."""
+
+import inspect
+import re
+from pathlib import Path
+
+from jaxtrain.envs import policy_server
+from jaxtrain.rollout.cluster.hosts import ServerHost
+from jaxtrain.rollout.cluster.service import RolloutService
+from jaxtrain.rollout.cluster.worker import EpisodeWorker
+from jaxtrain.rollout.vllm import control, weight_links
+from jaxtrain_vllm import adapters, gate, guard, handshake, ranges, wire
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "wire_protocols.md").read_text()
+SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")}
+METHOD = "GET|POST|PUT|DELETE"
+ASKS = [
+    *(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"),
+    ROOT / "jaxtrain" / "rollout" / "frozen.py",
+    ROOT / "jaxtrain" / "rewards" / "vllm_reward.py",
+]
+NO_ROUTES = {"/dev", "/v1"}
+
+
+def routes_of(section: str) -> set[tuple[str, str]]:
+    found = re.findall(rf"^\| `({METHOD}) (\S+)`", SECTIONS[section], re.MULTILINE)
+    assert len(found) == len(set(found)), "a route stands there twice"
+    return set(found)
+
+
+def test_routes_of_a_vllm_server():
+    text = "\n".join(path.read_text() for path in ASKS)
+    paths = set(re.findall(r'"(/[a-z][a-z0-9_/]*)"', text)) - NO_ROUTES
+    own = {(method, adapters.ROUTE + "NAME") for method in ("PUT", "DELETE")}
+    told = routes_of("A vLLM server")
+    assert {path for _, path in told - own} == paths | set(guard.OPEN)
+    asked = set(re.findall(rf'"({METHOD})",\s*"(/[^"]+)"', text))
+    assert len(asked) > 15 and not asked - told, "another method"
+    assert own <= told
+    assert f"more than {guard.MAX_BODY_BYTES >> 20} MiB is 413" in PAGE
+    assert f"an answer of at most {control.MAX_ANSWER_BYTES >> 20} MiB" in PAGE
+    assert f"above {adapters.MOST_BYTES >> 30} GiB; 507" in PAGE
+    assert f"newest {adapters.MOST} stay" in PAGE
+
+
+def test_messages_about_weights():
+    files = [*(ROOT / "jaxtrain" / "rollout" / "vllm").glob("*.py"), Path(ranges.__file__)]
+    text = "\n".join(path.read_text() for path in files)
+    commands = set(re.findall(r'"command": "(\w+)"', text)) - {"stage"}
+    kinds = {f"stage {kind}" for kind in re.findall(r'"kind": "(\w+)"', text)}
+    told = set(re.findall(r"^\| `([a-z ]+)`", SECTIONS["Weights"], re.MULTILINE))
+    assert told == commands | kinds | {"hello", "fetch"}
+    keys = set(re.findall(r'told = \{"(\w+)": size, "(\w+)": .*, "(\w+)": seconds\}', text)[0])
+    for key in keys | {"from", "place", "pass_on"}:
+        assert f"`{key}`" in SECTIONS["Weights"], key
+    sizes = (handshake.GREETING_BYTES, handshake.REPLY_BYTES, handshake.PROOF_BYTES)
+    assert "{} bytes, {} back, {} more, within {:g} s".format(*sizes, handshake.SECONDS) in PAGE
+    assert f"at most {gate.MAX_WAITING} such connections" in PAGE
+    assert f"little-endian; {wire.MAX_HEADER_BYTES >> 20} MiB at most" in PAGE
+    assert f"{ranges.MESSAGE_BYTES >> 10} KiB at most" in PAGE
+    assert f"connections ({ranges.MOST_STREAMS} at most)" in PAGE
+    assert f"hung up on. {weight_links.HELLO_SECONDS:g} s" in PAGE
+
+
+def test_routes_of_the_policy_endpoint():
+    text = Path(policy_server.__file__).read_text()
+    routes = re.findall(r'app\.router\.add_(\w+)\(f"\{prefix\}(/[^"]+)"', text)
+    assert len(routes) == text.count("app.router.add_")
+    told = routes_of("The policy endpoint")
+    assert told == {(method.upper(), path) for method, path in routes}
+    assert f"is at most {policy_server.MOST_BYTES >> 20} MiB (413)" in PAGE
+
+
+def test_calls_of_the_rollout_service():
+    found = {}
+    for row in re.findall(r"^\| `(\w+\.\w+)` \|([^|]*)\|", PAGE, re.MULTILINE):
+        found[row[0]] = re.findall(r"`(\w+)`", row[1])
+    there = {
+        f"{kind.__name__}.{name}": [*inspect.signature(method).parameters][1:]
+        for kind in (RolloutService, EpisodeWorker, ServerHost)
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert found == there
