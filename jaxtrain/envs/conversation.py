@@ -39,12 +39,13 @@ class Conversation:
         rewritten: bool = True,
         row_tokens: int | None = None,
         policy: str = "",
+        agent: str = "",
     ):
         """schemas: of tools that the environment answers itself. name: of rewards that are given
         without one. rewritten: see History. row_tokens: longest sequence that can be trained."""
         self.engine, self.sampling, self.index = engine, sampling, index
-        self.policy = policy
-        """See Episode.policy."""
+        self.policy, self.agent = policy, agent
+        """As of an Episode."""
         self.tools = Toolbox() if tools is None else tools
         self.schemas = list(schemas or [])
         self.max_turns, self.name, self.row_tokens = max_turns, name, row_tokens
@@ -87,9 +88,18 @@ class Conversation:
             )
         if isinstance(others[name], Speaker):
             return Talk(others[name])
+        return self._begin(others[name], name, "")
+
+    def another(self, agent: str) -> "Conversation":
+        """A conversation with the same policy as one of several agents: an episode of its own, to
+        be finished and returned, too. Its rewards are compared with those of the same agent in the
+        other games of the prompt."""
+        return self._begin(self.engine, self.policy, agent)
+
+    def _begin(self, engine: Engine, policy: str, agent: str) -> "Conversation":
         return Conversation(
             self._history.template,
-            others[name],
+            engine,
             self.sampling,
             self.index,
             tools=Toolbox(seconds=self.tools.seconds),
@@ -97,7 +107,8 @@ class Conversation:
             name=self.name,
             rewritten=self._history.rewritten,
             row_tokens=self.row_tokens,
-            policy=name,
+            policy=policy,
+            agent=agent,
         )
 
     @property
@@ -212,6 +223,7 @@ class Conversation:
             earlier=earlier,
             routed=last.routed,
             policy=self.policy,
+            agent=self.agent,
         )
 
     def _add(self, message: dict[str, Any]) -> None:

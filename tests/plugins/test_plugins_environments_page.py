@@ -74,6 +74,14 @@ def test_several_turns():
     assert episode.turn_rewards == [{"tutor": 1.0}, {"tutor": 0.0}]
 
 
+def test_against_itself():
+    first = play("duel", {"prize": 9}, "3", "5")
+    (second,) = first.others
+    assert [one.agent for one in (first, second)] == ["first", "second"]
+    assert [one.all_rewards for one in (first, second)] == [{"duel": 0.0}, {"duel": 4.0}]
+    assert "the other bid 3" in second.prompt[-1]["content"] and len(first.completion) == 1
+
+
 def test_a_judge():
     judge = ScriptedSpeaker(["It is too short.", "Yes."])
     episode = play("debate", {"question": "Why?"}, "So.", "Because.", others={"judge": judge})
