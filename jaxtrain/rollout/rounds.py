@@ -403,7 +403,9 @@ class RoundSource:
         """The same of each agent by itself, where several have names."""
         found: dict[str, float] = {}
         named = [episode.agent for group in judged for episode in group.episodes if episode.agent]
-        for agent in set(named) - set(self.producer.rules.policies):
+        for agent in dict.fromkeys(named):
+            if agent in self.producer.rules.policies:
+                continue
             own = [part for group in judged if (part := group.of_agent(agent)) is not None]
             numbers = {
                 **describe_rewards(own, self.producer.rules.weights),

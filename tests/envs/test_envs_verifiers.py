@@ -253,10 +253,8 @@ def test_the_packages_own_program_plays():
     assert game.rewards == {"right": 2.0, "even": 0.0} and game.metrics["turns"] == 1.0
 
 
-@pytest.mark.slow
-@real
-def test_a_policy_learns_from_the_packages_rewards(tmp_path):
-    """The share of letters with an even code: below a half for random weights."""
+def train(tmp_path, keys, rounds):
+    """Numbers of each round of a toy run in section env.verifiers."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"task": {n}}}\n' for n in range(2, 8)))
     (tmp_path / "run.toml").write_text(f"""{MODEL}
 [[data.datasets]]
@@ -279,7 +277,7 @@ kind = "verifiers"
 [env.verifiers]
 taskset = "{SUMS}"
 args = {{ question = "{{a}}{{b}}" }}
-agents = {{ agent = {{ harness = {{ id = "verifiers_sums", turns = 1 }} }} }}
+{keys}
 
 [sampling]
 temperature = 1.0
@@ -291,7 +289,7 @@ lr_scheduler = "constant"
 
 [run]
 output_dir = "{tmp_path}/run"
-max_steps = 20
+max_steps = {rounds}
 export = false
 
 [log]
@@ -299,6 +297,33 @@ plot = false
 """)
     assert main(["--config", str(tmp_path / "run.toml")]) == 0
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    rewards = [line["rewards/even/mean"] for line in lines if "loss" in line]
-    print([round(reward, 2) for reward in rewards])
-    assert len(rewards) == 20 and sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    return [line for line in lines if "loss" in line]
+
+
+def rise(lines, name):
+    """Mean of the last three rounds less that of the first three."""
+    values = [line[name] for line in lines]
+    print(name, [round(value, 2) for value in values])
+    return (sum(values[-3:]) - sum(values[:3])) / 3
+
+
+ONE_TURN = '{ harness = { id = "verifiers_sums", turns = 1 } }'
+
+
+@pytest.mark.slow
+@real
+def test_a_policy_learns_from_the_packages_rewards(tmp_path):
+    """The share of letters with an even code: below a half for random weights."""
+    lines = train(tmp_path, f"agents = {{ agent = {ONE_TURN} }}", 20)
+    assert len(lines) == 20 and rise(lines, "rewards/even/mean") > 0.2
+
+
+@pytest.mark.slow
+@real
+def test_one_policy_learns_to_be_two_agents_that_earn_the_opposite(tmp_path):
+    """Their rewards together say nothing of either."""
+    world = Path(SUMS).with_name("verifiers_opposites.py")
+    agents = f"agents = {{ even = {ONE_TURN}, odd = {ONE_TURN} }}"
+    lines = train(tmp_path, f'environment = "{world}"\n{agents}', 30)
+    assert rise(lines, "even/rewards/even/mean") > 0.15
+    assert rise(lines, "odd/rewards/odd/mean") > 0.3
