@@ -37,7 +37,7 @@ def rehearse(
     for name, rows, env, rewards in parts:
         if getattr(env, "remote", False):
             say(
-                f"{name}: its environment plays in servers, which a dry run does not start or play in"
+                f"{name}: its environment plays in servers, where a dry run plays nothing"
             )
             continue
         row = next((one for one in (rows[i] for i in range(len(rows))) if one), Unreadable(""))
