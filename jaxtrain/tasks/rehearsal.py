@@ -36,9 +36,7 @@ def rehearse(
     """
     for name, rows, env, rewards in parts:
         if getattr(env, "remote", False):
-            say(
-                f"{name}: its environment plays in servers, where a dry run plays nothing"
-            )
+            say(f"{name}: its environment plays in servers, where a dry run plays nothing")
             continue
         row = next((one for one in (rows[i] for i in range(len(rows))) if one), Unreadable(""))
         try:
