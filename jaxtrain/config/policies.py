@@ -90,6 +90,15 @@ def list_trained(config: Any) -> tuple[str, ...]:
     return tuple(name for name, policy in config.policies.items() if policy.trained)
 
 
+def list_judges(config: Any) -> dict[str, list[str]]:
+    """Of each trained policy the labels of the reward functions that judge it, in the config's
+    order."""
+    return {
+        name: [one.label for one in config.rewards if one.policy in (None, name)]
+        for name in list_trained(config)
+    }
+
+
 def find_trained_problems(config: Any) -> Iterator[str]:
     """One sentence for each thing that several adapters on one base do not go with."""
     key = f"policies.{list_trained(config)[0]}.trained"

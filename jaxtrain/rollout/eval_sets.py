@@ -2,6 +2,9 @@
 
     rows ─ env.run x k ─> episodes ─ rewards ─> Answered ─> {"eval/gsm8k/pass@4": 0.61, ...}
 
+A game of several policies or agents is several episodes: the numbers are those of the first one of
+each game, and behind its name those of everybody ("eval/sums/verifier/reward").
+
 pass@j is the unbiased estimate from k answers of which c solve the problem (Chen et al. 2021,
 "Evaluating Large Language Models Trained on Code"): 1 - C(k - c, j) / C(k, j).
 """
@@ -16,6 +19,7 @@ from jaxtrain.config.evals import EvalSetConfig
 from jaxtrain.errors import UserError
 from jaxtrain.rewards import Rewards
 from jaxtrain.rollout.failures import Failures
+from jaxtrain.rollout.producer import list_episodes, score_policies
 from jaxtrain.rollout.round_metrics import average_env_metrics, describe_sample
 from jaxtrain.rollout.types import Engine, Env, Episode, EpisodeFailed, Sampling
 
@@ -36,6 +40,25 @@ class Answered:
     """Answers that came to nothing: they count as unsolved, with reward 0."""
     unjudged: int = 0
     """Answers that no function had a number for, be it that it failed: reward 0, too."""
+    speakers: "dict[str, Answered]" = field(default_factory=dict)
+    """Where policies or agents have names: the same of each who played. The fields above are those
+    of the first episode of each game."""
+
+    def add(self, episode: Episode, score: dict[str, float | None], total: float | None) -> None:
+        """One more answer; total: None where nothing judged it."""
+        self.episodes.append(episode)
+        self.scores.append(score)
+        self.totals.append(total or 0.0)
+        self.unjudged += total is None
+
+    def of(self, speaker: str) -> "Answered":
+        """Of one speaker; where it did not play, what failed may have been its answers."""
+        return self.speakers.get(speaker) or Answered(self.row, failed=self.failed)
+
+    @property
+    def everybody(self) -> "list[Answered]":
+        """Of each speaker, or of the only one."""
+        return list(self.speakers.values()) or [self]
 
 
 async def answer_set(
@@ -47,8 +70,10 @@ async def answer_set(
     k: int,
     max_running: int = 256,
     failures: Failures | None = None,
+    policies: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Answered]:
-    """Let the engine answer every row k times, at most `max_running` episodes at once.
+    """Let the engine answer every row k times, at most `max_running` episodes at once. policies: as
+    producer.Rules.policies.
 
     The same rows, weights and sampling.seed give the same answers, wherever in a run it happens.
     Episodes and judgements that fail are counted, and told to `failures`; they end nothing, unless
@@ -70,7 +95,7 @@ async def answer_set(
 
     async def judge(found: list[Episode], row: Mapping[str, Any]) -> list[dict[str, float | None]]:
         try:
-            return await rewards.score(found, dict(row))
+            return await score_policies(rewards, policies or {}, found, dict(row))
         except EpisodeFailed as failure:
             if failure.mistake:
                 raise UserError(failure.cause) from None
@@ -80,17 +105,19 @@ async def answer_set(
     async def answer(number: int, row: Mapping[str, Any]) -> Answered:
         first = FIRST_INDEX + number * k
         played = await asyncio.gather(*(play(row, first + i) for i in range(k)))
-        found = [episode for episode in played if episode is not None]
+        games = [episode for episode in played if episode is not None]
+        found = list_episodes(games, list(policies or {}))
         scores = await judge(found, row) if found else []
-        totals = [rewards.total(score) for score in scores]
-        return Answered(
-            row=row,
-            episodes=found,
-            scores=scores,
-            totals=[total or 0.0 for total in totals],
-            failed=k - len(found),
-            unjudged=totals.count(None),
-        )
+        answered = Answered(row, failed=k - len(games))
+        firsts = {id(game) for game in games}
+        for episode, score in zip(found, scores, strict=True):
+            total = rewards.total(score)
+            if id(episode) in firsts:
+                answered.add(episode, score, total)
+            if name := episode.policy or episode.agent:
+                own = answered.speakers.setdefault(name, Answered(row, failed=answered.failed))
+                own.add(episode, score, total)
+        return answered
 
     return list(await asyncio.gather(*(answer(i, row) for i, row in enumerate(rows))))
 
@@ -104,13 +131,26 @@ def pass_at(j: int, k: int, solved: int) -> float:
 def summarise(answered: Sequence[Answered], k: int, threshold: float) -> dict[str, float]:
     """Means over problems: reward, avg@k (share of solving answers), pass@j for powers of two up
     to k, length, share cut off, each reward function by name, and what the environment measured
-    (over all episodes that did not fail)."""
+    (over all episodes that did not fail). Then the same of each speaker behind its name."""
+    found = summarise_one(answered, k, threshold)
+    for name in dict.fromkeys(name for one in answered for name in one.speakers):
+        own = summarise_one([one.of(name) for one in answered], k, threshold)
+        found |= {f"{name}/{key}": value for key, value in own.items()}
+    return found
+
+
+def summarise_one(answered: Sequence[Answered], k: int, threshold: float) -> dict[str, float]:
+    """As summarise, of one speaker: over the problems of which it has an answer, and pass@j over
+    those of which it has j, for it need not have played in each game."""
+    numbers = [len(one.totals) + one.failed for one in answered]
     solved = [sum(total >= threshold for total in one.totals) for one in answered]
+    counts = [(n, count) for n, count in zip(numbers, solved, strict=True) if n]
     totals = [total for one in answered for total in [*one.totals, *[0.0] * one.failed]]
-    found = {"reward": mean(totals), f"avg@{k}": mean([count / k for count in solved])}
+    found = {"reward": mean(totals), f"avg@{k}": mean([count / n for n, count in counts])}
     wanted = [1 << power for power in range(k.bit_length()) if 1 << power <= k]
     for j in sorted({*wanted, k}):
-        found[f"pass@{j}"] = mean([pass_at(j, k, count) for count in solved])
+        if there := [pass_at(j, n, count) for n, count in counts if n >= j]:
+            found[f"pass@{j}"] = mean(there)
     episodes = [episode for one in answered for episode in one.episodes]
     found["mean_length"] = mean([episode.num_sampled for episode in episodes])
     found["clipped_ratio"] = mean([episode.finish_reason == "length" for episode in episodes])
@@ -133,7 +173,7 @@ def mean(numbers: Sequence[float]) -> float:
 
 def list_answers(name: str, answered: Sequence[Answered]) -> Iterator[dict[str, Any]]:
     """A line for samples.jsonl for each answer to the set `name`."""
-    for one in answered:
+    for one in (own for problem in answered for own in problem.everybody):
         for episode, score, total in zip(one.episodes, one.scores, one.totals, strict=True):
             yield {"set": name, **describe_sample(episode, total, score)}
 
@@ -142,7 +182,8 @@ def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) ->
     """The best and the worst `count` answers, a few lines each; the first of equals."""
     pairs = [
         (total, episode)
-        for one in answered
+        for problem in answered
+        for one in problem.everybody
         for total, episode in zip(one.totals, one.episodes, strict=True)
     ]
     order = sorted(range(len(pairs)), key=lambda i: (-pairs[i][0], i))
@@ -151,8 +192,9 @@ def show_extremes(answered: Sequence[Answered], count: int, width: int = 200) ->
     for title, chosen in (("best", best), ("worst", worst)):
         for i in chosen:
             total, episode = pairs[i]
+            name = episode.policy or episode.agent
             lines += [
-                f"{title}: reward {total:g}, {episode.num_sampled} tokens"
+                f"{title}{name and f', {name}'}: reward {total:g}, {episode.num_sampled} tokens"
                 f" ({episode.finish_reason})",
                 *(f"{role:>10}: {shorten(text, width)}" for role, text in list_turns(episode)),
             ]

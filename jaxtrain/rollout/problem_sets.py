@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from jaxtrain.config import Config, EvalSetConfig
+from jaxtrain.config.policies import list_judges
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.prompt_sets import read_prompt_set
 from jaxtrain.data.sources import open_rows
@@ -48,13 +49,15 @@ class ProblemSets:
         patience: float | None = None,
         say: Callable[[str], None] = print,
         others: Mapping[str, Any] | None = None,
+        policies: Mapping[str, Sequence[str]] | None = None,
     ):
-        """Reads all rows. envs: one for each set. others: the frozen policies. show: best and
+        """Reads all rows. envs: one for each set. others: the frozen policies. policies: the
+        trained ones, where they have names, as producer.Rules.policies. show: best and
         worst answers of each set to tell; UserError for a set that cannot be read."""
         self.sets = [(one, read_problems(i, one)) for i, one in enumerate(sets)]
         self.envs, self.rewards, self.sampling = envs, rewards, sampling
         self.show, self.patience, self.say = show, patience, say
-        self.others = dict(others or {})
+        self.others, self.policies = dict(others or {}), policies
 
     def run(
         self,
@@ -99,6 +102,7 @@ class ProblemSets:
                 set_sampling(self.sampling, one),
                 one.k,
                 failures=Failures(say=self.say),
+                policies=self.policies,
             )
         except UserError as error:
             raise UserError(f"eval.sets.{index} ({one.path}): {error}") from None
@@ -149,6 +153,7 @@ def open_problem_sets(
             patience=config.env.step_timeout,
             say=say,
             others=open_frozen(config),
+            policies=list_judges(config),
         )
         for env, (_, rows) in zip(envs, made.sets, strict=True):
             env.inspect(rows, say)

@@ -21,7 +21,7 @@ tried again, then its group is dropped; failures.py ends the run where that pers
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -206,18 +206,11 @@ class GroupPlayer:
                 self.failures.add(failure)
             return None
         try:
-            return await self._score(list_episodes(games, list(self.rules.policies)), ask, rewards)
+            episodes = list_episodes(games, list(self.rules.policies))
+            scores = await score_policies(rewards, self.rules.policies, episodes, ask.row)
+            return episodes, scores
         except EpisodeFailed as failure:
             return self._give_up(failure, slot)
-
-    async def _score(self, episodes: list[Episode], ask: Ask, rewards: Any) -> Drawn:
-        """The episodes with their rewards, each policy's by the functions that judge it."""
-        scores: list[dict[str, float | None]] = []
-        for policy, functions in self.rules.policies.items():
-            own = [episode for episode in episodes if episode.policy == policy]
-            if own:
-                scores += await rewards.only(functions).score(own, ask.row)
-        return episodes, scores or await rewards.score(episodes, ask.row)
 
     def _give_up(self, failure: EpisodeFailed, slot: Slot) -> None:
         """All episodes of a group are lost."""
@@ -276,6 +269,22 @@ def list_episodes(games: Sequence[Episode], policies: Sequence[str]) -> list[Epi
     agents = list(dict.fromkeys(one.agent for one in found))
     places = {name: index for index, name in enumerate(policies)}
     return sorted(found, key=lambda one: (places.get(one.policy, 0), agents.index(one.agent)))
+
+
+async def score_policies(
+    rewards: Any,
+    policies: Mapping[str, Sequence[str]],
+    episodes: list[Episode],
+    row: dict[str, Any],
+) -> list[dict[str, float | None]]:
+    """The rewards of each of list_episodes' episodes. policies: of each the functions that judge
+    it; without any, all judge everybody."""
+    scores: list[dict[str, float | None]] = []
+    for policy, functions in policies.items():
+        own = [episode for episode in episodes if episode.policy == policy]
+        if own:
+            scores += await rewards.only(functions).score(own, row)
+    return scores or await rewards.score(episodes, row)
 
 
 def earns_alike(group: Group, rules: Rules) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
-from jaxtrain.config.policies import list_trained
+from jaxtrain.config.policies import list_judges, list_trained
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.pack import Fields
 from jaxtrain.envs.guard import Guarded
@@ -218,10 +218,7 @@ class PromptData:
             max_asks=rollout.max_refill if rollout.zero_advantage == "refill" else 1,
             retries=rollout.retries,
             datasets=label_datasets(self.config.data.datasets),
-            policies={
-                name: [one.label for one in self.config.rewards if one.policy in (None, name)]
-                for name in list_trained(self.config)
-            },
+            policies=list_judges(self.config),
         )
 
     def make_failures(self, say: Callable[[str], None]) -> Failures:

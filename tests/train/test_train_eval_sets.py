@@ -78,6 +78,66 @@ def test_every_row_is_answered_k_times_with_its_own_draws():
     assert numbers["mean_length"] == 6.5 and "failed" not in numbers
 
 
+class Game(Env):
+    """Two policies: b does not play in a row's first game, and twice in the second one."""
+
+    async def run(self, row, engine, sampling, index):
+        first = await super().run(row, engine, sampling, index)
+        number = (index - FIRST_INDEX) % 4
+        first.metrics = {"n": 1.0}
+        first.others = [episode(tokens=9, right=float(number > 1)) for _ in range(min(number, 2))]
+        for one in first.others:
+            one.policy, one.metrics = "b", {"n": 2.0}
+        return first
+
+
+class Judges(Rewards):
+    """Functions of names, each worth a quarter, beside what the environment says."""
+
+    def __init__(self, names=("both",)):
+        self.names = names
+
+    def only(self, names):
+        return Judges(names)
+
+    async def score(self, episodes, row):
+        return [{**e.rewards, **dict.fromkeys(self.names, 0.25)} for e in episodes]
+
+
+def test_each_policy_of_a_game_is_judged_and_counted_by_itself():
+    rows, policies = [{"n": 0}, {"n": 1}], {"a": ["both"], "b": ["both", "own"]}
+    env = Game({4, 5, 6, 7})  # nothing of the second row
+    found = asyncio.run(answer_set(rows, env, None, Judges(), None, k=4, policies=policies))
+    numbers = summarise(found, 4, threshold=1.0)
+    one = {key: value for key, value in numbers.items() if not key.startswith(("a/", "b/"))}
+    assert {f"a/{key}": value for key, value in one.items()}.items() <= numbers.items()
+    assert numbers["avg@4"] == 1 / 4 and numbers["failed"] == 4 and numbers["env/n"] == 1
+    # b: five answers to the first problem, four of them solve it; the second one's all failed.
+    assert numbers["b/avg@4"] == pytest.approx((4 / 5 + 0) / 2)
+    assert numbers["b/pass@2"] == pytest.approx((1 + 0) / 2) and numbers["b/env/n"] == 2
+    assert numbers["b/reward"] == pytest.approx((4 * 1.5 + 0.5) / (5 + 4))
+    assert numbers["b/rewards/own"] == numbers["a/rewards/both"] == 0.25
+    assert "a/rewards/own" not in numbers
+    lines = list(list_answers("mine", found))
+    assert [line["policy"] for line in lines] == ["a"] * 4 + ["b"] * 5
+    assert show_extremes(found, 1)[0].startswith("best, b: reward 1.5, 9 tokens")
+
+
+def test_agents_of_one_policy_have_their_numbers_too():
+    class Agents(Game):
+        async def run(self, row, engine, sampling, index):
+            first = await super().run(row, engine, sampling, index)
+            first.agent = "guest"
+            for one in first.others:
+                one.policy, one.agent = "", "host"
+            return first
+
+    found = asyncio.run(answer_set([{"n": 0}], Agents(), None, Rewards(), None, k=4))
+    numbers = summarise(found, 4, threshold=1.0)
+    assert numbers["guest/avg@4"] == numbers["avg@4"] == 0.5
+    assert numbers["host/avg@4"] == 4 / 5 and "host/failed" not in numbers
+
+
 def test_failed_episodes_count_as_unsolved():
     found = asyncio.run(answer_set([{"n": 0}], Env({1, 3}), None, Rewards(), None, k=4))
     numbers = summarise(found, 4, threshold=1.0)
