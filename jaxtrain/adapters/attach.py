@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
+from jaxtrain.adapters.rows import TokenRows
 from jaxtrain.adapters.spec import Adapter, LoRASpec
 from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.errors import UserError
+from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import ExpertLinear, Linear
 from jaxtrain.models.parameters import Params, Shapes
 
@@ -29,6 +31,11 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
         if slot is not None:
             salt = zlib.crc32(".".join(map(str, path)).encode())
             node.adapter = make_adapter(node, slot, adapter.dtype, adapter.dropout, salt)
+        name = ".".join(map(str, path))
+        if isinstance(node, Embed) and name in adapter.rows:
+            shape = (len(adapter.rows[name]), node.embedding.get_value().shape[1])
+            rows = jax.ShapeDtypeStruct(shape, jnp.dtype(adapter.dtype))
+            node.adapter = TokenRows(rows, adapter.rows[name])
     assert not left, f"no such Linear: {sorted(left)}"
     return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
 
@@ -65,7 +72,7 @@ def without_adapters(model: nnx.Module) -> nnx.Module:
     In place, so use it on a model that was just rebuilt. Parameters trained in full stay trained.
     """
     for _, node in list(nnx.iter_graph(model)):
-        if isinstance(node, Linear):
+        if isinstance(node, Linear | Embed):
             node.adapter = nnx.data(None)
     return model
 
@@ -93,16 +100,24 @@ def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> P
     """The trained parameters at the start: the model computes what its base computes.
 
     shapes: of all that is trained, with shardings; base: the base's parameters.
-    A is uniform in +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns. The
-    numbers depend on seed and path, not on the mesh.
+    A is uniform in +-1/sqrt(in) as in PEFT, B zero, the magnitude the norm of W's columns; rows of
+    tables are the table's. The numbers depend on seed and path, not on the mesh.
     """
     needed = {path: base[path] for path in adapter.full}
     for path, slot in adapter.slots.items():
         if slot.dora:
             needed[f"{path}.kernel"] = base[f"{path}.kernel"]
+    needed |= {f"{path}.embedding": base[f"{path}.embedding"] for path in adapter.rows}
 
     def draw(key: jax.Array, base: Params) -> Params:
-        return {path: _start(path, shape, key, base) for path, shape in shapes.items()}
+        rows = {
+            f"{path}.adapter.rows": base[f"{path}.embedding"][jnp.asarray(ids)]
+            for path, ids in adapter.rows.items()
+        }
+        return {
+            path: rows[path].astype(shape.dtype) if path in rows else _start(path, shape, key, base)
+            for path, shape in shapes.items()
+        }
 
     places = {path: shape.sharding for path, shape in shapes.items()}
     return jax.jit(draw, out_shardings=places)(jax.random.key(seed), needed)

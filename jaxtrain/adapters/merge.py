@@ -5,21 +5,25 @@ model: by tensor names, and by the family's where several matrices are one tenso
 """
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.adapters.peft import find_pairs
 from jaxtrain.adapters.peft_experts import innermost
-from jaxtrain.adapters.peft_folder import PREFIX, SUFFIX, PeftFolder, open_peft
+from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolder, open_peft
 from jaxtrain.adapters.spec import LoRASpec, find_linears
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.hf.copy import copy_folder, is_float
-from jaxtrain.hf.files import spell
+from jaxtrain.hf.files import check_inside, read_object, spell
+from jaxtrain.hf.generation import NAME as GENERATION
 from jaxtrain.hf.ops import Op, Stack, Transpose, whole
 from jaxtrain.hf.packed import open_folder
 from jaxtrain.hf.safetensors import CODES, MAX_SHARD_BYTES, Folder
@@ -28,6 +32,11 @@ from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
+ENDS = (".embed_tokens.weight", ".embeddings.weight", ".lm_head.weight")
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +61,30 @@ class Correction:
             magnitude = fetch(self.peft, f"{module}.{SUFFIX['magnitude']}").astype(np.float32)
             # numpy sums float32 rows pairwise: exact enough for rows of any length.
             merged *= (magnitude / np.sqrt(np.square(merged).sum(1)))[:, None]
+        return merged
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCorrection:
+    """What an adapter that holds rows of a table does to it; the table gets those that it lacks."""
+
+    peft: PeftFolder
+    tensor: str
+    ids: tuple[int, ...]
+    total: int
+    below: str | None = None
+    """The adapter's tensor with the rows that the base lacks; None: they are its mean."""
+
+    def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
+        """The table [total, D] in float32 of the base's."""
+        wide = base.astype(np.float32)
+        merged = np.empty((self.total, base.shape[1]), np.float32)
+        merged[: len(wide)] = wide
+        merged[len(wide) :] = wide.mean(0)
+        if self.below is not None:
+            more = fetch(self.peft, self.below)[len(wide) :]
+            merged[len(wide) :][: len(more)] = more
+        merged[list(self.ids)] = fetch(self.peft, self.tensor)
         return merged
 
 
@@ -138,11 +171,14 @@ def merge_adapter(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantize: str = "none",
     family: str | None = None,
+    keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Write to `output` the model of `base` with the PEFT folder `adapter` merged in.
+    """Write to `output` the model of `base` with the PEFT folder `adapter` merged in, and with the
+    tokenizer that lies there, if one does.
 
     Tensors keep their dtypes but where `dtype` is given. quantize: the adapter was trained beside
     weights in that storage; what was stored so is put through it first. family: as model.family.
+    keys: of config.json, which the adapter's tokens change.
     Returns the number of tensors that the adapter changed; raises one UserError for all that cannot
     be merged, before writing.
     """
@@ -166,16 +202,68 @@ def merge_adapter(
             )
         return merged
 
-    copy_folder(base, output, dtype, max_shard_bytes, change)
+    shapes = find_grown(files, peft, corrections)
+    if shapes:
+        keys = {**keys, "vocab_size": next(iter(shapes.values()))[0]}
+    copy_folder(base, output, dtype, max_shard_bytes, change, shapes, keys)
+    copy_tokenizer(Path(adapter), output)
+    if "eos_token_id" in keys:
+        end_with(output / GENERATION, keys["eos_token_id"])
     return len(corrections)
+
+
+def end_with(file: Path, eos: int) -> None:
+    """Let servers that read a generation_config.json end answers at a token, too."""
+    if file.is_file():
+        found = read_object(file)
+        told = found.get("eos_token_id")
+        known = told if isinstance(told, list) else [] if told is None else [told]
+        found["eos_token_id"] = list(dict.fromkeys([eos, *known]))
+        file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def find_grown(
+    files: Folder, peft: PeftFolder, corrections: Mapping[str, Any]
+) -> dict[str, tuple[int, int]]:
+    """{table of the base: its shape with the adapter's tokens}; UserError where another table keeps
+    fewer rows."""
+    shapes = {}
+    for name, one in corrections.items():
+        if isinstance(one, RowCorrection):
+            shapes[name] = (one.total, files.tensors[name].shape[1])
+        elif isinstance(one, Correction) and one.slot is None:
+            shapes[name] = peft.files.tensors[PREFIX + name].shape
+    grown = {n: shape for n, shape in shapes.items() if shape != files.tensors[n].shape}
+    tables = [name for name in files.tensors if f".{name}".endswith(ENDS)]
+    rows = {name: shapes.get(name, files.tensors[name].shape)[0] for name in tables}
+    if grown and len(set(rows.values())) > 1:
+        told = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        raise UserError(
+            f"{peft.path} adds tokens to some tables of {files.path} and not to others: with it"
+            f" they have rows {told}"
+        )
+    return grown
+
+
+def copy_tokenizer(adapter: Path, output: Path) -> None:
+    """The tokenizer beside an adapter in the place of the base's: it may have more tokens, and has
+    the chat template that was trained with."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return
+    for name in TOKENIZER:
+        (output / name).unlink(missing_ok=True)
+        if (adapter / name).is_file():
+            check_inside(adapter, adapter / name)
+            shutil.copyfile(adapter / name, output / name)
 
 
 def find_corrections(
     files: Folder, peft: PeftFolder, config: DecoderConfig | None = None
-) -> dict[str, Correction | ExpertCorrection]:
+) -> dict[str, Correction | RowCorrection | ExpertCorrection]:
     """{tensor of the base: what the adapter does to it}; UserError where they do not fit. config:
     the base's, needed where the adapter has pairs for all experts of a layer."""
-    found, problems = {}, []
+    found: dict[str, Any] = {}
+    problems: list[str] = []
     for module, slot in peft.modules().items():
         name = f"{module}.weight"
         down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
@@ -185,6 +273,20 @@ def find_corrections(
             found[name] = Correction(peft, name, slot)
     if config is not None and peft.targets:
         found |= find_expert_corrections(files, peft, config, problems)
+    for module, ids in peft.rows().items():
+        name = f"{module}.weight"
+        stored = files.tensors.get(name)
+        own = peft.files.tensors[f"{PREFIX}{module}.{ROWS}"].shape
+        if stored is None:
+            problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
+        elif stored.shape[1:] != own[1:] or not is_float(stored.dtype):
+            problems.append(f"{name} is {stored.shape}, the adapter's rows are {own}")
+        else:
+            total, below = max(stored.shape[0], max(ids) + 1), f"{module}.{BELOW}"
+            if more := peft.files.tensors.get(PREFIX + below):
+                total = max(total, more.shape[0])
+            tensor = f"{module}.{ROWS}"
+            found[name] = RowCorrection(peft, tensor, ids, total, below if more else None)
     for name in sorted(peft.full()):
         stored, own = files.tensors.get(name), peft.files.tensors[PREFIX + name]
         if stored is None and name == TABLES[1] and _same_tables(peft):
@@ -197,7 +299,7 @@ def find_corrections(
             )
         elif stored is None:
             problems.append(f"the base has no {name} (a head that it ties to the embedding?)")
-        elif stored.shape != own.shape:
+        elif stored.shape != own.shape and not grows(name, stored.shape, own.shape):
             problems.append(f"{name} is {stored.shape}, the adapter's is {own.shape}")
         else:
             found[name] = Correction(peft, name, None)
@@ -262,6 +364,11 @@ def fits(files: Folder, name: str, shape: tuple[int, ...], problems: list[str], 
     else:
         return True
     return False
+
+
+def grows(name: str, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether an adapter's table has more tokens than the base's, and is its like else."""
+    return f".{name}".endswith(ENDS) and own[1:] == shape[1:] and own[0] > shape[0]
 
 
 def _same_tables(peft: PeftFolder) -> bool:

@@ -2,7 +2,9 @@
 
 Tensor names are the base model's, with the prefix `base_model.model.`: `<module>.lora_A.weight`
 [R, in], `<module>.lora_B.weight` [out, R], `<module>.lora_magnitude_vector` [out] for DoRA, and
-`<tensor>` itself for what is trained in full (`modules_to_save`). PEFT and vLLM load them.
+`<tensor>` itself for what is trained in full (`modules_to_save`), `<module>.token_adapter.
+trainable_tokens_delta` for rows of a table (`trainable_token_indices`). PEFT loads them all, vLLM
+those of Linears.
 
 Where several matrices here are rows of one there (`in_proj_qkvz` of Qwen3-Next), their pairs are
 one pair: the factors A below each other, B in blocks, zero elsewhere; rank and alpha grow with
@@ -29,7 +31,16 @@ from jaxtrain.adapters.peft_experts import (
     find_wrapped,
     innermost,
 )
-from jaxtrain.adapters.peft_folder import CONFIG, PREFIX, SUFFIX, WEIGHTS, PeftFolder, open_peft
+from jaxtrain.adapters.peft_folder import (
+    BELOW,
+    CONFIG,
+    PREFIX,
+    ROWS,
+    SUFFIX,
+    WEIGHTS,
+    PeftFolder,
+    open_peft,
+)
 from jaxtrain.adapters.spec import Adapter, Linears, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import spell
@@ -74,6 +85,11 @@ def adapter_entries(
         for name in SUFFIX if slot.dora else ("a", "b"):
             op = _adapted(kernel, name, places.get(path))
             entries.append(Entry(f"{path}.adapter.{name}", op))
+    for path in adapter.rows:
+        table = base[f"{path}.embedding"]
+        assert isinstance(table, Tensor), f"{path} is not one tensor"
+        name = f"{PREFIX}{table.name.removesuffix('weight')}{ROWS}"
+        entries.append(Entry(f"{path}.adapter.rows", Tensor(name)))
     for path in adapter.full:
         tensor = base[path]
         assert isinstance(tensor, Tensor), f"{path} is not one tensor"
@@ -187,9 +203,26 @@ def write_gathered(
     wrapped = wrapped_slots(config, adapter)
     targets = {path: one.target for path, one in wrapped.items() if not one.alone}
     raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name, targets)
-    if any(name.startswith(f"{PREFIX}lm_head.") for name in plan):
+    if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
+    if adapter.rows:
+        modules = table_modules(config)
+        raw["trainable_token_indices"] = {
+            modules[path].rpartition(".")[2]: list(ids) for path, ids in adapter.rows.items()
+        }
     (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def table_modules(config: DecoderConfig) -> dict[str, str]:
+    """{"embed": "model.embed_tokens", ...}: the Hugging Face modules of the tables with a row a
+    token."""
+    base = {entry.param: entry.op for entry in family(config).names(config)}
+    found = {path: base.get(f"{path}.embedding") for path in ("embed", "lm_head")}
+    return {
+        path: op.name.removesuffix(".weight")
+        for path, op in found.items()
+        if isinstance(op, Tensor)
+    }
 
 
 def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
@@ -308,7 +341,24 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             f"adapter.path {str(folder)!r} is a language model's, it holds no {scores[0]}; merge it"
             " into its base (jaxtrain merge) and start from that folder"
         )
-    unknown = sorted([*left, *(peft.full() - set(tables))])
+    homes = {module: path for path, module in table_modules(config).items()}
+    rows, named = {}, peft.rows()
+    stored = config.vocab_size - config.grown
+    for module in homes.keys() & named.keys():
+        rows[homes[module]] = named.pop(module)
+        below = peft.files.tensors.get(f"{PREFIX}{module}.{BELOW}")
+        if below is not None and set(range(stored, below.shape[0])) - set(rows[homes[module]]):
+            raise UserError(
+                f"adapter.path {str(folder)!r} brings a table for {module} with more rows than the"
+                " base has and it trains; merge it instead: jaxtrain merge"
+            )
+        if max(rows[homes[module]]) >= config.vocab_size:
+            raise UserError(
+                f"adapter.path {str(folder)!r} has rows for token {max(rows[homes[module]])}, the"
+                f" model has {config.vocab_size}: name the tokens that it was trained with in"
+                " model.added_tokens or model.special_tokens"
+            )
+    unknown = sorted([*left, *named, *(peft.full() - set(tables))])
     if unknown or not slots:
         raise UserError(
             f"adapter.path {str(folder)!r} does not fit {config.architecture}: "
@@ -316,7 +366,7 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
         )
     full = tuple(sorted({tables[name] for name in peft.full()}))
     dropout = float(peft.config.get("lora_dropout") or 0)
-    return Adapter(slots, full, dtype, source=Path(folder), dropout=dropout)
+    return Adapter(slots, full, dtype, source=Path(folder), dropout=dropout, rows=rows)
 
 
 def find_pairs(

@@ -82,6 +82,8 @@ def read_peft_config(file: Path) -> dict[str, Any]:
         lambda v: v is None or all(type(n) is int for n in (v if isinstance(v, list) else [v])),
         "a number, a list of numbers or null",
     )
+    tokens = raw.get("trainable_token_indices")
+    _require(file, "trainable_token_indices", tokens, _are_ids, "ids of tokens, by module or alone")
     for key in TEXTS:
         _require(file, key, raw.get(key), lambda v: v is None or isinstance(v, str), "a text")
     for key in OBJECTS:
@@ -147,6 +149,14 @@ def _is_alpha(value: Any) -> bool:
 
 def _is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1 and math.isfinite(value)
+
+
+def _are_ids(value: Any) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value if value is not None else []]
+    return all(
+        isinstance(ids, list) and all(type(n) is int and 0 <= n < 2**31 for n in ids)
+        for ids in lists
+    )
 
 
 def _are_names(value: Any) -> bool:

@@ -6,23 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.peft_experts import Wrapped
 from jaxtrain.adapters.spec import LoRASpec
 from jaxtrain.errors import UserError
 from jaxtrain.hf.files import shorten, spell
+from jaxtrain.hf.ops import whole
 from jaxtrain.hf.safetensors import Folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
+ROWS = "token_adapter.trainable_tokens_delta"
+"""What ends the name of rows of a table, those of trainable_token_indices."""
+BELOW = "token_adapter.base_layer.weight"
+"""What ends the name of a table below such rows, which PEFT adds where it was resized."""
+
 SAYS_NOTHING = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"),
     *("revision", "task_type", "lora_dropout", "megatron_core", "loftq_config", "runtime_config"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
     *("target_modules", "target_parameters", "exclude_modules"),
-    *("modules_to_save", "ensure_weight_tying"),
+    *("modules_to_save", "ensure_weight_tying", "trainable_token_indices"),
     *("layers_pattern", "layers_to_transform"),
 }
 """Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
@@ -102,8 +110,35 @@ class PeftFolder:
         return {
             name[len(PREFIX) :]
             for name in self.files.tensors
-            if not any(name.endswith(f".{suffix}") for suffix in SUFFIX.values())
+            if not any(name.endswith(f".{suffix}") for suffix in (*SUFFIX.values(), ROWS, BELOW))
         }
+
+    def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether rows are those of the embedding again, as PEFT may write them of a tied head."""
+        others = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
+        same = [n for n in others if self.files.tensors[n].shape == shape]
+        fetched = (self.files.fetch(n, whole(shape)) for n in (name, *same))
+        return bool(same) and np.array_equal(*fetched)
+
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        """Ids of the tokens of which it replaces the rows, by the module of the table."""
+        said = self.config.get("trainable_token_indices") or {}
+        said = said if isinstance(said, dict) else {"embed_tokens": said}
+        found = {}
+        for name, stored in self.files.tensors.items():
+            if not name.endswith(f".{ROWS}"):
+                continue
+            module = name[len(PREFIX) : -len(ROWS) - 1]
+            ids = next((ids for key, ids in said.items() if f".{module}".endswith(f".{key}")), ())
+            if not ids and self._is_copy(name, stored.shape):
+                continue
+            if len(ids) != stored.shape[0] or len(set(ids)) < len(ids):
+                raise UserError(
+                    f"{self.path / WEIGHTS}: {spell(name)} has {stored.shape[0]} rows; {CONFIG}"
+                    f" names {len(set(ids))} tokens for them (trainable_token_indices)"
+                )
+            found[module] = tuple(ids)
+        return found
 
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:
@@ -149,7 +184,8 @@ def check_shapes(peft: PeftFolder) -> None:
     for name, stored in peft.files.tensors.items():
         kind = next((kind for kind, end in SUFFIX.items() if name.endswith(f".{end}")), None)
         dims = 1 if kind == "magnitude" else 2
-        if kind is not None and (len(stored.shape) != dims or 0 in stored.shape):
+        known = kind is not None or name.endswith(f".{ROWS}")
+        if known and (len(stored.shape) != dims or 0 in stored.shape):
             raise UserError(
                 f"{stored.file}: {spell(name)} has shape {stored.shape}; it must have {dims}"
                 f" dimension{'s' * (dims > 1)}, none of them 0"

@@ -64,6 +64,8 @@ class Adapter:
     """Share of what each A reads that is dropped in training."""
     quantize: str = "none"
     """How the kernels of all Linears are stored: "none" (as they are), "nf4" or "int8"."""
+    rows: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Token ids whose rows alone are trained, by the path of the table ("embed", "lm_head")."""
 
     def trains(self, path: str) -> bool:
         """Whether the parameter of that path is trained."""

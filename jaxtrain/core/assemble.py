@@ -6,7 +6,7 @@ All checks that need no weights happen first, so that a mistake costs seconds.
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import find_stored, quantise_params
 from jaxtrain.config import AdapterConfig, Config, ModelConfig, ParallelConfig
-from jaxtrain.data.added_tokens import add_tokens, rows_needed
+from jaxtrain.core.grow import grow_tables
+from jaxtrain.data.added_tokens import add_tokens
 from jaxtrain.data.template import load_tokenizer, set_template
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import TASK
@@ -85,7 +86,7 @@ def assemble(
     if folder is None or config.model.init == "random":
         architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
-    architecture = grow_tables(config, architecture, tokenizer)
+    architecture, new = grow_tables(config, architecture, tokenizer)
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
     architecture = architecture.for_rows(config.data.sequence_len)
@@ -97,7 +98,7 @@ def assemble(
         mesh=make_mesh(split_devices(reserved, key)[0], **config.parallel.axes()),
         folder=folder if config.model.init == "pretrained" else None,
         options={**model_options(config.model), "transport": transport_of(config.parallel)},
-        adapter=make_adapter(config.adapter, architecture),
+        adapter=make_adapter(config.adapter, architecture, new),
         product=make_product(config.model),
     )
 
@@ -158,49 +159,6 @@ def find_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> Any:
-    """The architecture with rows for the tokens that section model adds, and with their ids.
-    UserError where rows that nothing trained would stay as they are."""
-    model, adapter = config.model, config.adapter
-    roles = model.special_tokens.roles()
-    wanted = [*model.added_tokens, *model.special_tokens.additional_special_tokens, *roles.values()]
-    if not wanted:
-        return architecture
-    kept = dict(architecture.kept)
-    kept |= {f"{role}_id": str(int(getattr(tokenizer, f"{role}_id"))) for role in roles}
-    architecture = dataclasses.replace(architecture, kept=tuple(kept.items()))
-    rows = rows_needed(tokenizer, architecture.vocab_size)
-    grown = rows - architecture.vocab_size
-    if grown and adapter.kind != "none":
-        raise UserError(
-            f"model.added_tokens: the tokenizer has {len(tokenizer)} tokens, the adapter's base"
-            f" {architecture.vocab_size}; train without adapter, or save a base with"
-            " these tokens first (transformers: resize_token_embeddings(len(tokenizer)), then"
-            " save_pretrained of model and tokenizer)"
-        )
-    if grown and config.rollout.engine == "vllm":
-        raise UserError(
-            f"model.added_tokens: the tokenizer has {len(tokenizer)} tokens, the model that servers"
-            f" open {architecture.vocab_size}; train and export it once with the local engine or by"
-            " task.kind sft, and name that folder as model.path"
-        )
-    if adapter.kind != "none" and adapter.path is None:
-        known = load_tokenizer(model.tokenizer or str(model.path)).get_vocab()
-        new = [token for token in wanted if token not in known]
-        tables = ["train_embeddings"]
-        tables += [] if architecture.tie_word_embeddings else ["train_head"]
-        if new and not all(getattr(adapter, key) for key in tables):
-            raise UserError(
-                f"model.added_tokens: nothing ever trained the rows of {show(new[0])}; set"
-                f" {' and '.join(f'adapter.{key} = true' for key in tables)}"
-            )
-    if not grown:
-        return architecture
-    found = dataclasses.replace(architecture, vocab_size=rows, grown=grown)
-    found.check()
-    return found
-
-
 def model_options(model: ModelConfig) -> dict[str, Any]:
     """The config's strings as the model builders take them."""
     return {
@@ -240,8 +198,11 @@ def transport_of(parallel: ParallelConfig) -> Transport:
     )
 
 
-def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
-    """What section `adapter` trains of this architecture; None trains everything."""
+def make_adapter(
+    section: AdapterConfig, architecture: Any, new: Sequence[int] = ()
+) -> Adapter | None:
+    """What section `adapter` trains of this architecture; None trains everything. new: ids of
+    tokens whose rows are trained where their table is not."""
     if section.kind == "none":
         return None
     tables = {"embed.embedding"} if section.train_embeddings else set()
@@ -257,8 +218,14 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             section.alpha_pattern,
         )
         full = tuple(sorted(tables | scores))
+        names = [name for name in list_tables(architecture) if f"{name}.embedding" not in full]
         made = Adapter(
-            slots, full, section.dtype, dropout=section.dropout or 0.0, quantize=section.quantize
+            slots,
+            full,
+            section.dtype,
+            dropout=section.dropout or 0.0,
+            quantize=section.quantize,
+            rows=dict.fromkeys(names, tuple(new)) if new else {},
         )
         adapter_entries(architecture, made)  # what could not be exported is refused now
         return made
@@ -270,6 +237,13 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             " learn from; set adapter.dropout below 1"
         )
     found = dataclasses.replace(found, dropout=dropout, quantize=section.quantize)
+    for name in list_tables(architecture):
+        if f"{name}.embedding" not in found.full and set(new) - set(found.rows.get(name, ())):
+            raise UserError(
+                f"adapter.path {section.path!r} has no rows for the tokens that section model adds,"
+                " and fixes what is trained; leave them out, or merge it (jaxtrain merge) and"
+                " train a new adapter on that"
+            )
     if any(slot.dora != (section.kind == "dora") for slot in found.slots.values()):
         raise UserError(
             f"adapter.kind is {section.kind} but adapter.path {section.path!r} holds"
@@ -283,6 +257,12 @@ def make_adapter(section: AdapterConfig, architecture: Any) -> Adapter | None:
             f" {section.path!r}; remove it"
         )
     return found
+
+
+def list_tables(architecture: Any) -> list[str]:
+    """Paths of the tables that have a row a token: the embedding, and a head of its own."""
+    own = not architecture.tie_word_embeddings and architecture.score is None
+    return ["embed", "lm_head"] if own else ["embed"]
 
 
 def abstract_params(
@@ -346,7 +326,8 @@ def read_start(folder: str, parts: Parts, key: str) -> Adapter:
     trains anything else."""
     assert parts.adapter is not None, "the config says that there is one"
     found = read_adapter(folder, parts.architecture, parts.adapter.dtype)
-    if (dict(found.slots), found.full) != (dict(parts.adapter.slots), parts.adapter.full):
+    trained = [(dict(one.slots), one.full, dict(one.rows)) for one in (found, parts.adapter)]
+    if trained[0] != trained[1]:
         raise UserError(
             f"{key} {folder!r} has other matrices, ranks or alphas than section adapter; all"
             " policies are alike: set adapter.rank, alpha and target to those of the folder"

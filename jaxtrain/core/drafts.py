@@ -45,8 +45,9 @@ def move_target(config: Config, target: Parts) -> Parts:
 def ends_of(target: Parts) -> Parts:
     """What a draft borrows of a target whose layers are elsewhere: embedding, final norm, head."""
     adapter = target.adapter
-    if adapter is not None:  # tables that it trained in full
-        adapter = dataclasses.replace(adapter, slots={}, quantize="none") if adapter.full else None
+    if adapter is not None:  # tables that it trained, whole or in rows
+        trains = adapter.full or adapter.rows
+        adapter = dataclasses.replace(adapter, slots={}, quantize="none") if trains else None
     options = {**target.options, "part": TargetEnds}
     return dataclasses.replace(target, options=options, adapter=adapter)
 

@@ -6,8 +6,10 @@ family of the model.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +26,17 @@ def copy_folder(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write the model of `base` to the folder `output`, with its tokenizer and configs.
 
     dtype: of all floating-point tensors, by default their own; those in a few bits that are read
     (hf/packed.py) are written as what they stand for. A shard holds at most `max_shard_bytes`, or
     one tensor. change: (name, array, None) -> what is written instead; a tensor of three dims comes
-    a matrix at a time, with its index. Raises UserError for a folder that is none, and for a cast
-    of a model that is stored quantised.
+    a matrix at a time, with its index. shapes: of tensors that `change` makes larger. keys: of
+    config.json, which say something else now. Raises UserError for a folder that is none, and for
+    a cast of a model that is stored quantised.
     """
     files = open_folder(base)
     config = read_object(base / "config.json") if (base / "config.json").is_file() else None
@@ -44,7 +49,10 @@ def copy_folder(
             " cast makes weights of; leave out the dtype"
         )
     plan = {
-        name: (stored.shape, np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype)
+        name: (
+            shapes.get(name, stored.shape),
+            np.dtype(dtype) if dtype and is_float(stored.dtype) else stored.dtype,
+        )
         for name, stored in files.tensors.items()
     }
 
@@ -52,7 +60,7 @@ def copy_folder(
         for name, stored in files.tensors.items():
             if len(stored.shape) != 3:
                 array = change(name, files.fetch(name, whole(stored.shape)), None)
-                yield Piece(name, stored.shape, whole(stored.shape), array)
+                yield Piece(name, array.shape, whole(array.shape), array)
                 continue
             for index in range(stored.shape[0]):
                 place = (slice(index, index + 1), *whole(stored.shape[1:]))
@@ -64,9 +72,21 @@ def copy_folder(
     if dtype and config is not None:
         config = {**config, "torch_dtype": str(np.dtype(dtype))}
         config.pop("dtype", None)
-    if config is not None and (dtype or packed):
+    if config is not None and keys:
+        config = with_keys(config, keys)
+    if config is not None and (dtype or packed or keys):
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (output / "config.json").write_text(text)
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with other values, in its text_config where they stand there."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return {**config, **keys}
+    own = {key: value for key, value in keys.items() if key in config or key not in inner}
+    below = {key: value for key, value in keys.items() if key in inner}
+    return {**config, **own, "text_config": {**inner, **below}}
 
 
 def copy_beside(base: Path, output: Path) -> None:

@@ -1,5 +1,7 @@
 """Embed: token ids to vectors; the same table is the head of a tied model."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +12,11 @@ from jaxtrain.parallel.rules import constrain, count_ways, split_axes
 
 
 class Embed(nnx.Module):
-    """embedding [V, D]; `head()` hands it out as the output projection, rows are tokens."""
+    """embedding [V, D]; `table()` is the output projection, too; rows are tokens.
+
+    A slot, for jaxtrain.adapters: `adapter` is None, or a module that puts rows of its own in the
+    place of some, `look_up(x, tokens)` in vectors and `place(table)` in the table.
+    """
 
     def __init__(
         self,
@@ -26,9 +32,17 @@ class Embed(nnx.Module):
         table_VD = init_std * jax.random.normal(rngs.params(), shape, param_dtype)
         self.embedding = nnx.Param(table_VD, axes=("vocab", "embed"))
         self.dtype = jnp.dtype(dtype)
+        self.adapter: Any = nnx.data(None)
+
+    def table(self) -> jax.Array:
+        """[V, D] as the head multiplies by it."""
+        table_VD = self.embedding[...]
+        return table_VD if self.adapter is None else self.adapter.place(table_VD)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = look_up(self.embedding[...], tokens_BT, self.dtype)
+        if self.adapter is not None:
+            x_BTD = self.adapter.look_up(x_BTD, tokens_BT)
         return constrain(x_BTD, "rows", "sequence", "features")
 
 

@@ -108,7 +108,7 @@ class Ends(nnx.Module):
         """Output projection [V, D] in the param dtype; the embedding itself when tied."""
         table = self.head_table
         assert table is not None, "a model that scores predicts no tokens"
-        return table.embedding[...]
+        return table.table()
 
     @property
     def head_table(self) -> Embed | None:

@@ -1,7 +1,9 @@
 """The verb `merge`: a run's adapter, or a PEFT folder, folded into its base's weights."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
@@ -58,8 +60,12 @@ def merge_source(
         )
     with tempfile.TemporaryDirectory() as temporary:
         write_peft(trained.held.params(), parts.architecture, parts.adapter, temporary, base)
-        quantize, family = parts.adapter.quantize, trained.config.model.family
-        return merge(base, Path(temporary), output, dtype, quantize, family), base
+        parts.tokenizer.save_pretrained(temporary)
+        quantize, model = parts.adapter.quantize, trained.config.model
+        kept = dict(parts.architecture.kept)
+        keys = {f"{role}_id": int(kept[f"{role}_id"]) for role in model.special_tokens.roles()}
+        found = merge(base, Path(temporary), output, dtype, quantize, model.family, keys)
+        return found, base
 
 
 def merge(
@@ -69,8 +75,11 @@ def merge(
     dtype: str | None,
     quantize: str,
     family: str | None = None,
+    keys: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
     """Number of tensors that the adapter changed."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
-        return merge_adapter(folder, adapter, unfinished, dtype, quantize=quantize, family=family)
+        return merge_adapter(
+            folder, adapter, unfinished, dtype, quantize=quantize, family=family, keys=keys
+        )

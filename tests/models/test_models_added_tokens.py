@@ -93,7 +93,6 @@ def test_grown_tables_are_cut_as_they_were():
 @pytest.mark.parametrize(
     ("adapter", "keys", "told"),
     [
-        ({"kind": "lora"}, {"added_tokens": ["<tool>"]}, "train without adapter"),
         ({}, {"added_tokens": [" "]}, "is no token"),
         (
             {},
@@ -107,17 +106,14 @@ def test_what_cannot_be_added_is_refused(base, adapter, keys, told):
         parts_of(base, adapter, **keys)
 
 
-@pytest.mark.slow
-def test_an_adapter_has_to_train_the_new_rows(tmp_path):
-    """Where the base has unused rows."""
-    config = build.config_from_hf({**ARCHITECTURE, "vocab_size": 520})
-    build.save(build.init(config, 0), config, tmp_path)
-    load_tokenizer("builtin").save_pretrained(tmp_path)
-    keys = {"added_tokens": ["<tool>"]}
-    with pytest.raises(UserError, match="adapter.train_embeddings = true and adapter.train_head"):
-        parts_of(tmp_path, {"kind": "lora"}, **keys)
-    adapter = {"kind": "lora", "train_embeddings": True, "train_head": True}
-    assert parts_of(tmp_path, adapter, **keys).architecture.vocab_size == 520
+def test_beside_an_adapter_there_are_as_many_rows_as_tokens(base):
+    parts = parts_of(base, {"kind": "lora"}, added_tokens=["<tool>"])
+    assert parts.architecture.vocab_size == 513
+    assert parts.adapter.rows == {"embed": (512,), "lm_head": (512,)}
+    parts = parts_of(base, {"kind": "lora", "train_embeddings": True}, added_tokens=["<tool>"])
+    assert (parts.adapter.full, parts.adapter.rows) == (("embed.embedding",), {"lm_head": (512,)})
+    # One that the tokenizer has is trained already.
+    assert parts_of(base, {"kind": "lora"}, added_tokens=["<|im_end|>"]).adapter.rows == {}
 
 
 def test_a_named_template_finds_the_tokens_that_are_added(base):

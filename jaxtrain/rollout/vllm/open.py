@@ -248,10 +248,16 @@ def check_adapter(parts: Parts) -> None:
     """Refuse an adapter that vLLM would serve as something else."""
     adapter = parts.adapter
     assert adapter is not None, "the config says that there is one"
-    if adapter.full:
+    if adapter.full or adapter.rows:
+        keys = "adapter.train_embeddings and adapter.train_head to false"
         raise UserError(
-            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter; set"
-            " adapter.train_embeddings and adapter.train_head to false, or train and sync in full"
+            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter;"
+            + (
+                f" set {keys}, or train and sync in full"
+                if adapter.full
+                else " train the tokens that section model adds first (task.kind sft), merge, and"
+                " name that folder as model.path"
+            )
         )
     if len({(slot.rank, slot.alpha) for slot in adapter.slots.values()}) > 1:
         raise UserError(

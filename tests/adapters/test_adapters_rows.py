@@ -1,0 +1,202 @@
+"""Tokens added beside an adapter: rows that train, PEFT's folders of them, merged tables."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.adapters.attach import without_adapters
+from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.config import Config
+from jaxtrain.core.assemble import abstract_params, assemble, open_params
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_models import pack
+
+ARCHITECTURE = {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512},
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64},
+    **{"tie_word_embeddings": False, "eos_token_id": 1},
+}
+ADDED = {"added_tokens": ["<tool>", "</tool>"], "special_tokens": {"eos_token": "<stop>"}}
+IDS = (512, 513, 514)
+TOKENS = np.asarray([[5, 513, 7, 514, 512, 9, 300, 2]])
+BATCH = pack([[TOKENS[0]]], TOKENS.shape[1])
+TABLES = {"embed", "lm_head"}
+FULL = {"train_embeddings": True, "train_head": True}
+
+
+class Case(NamedTuple):
+    """A base with an adapter whose values are no longer those of the start."""
+
+    base: Path
+    parts: Any
+    params: dict
+    """At the start."""
+    values: dict
+    """Of what is trained."""
+    logits: np.ndarray
+    """Of TOKENS."""
+
+
+def make_base(folder, tied):
+    config = build.config_from_hf({**ARCHITECTURE, "tie_word_embeddings": tied})
+    build.save(build.init(config, 0), config, folder)
+    load_tokenizer("builtin").save_pretrained(folder)
+    return folder
+
+
+def config_of(base, **adapter):
+    return {
+        "run": {"max_steps": 1},
+        "model": {"path": str(base), "compute_dtype": "float32", **ADDED},
+        "data": {"datasets": [{"path": "a.jsonl"}], "sequence_len": 32},
+        "adapter": {"kind": "lora", **adapter},
+    }
+
+
+def parts_of(base, **adapter):
+    return assemble(Config.model_validate(config_of(base, **adapter)))
+
+
+def logits_of(parts, params, change=lambda model: model):
+    model = change(abstract_params(parts)[1](params))
+    return np.asarray(model.logits(model.hidden(BATCH).hidden))
+
+
+def open_case(base, **adapter):
+    parts = parts_of(base, **adapter)
+    with jax.set_mesh(parts.mesh):
+        params = open_params(parts, 0)
+    rng = np.random.default_rng(1)
+    values = {
+        path: jnp.asarray(np.asarray(value) + 0.3 * rng.standard_normal(value.shape), jnp.float32)
+        for path, value in params.items()
+        if parts.adapter.trains(path)
+    }
+    return Case(base, parts, params, values, logits_of(parts, {**params, **values}))
+
+
+@pytest.fixture(scope="module", params=[False])
+def base(request, tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("base"), request.param)
+
+
+def peft_model(case, folder):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.base)
+    model.resize_token_embeddings(len(case.parts.tokenizer), mean_resizing=False)
+    return peft.PeftModel.from_pretrained(model, folder).eval()
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter"),
+    [
+        pytest.param(False, {}, id="rows"),
+        pytest.param(True, {}, id="rows-tied", marks=pytest.mark.slow),
+        pytest.param(False, FULL, id="tables", marks=pytest.mark.slow),
+        pytest.param(True, FULL, id="tables-tied", marks=pytest.mark.slow),
+    ],
+    indirect=["base"],
+)
+def test_peft_computes_what_was_trained_and_merging_keeps_it(base, adapter, tmp_path):
+    case = open_case(base, **adapter)
+    parts, tied = case.parts, case.parts.architecture.tie_word_embeddings
+    if not adapter:
+        assert parts.adapter.rows == dict.fromkeys({"embed"} if tied else TABLES, IDS)
+        params = {**case.params, **case.values}
+        # Off, it is the base again, with the mean of its rows in the new ones.
+        off = logits_of(parts, params, without_adapters)
+        table = np.asarray(case.params["embed.embedding"])
+        np.testing.assert_allclose(table[512:], table[:512].mean(0)[None].repeat(3, 0), atol=1e-6)
+        np.testing.assert_array_equal(case.params["embed.adapter.rows"], table[512:])
+        assert abs(off - case.logits).max() > 0.1
+    folder, merged = tmp_path / "adapter", tmp_path / "merged"
+    write_peft(case.values, parts.architecture, parts.adapter, folder, str(base))
+    parts.tokenizer.save_pretrained(folder)
+    again = parts_of(base, path=str(folder))
+    with jax.set_mesh(again.mesh):
+        found = open_params(again, 0)
+    for path, value in case.values.items():
+        np.testing.assert_array_equal(found[path], value)
+    merge_adapter(base, folder, merged, keys={"eos_token_id": 514})
+    raw = json.loads((merged / "config.json").read_text())
+    assert (raw["vocab_size"], raw["eos_token_id"]) == (515, 514)
+    assert len(load_tokenizer(str(merged))) == 515
+    whole = split_model(build.load(merged))[0]
+    for name in {"embed"} if tied else TABLES:
+        wanted = np.array(case.params[f"{name}.embedding"])
+        if adapter:
+            wanted = case.values[f"{name}.embedding"]
+        else:
+            wanted[list(IDS)] = case.values[f"{name}.adapter.rows"]
+        np.testing.assert_array_equal(whole[f"{name}.embedding"], wanted)
+    model = peft_model(case, folder)
+    import torch
+
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(theirs, case.logits, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "indices"),
+    [
+        pytest.param(True, [514, 3, 512, 513], id="tied", marks=pytest.mark.slow),
+        pytest.param(
+            False, {"embed_tokens": [514, 512, 513], "lm_head": [9, 514, 513, 512]}, id="untied"
+        ),
+    ],
+    indirect=["base"],
+)
+def test_rows_of_peft_are_read(base, indices, tmp_path):
+    """Any tokens in any order, also those that the base has."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(515, mean_resizing=False)
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "up_proj"], "trainable_token_indices": indices}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "trainable_tokens_delta" in name:
+                weight.add_(torch.randn_like(weight))
+        wanted = theirs(input_ids=torch.tensor(TOKENS)).logits.numpy()
+    theirs.save_pretrained(tmp_path)
+    parts = parts_of(base, path=str(tmp_path))
+    with jax.set_mesh(parts.mesh):
+        params = open_params(parts, 0)
+    np.testing.assert_allclose(logits_of(parts, params), wanted, atol=2e-5)
+
+
+def test_what_does_not_fit_is_refused(base, tmp_path):
+    parts = parts_of(base)
+    zeros = {path: np.zeros(s.shape, np.float32) for path, s in abstract_params(parts)[0].items()}
+    write_peft(zeros, parts.architecture, parts.adapter, tmp_path, str(base))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    table = config_of(base, path=str(tmp_path))
+    table["model"]["added_tokens"] = [*ADDED["added_tokens"], "<more>"]
+    with pytest.raises(UserError, match="no rows for the tokens that section model adds"):
+        assemble(Config.model_validate(table))
+    del table["model"]["added_tokens"]
+    with pytest.raises(UserError, match=r"rows for token 514, the model has 513.*added_tokens"):
+        assemble(Config.model_validate(table))
+    for ids, told in (([512, 513], "names 2 tokens"), (["a"], "ids of tokens")):
+        config["trainable_token_indices"] = {"embed_tokens": ids, "lm_head": ids}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=told):
+            parts_of(base, path=str(tmp_path))
