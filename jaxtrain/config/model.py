@@ -51,7 +51,7 @@ class ModelConfig(Section):
     zephyr, alpaca, vicuna, or a file with a Jinja template."""
     added_tokens: list[str] = []
     """Tokens that the tokenizer gets, wherever texts spell them. Rows that the model's tables lack
-    begin as the mean of the others."""
+    begin as the mean of the others; beside an adapter they train and the tables stay."""
     special_tokens: SpecialTokens = SpecialTokens()
     """The tokenizer's control tokens."""
     param_dtype: DTYPE = "float32"

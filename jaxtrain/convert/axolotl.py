@@ -298,6 +298,7 @@ RULES: dict[str, Rule] = {
     ),
     "special_tokens": by("model.special_tokens")(lambda made, value: _special(made, value)),
     "tokens": to("model.added_tokens"),
+    "peft_trainable_token_indices": always("rows of added tokens train beside an adapter"),
     "added_tokens_overrides": missing("model.added_tokens adds new ones"),
     "adapter": _adapter,
     "lora_model_dir": to("adapter.path"),
