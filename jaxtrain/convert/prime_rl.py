@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, Rule, always, by, missing, to
-from jaxtrain.convert.shared import KERNELS, lora_targets
+from jaxtrain.convert.shared import KERNELS, lora_targets, train_whole
 
 SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
 
@@ -91,7 +91,7 @@ LORA: dict[str, Rule] = {
     "alpha": to("adapter.alpha"),
     "dropout": to("adapter.dropout"),
     "target_modules": lora_targets,
-    "modules_to_save": missing("adapter.train_embeddings and adapter.train_head"),
+    "modules_to_save": train_whole,
 }
 MODEL: dict[str, Rule] = {
     "name": to("model.path"),
