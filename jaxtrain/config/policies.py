@@ -75,6 +75,15 @@ def find_policy_problems(config: Any) -> Iterator[str]:
         for own in ("messages", "model", "max_tokens", "temperature", "n", "stream"):
             if own in policy.options:
                 yield f"{key}.options.{own} is not to be set there; use the section's own keys"
+    for key, env in list_sections(config):
+        for agent, name in env.verifiers.policies.items():
+            if name not in list_trained(config):
+                known = ", ".join(list_trained(config)) or "none"
+                yield (
+                    f"{key}.verifiers.policies.{agent}: {name!r} is no trained policy of section"
+                    f" policies, which has {known}; a frozen one is a client of the agent's own,"
+                    f" {key}.verifiers.agents.{agent}.client"
+                )
     if list_trained(config):
         yield from find_trained_problems(config)
     if config.policies and "env" not in config.task.reads and not config.eval.sets:
@@ -82,6 +91,15 @@ def find_policy_problems(config: Any) -> Iterator[str]:
             "section policies has no effect without an environment that talks to them: task.kind"
             ' "rl", or [[eval.sets]]; remove it'
         )
+
+
+def list_sections(config: Any) -> Iterator[tuple[str, Any]]:
+    """(key, section) of all environments of a config."""
+    yield "env", config.env
+    for key, many in (("data.datasets", config.data.datasets), ("eval.sets", config.eval.sets)):
+        for index, one in enumerate(many):
+            if one.env is not None:
+                yield f"{key}.{index}.env", one.env
 
 
 def list_trained(config: Any) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class NemoGym:
             except (OSError, ValueError) as error:
                 say(f"warning: {key}: {servers.roster.name} does not answer now: {error}")
                 return
-        named = {self.config.agent or _agent_of(row) for row in rows}
+        named = {self.config.agent} if self.config.agent else {_agent_of(row) for row in rows}
         how = f"{key}.agent" if self.config.agent else f"{key}: a row's agent_ref.name"
         servers.roster.check([name for name in named if name], self.config.mode, how)
         known = ", ".join(servers.roster.list(self.config.mode))

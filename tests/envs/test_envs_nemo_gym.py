@@ -251,7 +251,7 @@ def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"agent": "nobody"}, "env.gym.agent: this Gym has no 'nobody'; it must be .* calc_agent"),
+        ({"agent": "nobody", "rows": []}, "env.gym.agent: this Gym has no 'nobody'; it must be .* calc_agent"),
         ({"agent": None}, "a row's agent_ref.name: this Gym has no 'a' or 'b'"),
         ({"servers": lambda fake: {"calc_agent": fake.place("env")}}, "it is an agent"),
         (
@@ -270,8 +270,9 @@ def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
 )
 def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
     rows = [{**ROW, "agent_ref": {"name": name}} for name in ("b", "calc", "a")]
+    fake = FakeGym(want="abc" if "token" in given else "")
     with pytest.raises(UserError, match=text):
-        inspect(tokenizer, FakeGym(want="abc" if "token" in given else ""), rows, **given)
+        inspect(tokenizer, fake, **{"rows": rows, **given})
 
 
 def test_servers_by_their_own_urls(tokenizer):

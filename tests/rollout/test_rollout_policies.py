@@ -311,6 +311,10 @@ def test_what_does_not_go_together_is_named():
         ({"policies": {"a": {"trained": True, "model": "x"}}}, "policies.a.model is for a frozen"),
         ({"policies": {"a": {"path": "x", "servers": ["http://h:1"]}}}, "a trained policy starts"),
         ({"rewards": [{"function": "math", "policy": "x"}]}, "rewards.0.policy 'x' is no trained"),
+        (
+            {"env": {"kind": "verifiers", "verifiers": {"taskset": "t", "policies": {"one": "x"}}}},
+            "env.verifiers.policies.one: 'x' is no trained policy .* which has b, a",
+        ),
     ):
         with pytest.raises(UserError, match=told):
             validate_config({**base, **section}, "c")
