@@ -251,7 +251,10 @@ def test_a_gym_that_runs_is_inspected_before_the_run(tokenizer):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"agent": "nobody", "rows": []}, "env.gym.agent: this Gym has no 'nobody'; it must be .* calc_agent"),
+        (
+            {"agent": "nobody", "rows": []},
+            "env.gym.agent: this Gym has no 'nobody'; it must be .* calc_agent",
+        ),
         ({"agent": None}, "a row's agent_ref.name: this Gym has no 'a' or 'b'"),
         ({"servers": lambda fake: {"calc_agent": fake.place("env")}}, "it is an agent"),
         (
