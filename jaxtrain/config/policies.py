@@ -16,16 +16,18 @@ TAKEN = ("policy", "reference", "draft", "teacher", "eval", "params", "opt_state
 
 class PolicyConfig(Section):
     """Who else speaks in an episode: environments talk to it by its name, `chat.other("NAME")`.
-    Frozen, behind servers (a judge, a user, a rival): its words are context. Or trained: one of
-    several adapters on the base of section model."""
+    Frozen (a judge, a user, a rival), behind servers or a folder that the local engine draws: its
+    words are context. Or trained: one of several adapters on the base of section model."""
 
     trained: bool = False
     """An adapter by section adapter that this run trains, as all that are trained, on one base; the
     first of them is who plays where an environment names none. Only path goes with it.
     """
     path: Place | None = None
-    """trained: PEFT folder to start from, of the rank, alpha and targets of section adapter. Unset:
-    adapter.path, or as every adapter starts."""
+    """Frozen: Hugging Face folder or Hub id of a chat model, of any family and with a tokenizer of
+    its own, that the local engine draws beside the policy. trained: PEFT folder to start from, of
+    the rank, alpha and targets of section adapter; unset: adapter.path, or as every adapter starts.
+    """
     servers: list[str] = []
     """URLs of servers with POST /v1/chat/completions: vLLM, or anybody's of that shape. Each
     request goes to the least busy one."""
@@ -41,7 +43,7 @@ class PolicyConfig(Section):
     options: dict[str, Any] = {}
     """Further keys of each request, such as {chat_template_kwargs = {enable_thinking = false}}."""
     concurrency: int = Field(64, ge=1, le=ROWS)
-    """Most requests under way."""
+    """Most requests under way; of a folder the answers that are drawn together."""
     seconds: float = Field(300.0, gt=0, le=SECONDS)
     """Longest wait for one answer; then it is asked for again."""
     retries: int = Field(3, ge=0, le=ROWS)
@@ -62,13 +64,14 @@ def find_policy_problems(config: Any) -> Iterator[str]:
             for other in policy.model_dump(exclude_defaults=True):
                 if other not in ("trained", "path"):
                     yield f"{key}.{other} is for a frozen policy; remove it, or {key}.trained"
+        elif policy.path is not None:
+            yield from find_folder_problems(config, key, policy)
         elif not policy.servers:
             yield (
                 f'{key}.servers is empty; name where it answers: ["http://host:8000"], or'
-                f" set {key}.trained to train it"
+                f" {key}.path for a folder that the local engine draws, or set {key}.trained to"
+                " train it"
             )
-        if policy.path is not None and not policy.trained:
-            yield f"{key}.path is where a trained policy starts; set {key}.trained, or remove it"
         for url in policy.servers:
             if not url.startswith(("http://", "https://")):
                 yield f"{key}.servers: {url!r} is no URL; write http://host:port"
@@ -100,6 +103,23 @@ def list_sections(config: Any) -> Iterator[tuple[str, Any]]:
         for index, one in enumerate(many):
             if one.env is not None:
                 yield f"{key}.{index}.env", one.env
+
+
+def find_folder_problems(config: Any, key: str, policy: PolicyConfig) -> Iterator[str]:
+    """One sentence for each thing that a frozen folder does not go with."""
+    for other in ("servers", "model", "api_key", "options", "seconds", "retries"):
+        if other in policy.model_dump(exclude_defaults=True):
+            yield f"{key}.{other} is for a policy behind servers; remove it, or {key}.path"
+    if config.rollout.engine != "local":
+        yield (
+            f'{key}.path is drawn by the local engine; set rollout.engine to "local", or serve it'
+            f" and name {key}.servers instead"
+        )
+    if config.rollout.service != "process":
+        yield (
+            f'{key}.path is drawn in the trainer\'s process; set rollout.service to "process", or'
+            f" serve it and name {key}.servers instead"
+        )
 
 
 def list_trained(config: Any) -> tuple[str, ...]:

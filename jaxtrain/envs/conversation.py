@@ -87,7 +87,7 @@ class Conversation:
                 f"chat.other({name!r}): there is no such policy; section policies has: {known}"
             )
         if isinstance(others[name], Speaker):
-            return Talk(others[name])
+            return Talk(others[name], self.index)
         return self._begin(others[name], name, "")
 
     def another(self, agent: str) -> "Conversation":

@@ -206,10 +206,10 @@ class WatchedSpeaker:
     def __init__(self, speaker: Speaker, watched: Watched):
         self._speaker, self._watched = speaker, watched
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> Reply:
         """See types.Speaker."""
         with self._watched.waiting():
-            return await self._speaker.reply(messages)
+            return await self._speaker.reply(messages, index)
 
 
 def find_problem(episode: Any) -> str:

@@ -46,7 +46,7 @@ class ScriptedSpeaker:
     def __init__(self, texts: Sequence[str]):
         self.texts = list(texts)
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> Reply:
         """The next text."""
         if not self.texts:
             raise EpisodeFailed("the script has ended")

@@ -23,8 +23,9 @@ class Answer(str):
 class Talk:
     """A conversation with a frozen policy, `chat.other("judge")`: what it says trains nobody."""
 
-    def __init__(self, speaker: Speaker):
-        self.speaker = speaker
+    def __init__(self, speaker: Speaker, index: int = 0):
+        """index: number of the episode."""
+        self.speaker, self.index = speaker, index
         self.messages: list[dict[str, Any]] = []
         """What was said so far; an environment may edit the list."""
 
@@ -33,8 +34,8 @@ class Talk:
         self.messages += list_messages(content, role, keys)
 
     async def draw(self) -> Answer:
-        """Its next turn. Raises EpisodeFailed where its servers give none."""
-        found = await self.speaker.reply(self.messages)
+        """Its next turn. Raises EpisodeFailed where it gives none."""
+        found = await self.speaker.reply(self.messages, self.index)
         answer = read_answer(found.text, finished=found.finished)
         self.messages.append({"role": "assistant", "content": found.text})
         return answer

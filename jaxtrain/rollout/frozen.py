@@ -93,7 +93,7 @@ class Frozen:
             f" address or {self.key}.api_key"
         )
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> Reply:
         """See types.Speaker."""
         section = self.section
         body = {
@@ -199,10 +199,10 @@ def read_reply(found: Any) -> Reply:
 
 
 def open_frozen(config: Config) -> dict[str, Frozen]:
-    """The frozen policies of section policies by name, each of which has answered; UserError."""
+    """The frozen policies behind servers by name, each of which has answered; UserError."""
     found = {}
     for name, section in config.policies.items():
-        if section.trained:
+        if not section.servers:
             continue
         key = f"policies.{name}"
         servers = [

@@ -103,8 +103,9 @@ class Reply(NamedTuple):
 class Speaker(Protocol):
     """A policy that is never trained, and may be any model: it is asked by messages."""
 
-    async def reply(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """Its next turn. Raises EpisodeFailed where it cannot be had, RunStopped where none can."""
+    async def reply(self, messages: Sequence[Mapping[str, Any]], index: int = 0) -> Reply:
+        """Its next turn. index: number of the episode. Raises EpisodeFailed where it cannot be had,
+        RunStopped where none can."""
         ...
 
 

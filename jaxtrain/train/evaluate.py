@@ -20,8 +20,9 @@ from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.agree import broadcast_or_raise
 from jaxtrain.parallel.feed import feed
-from jaxtrain.rollout.company import gather
+from jaxtrain.rollout.company import accompany, gather
 from jaxtrain.rollout.local.engine import LocalEngine
+from jaxtrain.rollout.local.frozen import FrozenFolder, open_folders
 from jaxtrain.rollout.local.requests import Requests
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import EvaluationWeights
@@ -64,6 +65,10 @@ class Evaluation:
         self.history: list[dict[str, float]] = []
         self.samplers: dict[str, Requests] = {}
         self.weights = EvaluationWeights(self.parts)
+        self.folders: dict[str, FrozenFolder] = {}
+        if sets is not None and not served:
+            devices = list(self.weights.mesh.devices.flat)
+            self.folders = open_folders(config, self.parts, devices, say)
 
     def run(self, held: Held, scorer: Scorer, *, aside: bool = False) -> dict[str, float]:
         """Evaluate weights; {"eval/loss": ..., "eval/gsm8k/avg@4": ...}. aside: the sets may be
@@ -164,6 +169,8 @@ class Evaluation:
                     engines[name] = LocalEngine(self.open_sampler(model, name), thread)
                     engines[name].use(model, step)
                 engine = gather(engines) if len(engines) > 1 else next(iter(engines.values()))
+                speakers = {name: one.speak(thread) for name, one in self.folders.items()}
+                engine = accompany(engine, speakers)
             found = self.sets.run(engine, step, self.sampled, self.should_stop)
         if self.weights.copies:
             for sampler in self.samplers.values():

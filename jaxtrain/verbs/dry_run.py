@@ -24,6 +24,7 @@ from jaxtrain.models import build
 from jaxtrain.models.parameters import Shapes
 from jaxtrain.parallel.feed import row_shards
 from jaxtrain.parallel.rules import count_ways, mesh_axes
+from jaxtrain.rollout.local.frozen import frozen_shapes
 from jaxtrain.rollout.problem_sets import read_problems
 from jaxtrain.run.console import SafeConsole
 from jaxtrain.tasks import make_task
@@ -80,6 +81,9 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     total = sum(count_weights(path, value) for path, value in params.items())
     learners = [Beside(one, parts).state for one in task.beside.values()]
     others = bytes_per_device(beside) + bytes_per_device(learners)
+    frozen_ones = bytes_per_device(list(frozen_shapes(config, parts).values()))
+    elsewhere = " that samples" if config.rollout.devices else ""
+    here = 0 if elsewhere else frozen_ones
     low = {path: value for path, value in trained.items() if ".experts." in path}
     low = low if parts.adapter is not None else {}
     # Gradients and the optimizer's state of a weight are about alike for all that is trained.
@@ -97,7 +101,11 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
         ("gradients, GiB per device", f"{grads / GIB:.3f}"),
         ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
         ("other models, GiB per device", f"{others / GIB:.3f}" if others else ""),
-        ("sum, before activations", f"{(weights + grads + slots + others) / GIB:.3f}"),
+        (
+            f"frozen policies, GiB per device{elsewhere}",
+            f"{frozen_ones / GIB:.3f}" if frozen_ones else "",
+        ),
+        ("sum, before activations", f"{(weights + grads + slots + others + here) / GIB:.3f}"),
         ("adapters of experts in that sum", f"{share / GIB:.3f}" if low else ""),
         ("experts of a layer unpacked, beside it", unpacked(parts, frozen)),
     ]:

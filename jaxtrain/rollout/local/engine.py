@@ -152,13 +152,14 @@ class LocalPublisher:
         rests: bool,
         draft: Any = None,
         copy_draft: Callable[[Any], Any] | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ):
         """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
         the trainer trains, so the copies' memory is given back for that time. draft: guesses for
         all versions of the weights (models.draft.Draft) until there is another. copy_draft: as
-        `copy`, a core.roles.Held -> the parameters of a draft."""
+        `copy`, a core.roles.Held -> the parameters of a draft. thread: ended by `close`."""
         self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
-        self.copy_draft = copy_draft
+        self.copy_draft, self.thread = copy_draft, thread
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
         """Sample from a copy of `params` from the next chunk on."""
@@ -185,4 +186,6 @@ class LocalPublisher:
             self.engine.use(None, self.engine.version)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """End the thread."""
+        if self.thread is not None:
+            self.thread.shutdown()

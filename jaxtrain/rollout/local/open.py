@@ -10,10 +10,11 @@ from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process, split_devices
-from jaxtrain.rollout.company import gather
+from jaxtrain.rollout.company import accompany, gather
 from jaxtrain.rollout.local.adapters import AdaptersPublisher
 from jaxtrain.rollout.local.drafts import check_draft, make_draft_copier, open_draft
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
+from jaxtrain.rollout.local.frozen import assemble_folder, list_folders, open_folders
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
 from jaxtrain.rollout.types import Engine, EngineKind, Publisher
@@ -37,6 +38,8 @@ class Local(EngineKind):
         """See EngineKind."""
         if config.rollout.draft is not None:
             check_draft(config.rollout.draft, parts, "rollout.draft")
+        for name, section in list_folders(config).items():
+            assemble_folder(name, section, parts)
 
     def open(
         self, config: Config, parts: Parts, say: Callable[[str], None]
@@ -71,15 +74,19 @@ class Local(EngineKind):
                 routes=route_shape(parts.architecture) if config.rollout.router_replay else None,
             )
 
+        # Whoever draws on the same devices takes turns.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        folders = open_folders(config, parts, devices, say)
+        speakers = {name: folder.speak(thread) for name, folder in folders.items()}
         if policies:
-            thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
             engines = {name: LocalEngine(make_sampler(), thread) for name in policies}
             publisher = AdaptersPublisher(policies, engines, copy, rests=not ahead, thread=thread)
-            return gather(engines), publisher
-        engine = LocalEngine(make_sampler())
+            return accompany(gather(engines), speakers), publisher
+        engine = LocalEngine(make_sampler(), thread)
         named, draft = config.rollout.draft, None
         if named and config.rollout.draft_refresh is None:
             draft = open_draft(named, parts, mesh, "rollout.draft")
-        return engine, LocalPublisher(
-            engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft
+        publisher = LocalPublisher(
+            engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
         )
+        return accompany(engine, speakers), publisher
