@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake_gym import FakeGym
+from toy_run import MODEL
 
 from jaxtrain.config import EnvConfig, SamplingConfig, validate_config
 from jaxtrain.config.gym import GymConfig
@@ -17,6 +18,8 @@ from jaxtrain.envs.gym_roster import reach
 from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.main import main
+from jaxtrain.rollout.open import count_envs
 from jaxtrain.rollout.types import EpisodeFailed
 from jaxtrain.run.folder import find_changes, list_names
 
@@ -278,6 +281,32 @@ def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
         inspect(tokenizer, fake, **{"rows": rows, **given})
 
 
+def test_a_dry_run_asks_a_gym_that_runs(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "run.toml").write_text(f"""{MODEL}
+[data]
+sequence_len = 64
+[[data.datasets]]
+path = "{tmp_path}/rows.jsonl"
+[task]
+kind = "rl"
+[env]
+kind = "nemo_gym"
+[env.gym]
+head = "http://127.0.0.1:9"
+agent = "calc"
+mode = "verify"
+[sampling]
+temperature = 1.0
+max_new_tokens = 8
+[run]
+output_dir = "{tmp_path}/run"
+max_steps = 1
+""")
+    assert main(["--config", str(tmp_path / "run.toml"), "--dry-run"]) == 0
+    assert "warning: env.gym: NeMo Gym at http://127.0.0.1:9 does not" in capsys.readouterr().out
+
+
 def test_servers_by_their_own_urls(tokenizer):
     """Without any head server: an agent, or who judges."""
     agent = {"servers": lambda fake: {"mine": fake.place("agent")}, "agent": "mine"}
@@ -305,7 +334,7 @@ def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
                 lost = await asyncio.gather(*(run() for _ in range(3)), return_exceptions=True)
                 assert {str(one) for one in lost} == {"gym: connection lost"}
                 assert all(one.again for one in lost) and not fake.away
-                assert env.counters() == {"gym/restarts": 1.0}
+                assert count_envs([env, env]) == {"gym/restarts": 2.0}
                 episode = await run()
                 assert episode.rewards == {"gym": 1.0} and fake.runs[-1][0] == "/1/env/run"
                 fake.behave = lambda body: 500
