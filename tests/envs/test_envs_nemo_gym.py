@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from fake_gym import FakeGym
-from toy_run import MODEL
 
 from jaxtrain.config import EnvConfig, SamplingConfig, validate_config
 from jaxtrain.config.gym import GymConfig
@@ -18,8 +17,7 @@ from jaxtrain.envs.gym_roster import reach
 from jaxtrain.envs.policy_server import PolicyServer
 from jaxtrain.envs.scripted import Script
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.main import main
-from jaxtrain.rollout.open import count_envs
+from jaxtrain.rollout.open import count_envs, inspect_envs
 from jaxtrain.rollout.types import EpisodeFailed
 from jaxtrain.run.folder import find_changes, list_names
 
@@ -281,30 +279,18 @@ def test_what_is_not_there_is_said_before_the_run(tokenizer, given, text):
         inspect(tokenizer, fake, **{"rows": rows, **given})
 
 
-def test_a_dry_run_asks_a_gym_that_runs(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    (tmp_path / "run.toml").write_text(f"""{MODEL}
-[data]
-sequence_len = 64
-[[data.datasets]]
-path = "{tmp_path}/rows.jsonl"
-[task]
-kind = "rl"
-[env]
-kind = "nemo_gym"
-[env.gym]
-head = "http://127.0.0.1:9"
-agent = "calc"
-mode = "verify"
-[sampling]
-temperature = 1.0
-max_new_tokens = 8
-[run]
-output_dir = "{tmp_path}/run"
-max_steps = 1
-""")
-    assert main(["--config", str(tmp_path / "run.toml"), "--dry-run"]) == 0
-    assert "warning: env.gym: NeMo Gym at http://127.0.0.1:9 does not" in capsys.readouterr().out
+def test_each_dataset_is_asked_for_in_its_own_gym(tokenizer):
+    """Nothing is waited for: as a dry run does."""
+    gyms = [
+        {"head": f"http://127.0.0.1:{port}", "mode": "verify", "agent": "calc"} for port in (9, 7)
+    ]
+    envs = [open_guarded(EnvConfig(kind="nemo_gym", gym=one), tokenizer, 400) for one in gyms]
+    plain, said = open_guarded(EnvConfig(), tokenizer), []
+    inspect_envs(plain, [(one, None) for one in envs], [[ROW], []], said.append, wait=False)
+    inspect_envs(plain, [], [[ROW]], said.append)
+    for env, text, gym in zip(envs, said, gyms, strict=True):
+        assert text.startswith(f"warning: env.gym: NeMo Gym at {gym['head']} does not answer now")
+        env.close()
 
 
 def test_servers_by_their_own_urls(tokenizer):
