@@ -211,12 +211,7 @@ TRAINER: dict[str, Rule] = {
 }
 
 
-HUB_STRATEGIES = {
-    "end": "end",
-    "every_save": "end",
-    "checkpoint": "checkpoint",
-    "all_checkpoints": "all_checkpoints",
-}
+HUB_STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
 def push(made: Conversion, wanted: Any) -> None:
@@ -229,13 +224,11 @@ def push(made: Conversion, wanted: Any) -> None:
         repo = str(theirs.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
         made.say(f"the repository is called {repo!r}, by output_dir")
     strategy = theirs.get("hub_strategy") or "every_save"
-    options = {"repo": repo, "strategy": HUB_STRATEGIES.get(strategy, "end")}
+    options = {"repo": repo, "strategy": strategy if strategy in HUB_STRATEGIES else "end"}
     if theirs.get("hub_private_repo") is False:
         options["private"] = False
     if theirs.get("hub_revision"):
         options["branch"] = theirs["hub_revision"]
-    if strategy == "every_save":
-        made.say('the model is pushed at the end; strategy = "checkpoint" pushes checkpoints, too')
     made.set("observers", [{"kind": "hub", "options": options}])
 
 

@@ -136,7 +136,7 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
         (
             trl.RULES,
             {"push_to_hub": True, "output_dir": "runs/x/", "hub_private_repo": False},
-            {"repo": "x", "strategy": "end", "private": False},
+            {"repo": "x", "strategy": "every_save", "private": False},
         ),
         (trl.RULES, {"hub_model_id": "me/x", "push_to_hub": False}, None),
     ],

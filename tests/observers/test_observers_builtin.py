@@ -1,17 +1,13 @@
-"""Built-in observers: early stop, spikes, webhook, Hub; no network."""
+"""Built-in observers: early stop, spikes, webhook."""
 
 import http.server
-import inspect
 import json
 import threading
 
 import pytest
 from scripted import make_run
 
-from jaxtrain.errors import UserError
-from jaxtrain.observers import hub
 from jaxtrain.observers.early_stop import EarlyStop
-from jaxtrain.observers.hub import Hub
 from jaxtrain.observers.loss_spike import LossSpike
 from jaxtrain.observers.webhook import Webhook
 
@@ -138,105 +134,3 @@ def test_a_webhook_that_fails_costs_one_warning_without_its_url(
     hook.start(make_run(tmp_path, said))
     hook.end("finished", "")
     assert len(said) == 1 and reason in said[0] and "s3cret" not in said[0]
-
-
-class Api:
-    """What huggingface_hub.HfApi would be asked."""
-
-    def __init__(self, **kwargs):
-        self.repos, self.commits, self.fail = [], [], 0
-
-    def create_repo(self, repo, *, private, exist_ok):
-        self.repos.append((repo, private))
-        return type("Url", (), {"repo_id": f"me/{repo}"})
-
-    def upload_folder(self, *, repo_id, folder_path, commit_message, **place):
-        if self.fail:
-            self.fail -= 1
-            raise ConnectionError("no route\nto anywhere")
-        names = sorted(str(p.relative_to(folder_path)) for p in folder_path.rglob("*.bin"))
-        self.commits.append((repo_id, commit_message, place.get("path_in_repo"), names))
-
-
-@pytest.fixture
-def api(monkeypatch):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "t")
-    monkeypatch.setattr(hub, "PAUSE", 0.0)
-
-
-def make_checkpoint(folder, step):
-    path = folder / "checkpoints" / str(step)
-    path.mkdir(parents=True)
-    (path / "a.bin").write_bytes(b"x")
-    return path
-
-
-def test_the_hub_gets_checkpoints_and_the_model(api, tmp_path):
-    import shutil
-
-    said: list[str] = []
-    push = make(Hub, repo="mine", strategy="all_checkpoints")
-    push.start(make_run(tmp_path, said))
-    for step in (2, 4):
-        path = make_checkpoint(tmp_path, step)
-        push.checkpoint(step, path)
-        shutil.rmtree(path)  # as checkpoint.keep would
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/w.bin").write_bytes(b"y")
-    push.end("finished", "")
-    assert push.api.repos == [("mine", True)]
-    assert push.api.commits == [
-        ("me/mine", "checkpoint of step 2", "checkpoints/2", ["a.bin"]),
-        ("me/mine", "checkpoint of step 4", "checkpoints/4", ["a.bin"]),
-        ("me/mine", "model of step 10", None, ["w.bin"]),
-    ]
-    assert not (tmp_path / "observers/one").exists()
-    assert said[-1] == "model of step 10 pushed to mine"
-
-
-def test_a_push_is_tried_again_and_then_given_up_with_a_command(api, tmp_path):
-    said: list[str] = []
-    push = make(Hub, repo="me/mine", strategy="checkpoint", private=False)
-    push.start(make_run(tmp_path, said))
-    push.api.fail = hub.TRIES - 1
-    push.checkpoint(2, make_checkpoint(tmp_path, 2))
-    (tmp_path / "model").mkdir()
-    push.end("stopped", "SIGTERM")  # no model: it is not through
-    assert [one[1:3] for one in push.api.commits] == [("checkpoint of step 2", "last-checkpoint")]
-    push = make(Hub, repo="me/mine")
-    push.start(make_run(tmp_path, said))
-    push.api.fail = hub.TRIES
-    push.end("finished", "")
-    assert "not pushed to me/mine: ConnectionError: no route; hf upload me/mine" in said[-1]
-
-
-def test_the_hub_s_own_client_takes_these_calls():
-    from huggingface_hub import HfApi
-
-    inspect.signature(HfApi).bind(library_name="x")
-    inspect.signature(HfApi.create_repo).bind(None, "x", private=True, exist_ok=True)
-    inspect.signature(HfApi.create_branch).bind(None, "x", branch="dev", exist_ok=True)
-    place = {"path_in_repo": "last-checkpoint", "delete_patterns": "*"}
-    words = {"repo_id": "x", "folder_path": "y", "revision": None, "commit_message": "z", **place}
-    inspect.signature(HfApi.upload_folder).bind(None, **words)
-
-
-def test_what_the_hub_refuses_is_not_tried_again():
-    error = Exception()
-    error.response = type("Response", (), {"status_code": 403})
-    assert not hub._may_pass(error) and hub._may_pass(ConnectionError())
-
-
-def test_the_hub_wants_a_token_and_something_to_push(api, tmp_path, monkeypatch):
-    import huggingface_hub
-
-    with pytest.raises(UserError, match="run.export is false"):
-        make(Hub, repo="mine").start(make_run(tmp_path, [], export=False))
-    with pytest.raises(ValueError, match='must be "name" or "owner/name"'):
-        Hub.Section(repo="a/b/c")
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(UserError, match="no token to push to mine with; set HF_TOKEN"):
-        make(Hub, repo="mine")
