@@ -1,9 +1,13 @@
 """model.added_tokens and model.special_tokens: tokenizer, grown tables, what is exported."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
+from jaxtrain.adapters.attach import attach
+from jaxtrain.adapters.peft import write_peft
 from jaxtrain.config import Config
 from jaxtrain.core.assemble import assemble, open_params
 from jaxtrain.data.added_tokens import add_tokens, rows_needed
@@ -114,6 +118,28 @@ def test_beside_an_adapter_there_are_as_many_rows_as_tokens(base):
     assert (parts.adapter.full, parts.adapter.rows) == (("embed.embedding",), {"lm_head": (512,)})
     # One that the tokenizer has is trained already.
     assert parts_of(base, {"kind": "lora"}, added_tokens=["<|im_end|>"]).adapter.rows == {}
+
+
+def test_an_adapter_s_rows_must_be_those_of_the_tokens(base, tmp_path):
+    new = {"added_tokens": ["<tool>", "</tool>"]}
+    parts = parts_of(base, {"kind": "lora", "target": ["q_proj"]}, **new)
+    shapes = split_model(attach(build.abstract(parts.architecture), parts.adapter))[0]
+    zeros = {path: np.zeros(shape.shape, np.float32) for path, shape in shapes.items()}
+    write_peft(zeros, parts.architecture, parts.adapter, tmp_path, str(base))
+    adapter = {"kind": "lora", "path": str(tmp_path)}
+    assert parts_of(base, adapter, **new).adapter.rows == parts.adapter.rows
+    with pytest.raises(UserError, match="no rows for the tokens that section model adds"):
+        parts_of(base, adapter, added_tokens=["<tool>", "</tool>", "<more>"])
+    with pytest.raises(UserError, match=r"rows for token 513, the model has 512.*added_tokens"):
+        parts_of(base, adapter)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    assert config["trainable_token_indices"] == {"embed_tokens": [512, 513], "lm_head": [512, 513]}
+    for ids, told in (([512], "names 1 tokens"), (["a"], "ids of tokens")):
+        config["trainable_token_indices"] = {"embed_tokens": ids, "lm_head": ids}
+        file.write_text(json.dumps(config))
+        with pytest.raises(UserError, match=told):
+            parts_of(base, adapter, **new)
 
 
 def test_a_named_template_finds_the_tokens_that_are_added(base):
