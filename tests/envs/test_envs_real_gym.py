@@ -230,10 +230,15 @@ def test_a_gym_of_the_run_that_was_killed_is_started_again(gym, tokenizer):
     env = gym(agent="jx_calc_agent")
     rows, texts = calculator_rows(2), [["It is 5."]] * 2
     check(tokenizer, play(env, tokenizer, rows, texts), texts)
-    folder = env.env.servers.folder
-    found = subprocess.run(["pgrep", "-f", f"gym env start .*{folder}"], capture_output=True)
-    for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    servers = env.env.servers
+    found = subprocess.run(
+        ["pgrep", "-fa", f"gym env start .*{servers.folder}"], capture_output=True, text=True
+    )
+    (pid,) = [line.split()[0] for line in found.stdout.splitlines() if "hold.py" not in line]
+    os.kill(int(pid), signal.SIGKILL)
+    end = time.monotonic() + 30
+    while servers._process.status() is None and time.monotonic() < end:
+        time.sleep(0.5)
     with pytest.raises(EpisodeFailed, match="gym: "):
         play(env, tokenizer, rows, texts)
     assert env.counters() == {"gym/restarts": 1.0}
