@@ -51,15 +51,19 @@ LEAST_ROW, ROW = 128, 2048
 class Model:
     """A model with its weights on the devices."""
 
-    def __init__(self, name: str | os.PathLike, overrides: Sequence[str] = ()):
-        """name: as above. overrides: "section.key=value" as on the command line, such as
-        "model.compute_dtype=bfloat16" (a folder is computed in float32, a run as it trained).
+    def __init__(
+        self, name: str | os.PathLike, overrides: Sequence[str] = (), *, several: bool = False
+    ):
+        """name: as above. several: open all policies of a run that trained several, `policies` by
+        name; what the model itself says is the first one's. overrides: "section.key=value" as on
+        the command line, such as "model.compute_dtype=bfloat16" (a folder is computed in float32, a
+        run as it trained).
 
         Raises UserError for a name that is no model, and for a damaged one.
         """
         self.name = os.fspath(name)
-        trained = open_trained(os.path.expanduser(self.name), list(overrides))
-        self.config, self.held = trained.config, trained.held
+        trained = open_trained(os.path.expanduser(self.name), list(overrides), several=several)
+        self.config, self.held, self.policies = trained.config, trained.held, trained.policies
         self.open_sampler = trained.task.sampler
         parts = self.held.roles.parts
         if parts.architecture.guesses:
@@ -147,11 +151,12 @@ class Model:
                 " `jaxtrain generate` and `jaxtrain eval` work with it"
             )
 
-    def sampler(self, raw: bool, draft: str | None = None) -> Requests:
+    def sampler(self, raw: bool, draft: str | None = None, policy: str | None = None) -> Requests:
         """A sampler with these weights. raw: an answer ends with its text, not with a turn. draft:
-        folder of a draft model for speculative decoding: the same answers sooner."""
+        folder of a draft model for speculative decoding: the same answers sooner. policy: another
+        one of `policies`."""
         self.require_language()
-        model = self.held.model()
+        model = (self.held if policy is None else self.policies[policy]).model()
         if draft is not None:
             self.require_next_token()
             parts = self.held.roles.parts

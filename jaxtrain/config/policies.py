@@ -53,6 +53,27 @@ class PolicyConfig(Section):
 
 def find_policy_problems(config: Any) -> Iterator[str]:
     """One sentence for each section policies.NAME that cannot be, or that nobody asks."""
+    yield from find_section_problems(config)
+    for key, env in list_sections(config):
+        for agent, name in env.verifiers.policies.items():
+            if name not in list_trained(config):
+                known = ", ".join(list_trained(config)) or "none"
+                yield (
+                    f"{key}.verifiers.policies.{agent}: {name!r} is no trained policy of section"
+                    f" policies, which has {known}; a frozen one is a client of the agent's own,"
+                    f" {key}.verifiers.agents.{agent}.client"
+                )
+    if list_trained(config):
+        yield from find_trained_problems(config)
+    if config.policies and "env" not in config.task.reads and not config.eval.sets:
+        yield (
+            "section policies has no effect without an environment that talks to them: task.kind"
+            ' "rl", or [[eval.sets]]; remove it'
+        )
+
+
+def find_section_problems(config: Any) -> Iterator[str]:
+    """One sentence for each section policies.NAME that cannot be, whatever the run does."""
     for name, policy in config.policies.items():
         key = f"policies.{name}"
         if not NAME.match(name) or name in TAKEN:
@@ -78,22 +99,6 @@ def find_policy_problems(config: Any) -> Iterator[str]:
         for own in ("messages", "model", "max_tokens", "temperature", "n", "stream"):
             if own in policy.options:
                 yield f"{key}.options.{own} is not to be set there; use the section's own keys"
-    for key, env in list_sections(config):
-        for agent, name in env.verifiers.policies.items():
-            if name not in list_trained(config):
-                known = ", ".join(list_trained(config)) or "none"
-                yield (
-                    f"{key}.verifiers.policies.{agent}: {name!r} is no trained policy of section"
-                    f" policies, which has {known}; a frozen one is a client of the agent's own,"
-                    f" {key}.verifiers.agents.{agent}.client"
-                )
-    if list_trained(config):
-        yield from find_trained_problems(config)
-    if config.policies and "env" not in config.task.reads and not config.eval.sets:
-        yield (
-            "section policies has no effect without an environment that talks to them: task.kind"
-            ' "rl", or [[eval.sets]]; remove it'
-        )
 
 
 def list_sections(config: Any) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,9 @@ def finish(session: Session, evaluation: Evaluation) -> str:
     lines += [
         "try next",
         f"  {program} {suggest_speculate(config, folder)}" if drafts and config.model.path else "",
-        f"  {program} generate {trained}{agent}" if writes and not drafts else "",
+        f"  {program} generate {folder if agent else trained}{agent}"
+        if writes and not drafts
+        else "",
         f"  {program} score {folder} DATA.jsonl --output scores.jsonl" if not writes else "",
         f"  {program} merge {trained}" if session.parts.adapter and writes else "",
         f"  {program} watch {folder} OTHER_RUN",

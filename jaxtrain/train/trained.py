@@ -32,6 +32,8 @@ class Trained(NamedTuple):
     task: Task
     held: Held
     """The models on the mesh; step 0 for a Hugging Face folder."""
+    policies: Mapping[str, Held] = {}
+    """The same of each policy, where all of several were asked for."""
 
 
 def open_trained(
@@ -42,12 +44,13 @@ def open_trained(
     frozen: bool = True,
     beside: bool = False,
     policy: str | None = None,
+    several: bool = False,
 ) -> Trained:
     """A run's output_dir, a Hugging Face or PEFT folder, or a Hub id; UserError for anything else.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
     adapters only what it trained. beside: the method's other models, too. policy: of a run that
-    trained several the one to open.
+    trained several the one to open. several: all of them, on one base; the first one is `held`.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -67,7 +70,8 @@ def open_trained(
     origin = str(saved) if is_run else name
     config = alone(validate_config(apply_overrides(table, overrides), origin))
     policies = list_trained(config) if is_run else ()
-    if policies and policy not in policies:
+    chosen = policies if several else tuple(name for name in policies if name == policy)
+    if policies and not chosen:
         raise UserError(
             f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
             f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
@@ -80,12 +84,19 @@ def open_trained(
         weights, base, copies = roles.open(0)
         return Trained(config, task, Held(roles, {**base, **copies, **weights}, 0))
     wanted = {"params": roles.trained_shapes, **roles.copy_shapes}
-    found = load_checkpoint(path / "checkpoints", {policy: wanted} if policies else wanted, step)
-    arrays = found.arrays[policy] if policies else found.arrays
+    named = dict.fromkeys(chosen, wanted)
+    found = load_checkpoint(path / "checkpoints", named if policies else wanted, step)
     base = roles.open(config.run.seed, trained=False)[1] if frozen else {}
-    copies = {name: value for name, value in arrays.items() if name != "params"}
-    weights = {**base, **copies, **arrays["params"]}
-    return Trained(config, task, Held(roles, weights, found.step))
+
+    def hold(arrays: Mapping[str, Any]) -> Held:
+        copies = {name: value for name, value in arrays.items() if name != "params"}
+        return Held(roles, {**base, **copies, **arrays["params"]}, found.step)
+
+    if not policies:
+        return Trained(config, task, hold(found.arrays))
+    all_held = {name: hold(found.arrays[name]) for name in chosen}
+    first = next(iter(all_held.values()))
+    return Trained(config, task, first, all_held if several else {})
 
 
 def holds_run(saved: Path) -> bool:

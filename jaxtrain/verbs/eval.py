@@ -1,6 +1,6 @@
 """The verb `eval`: held-out loss and answers of a run's newest checkpoint or a config's model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,8 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
     run's. Of several processes the first answers, prints and writes."""
     say = print if is_main_process() else silent
     if run is not None:
-        config, task, held = open_trained(str(run), overrides, beside=True)
+        opened = open_trained(str(run), overrides, beside=True, several=True)
+        config, task, held, policies = opened
         say(f"{run}, step {held.step}")
     else:
         assert config_path is not None, "the command line gives one of the two"
@@ -37,7 +38,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
         task = make_task(config)
         roles = Roles(task.roles)
         trained, frozen, copies = roles.open(config.run.seed)
-        held = Held(roles, {**frozen, **copies, **trained}, 0)
+        held, policies = Held(roles, {**frozen, **copies, **trained}, 0), {}
     datasets, sets = config.data.eval_datasets, config.eval.sets
     evaluation = Evaluation(config, task, held.roles, say, partial(append_samples, Path()))
     scorer = Scorer(lambda: held, impl=config.model.logp)
@@ -58,7 +59,7 @@ def evaluate_command(run: Path | None, config_path: str | None, overrides: list[
             folder = Path(config.run.output_dir)
             if run is not None and (run / "checkpoints").is_dir():
                 folder = run
-            generate_into(folder / "eval", config, task, held, say)
+            generate_into(folder / "eval", config, task, held, policies, say)
 
 
 def silent(text: str) -> None:
@@ -66,10 +67,16 @@ def silent(text: str) -> None:
 
 
 def generate_into(
-    folder: Path, config: Config, task: Task, held: Held, say: Callable[[str], None]
+    folder: Path,
+    config: Config,
+    task: Task,
+    held: Held,
+    policies: Mapping[str, Held],
+    say: Callable[[str], None],
 ) -> None:
     """Let the weights answer what section eval asks; prints the numbers, appends them to
-    metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew."""
+    metrics.jsonl in `folder` and writes the answers to samples.jsonl there, anew. policies: of
+    several that are trained each one's."""
     parts, samples = held.roles.parts, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, say)
@@ -90,7 +97,8 @@ def generate_into(
                 with_secrets(config.model_copy(update={"run": place})), parts, say
             )
             stack.callback(publisher.close)
-            publisher.publish(0, held.params(), held.roles.rebuild(held.roles.trained))
+            params = {name: one.params() for name, one in policies.items()} or held.params()
+            publisher.publish(0, params, held.roles.rebuild(held.roles.trained))
         evaluation = Evaluation(
             config,
             task,
@@ -100,6 +108,7 @@ def generate_into(
             sets,
             engine,
             served=kind.serves,
+            policies=lambda: policies,
         )
         found = evaluation.generate(held)
         if is_main_process():

@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 from jaxtrain.adapters.peft_folder import CONFIG
-from jaxtrain.config.load import read_saved
 from jaxtrain.core.assemble import find_folder
 from jaxtrain.core.export import export_policies, replace_folder
 from jaxtrain.errors import UserError
@@ -53,19 +52,11 @@ def export_run(
     max_shard_size: str | None,
 ) -> None:
     """A checkpoint of a run; of several policies an adapter each, in folders of their names."""
-    table = read_saved(run / "config.json") if (run / "config.json").is_file() else {}
-    sections = table.get("policies") or {}
-    if policies := [name for name, one in sections.items() if one.get("trained")]:
-        opened = {
-            name: open_trained(str(run), [], step, frozen=False, policy=name) for name in policies
-        }
-        config, task, held = opened[policies[0]]
-        export_policies(
-            task.export, {name: one.held for name, one in opened.items()}, config, output, dtype
-        )
+    config, task, held, policies = open_trained(str(run), [], step, frozen=False, several=True)
+    if policies:
+        export_policies(task.export, policies, config, output, dtype)
         print(f"the adapters of step {held.step} of {run} are now in {output}")
         return
-    config, task, held = open_trained(str(run), [], step, frozen=False)
     adapter = held.roles.parts.adapter is not None
     if max_shard_size is None or adapter:
         task.export(held, config, output, dtype)

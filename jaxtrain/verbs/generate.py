@@ -1,27 +1,23 @@
 """The verb `generate`: answers to prompts, from a file, the command line or a conversation."""
 
 import argparse
-import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.api import Model, read_ids
-from jaxtrain.config import EnvConfig, SamplingConfig
-from jaxtrain.config.base import Section
-from jaxtrain.config.load import apply_overrides, validate
+from jaxtrain.config import SamplingConfig
 from jaxtrain.data.messages import Malformed, read_messages, read_tools
 from jaxtrain.data.template import TemplateFailed, encode, prompt_tokens
-from jaxtrain.envs.open import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.foreign import parse_json, read_text
 from jaxtrain.hf.generation import describe_ignored
 from jaxtrain.rollout.eval_sets import list_turns
-from jaxtrain.rollout.local.engine import LocalEngine
-from jaxtrain.rollout.types import Completion, Episode, EpisodeFailed
+from jaxtrain.rollout.types import Completion, Episode
 from jaxtrain.run.belongings import require_writable, write_output
 from jaxtrain.shown import printable
+from jaxtrain.verbs.play import OWN, Stage, read_sections
 
 MOST_INPUT = 2**29
 """Bytes of a file of prompts."""
@@ -30,14 +26,22 @@ MOST_INPUT = 2**29
 class Writer:
     """A model that answers messages, continues text or ids, or acts in an environment."""
 
-    def __init__(self, name: str, overrides: list[str], raw: bool, draft: str | None = None):
-        """raw: texts or ids are continued as they stand. draft: folder of a draft model."""
-        # Section env on its own: the config of a run that has no use for it would refuse it.
-        of_env = [word for word in overrides if word.startswith("env.")]
-        self.model = Model(name, [word for word in overrides if word not in of_env])
+    def __init__(
+        self,
+        name: str,
+        overrides: list[str],
+        raw: bool,
+        draft: str | None = None,
+        *,
+        acts: bool = False,
+    ):
+        """raw: texts or ids are continued as they stand. draft: folder of a draft model. acts: in
+        section env's environment, with all policies."""
+        own = [word for word in overrides if word.startswith(OWN)]
+        rest = [word for word in overrides if word not in own]
+        self.model = Model(name, rest, several=acts)
         config = self.model.config
-        table = apply_overrides({"env": config.env.model_dump()}, of_env)
-        self.env_config = validate(EnvSection, table, name).env
+        sections = read_sections(config, own, name)
         self.tokenizer = self.model.tokenizer
         self.raw = raw
         if not raw and not self.tokenizer.chat_template:
@@ -46,7 +50,13 @@ class Writer:
                 " model.chat_template=FILE"
             )
         self.sampling: SamplingConfig = config.sampling
+        policies = self.model.policies
+        if len(policies) > 1 and draft is not None:
+            raise UserError(f"{name} has trained several policies, for which no draft guesses")
         self.sampler = self.model.sampler(raw, draft)
+        samplers = {one: self.model.sampler(raw, policy=one) for one in policies}
+        parts = self.model.held.roles.parts
+        self.stage = Stage(sections, parts, samplers or {"": self.sampler}) if acts else None
         folder = self.model.held.roles.parts.folder
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
@@ -76,28 +86,8 @@ class Writer:
 
     def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
         """Episodes of rows in section env's environment, side by side."""
-        env = open_env(self.env_config, self.tokenizer, self.sampler.max_len)
-
-        async def run() -> list[Episode]:
-            engine = LocalEngine(self.sampler)
-            try:
-                return await asyncio.gather(
-                    *(env.run(row, engine, self.sampling, i) for i, row in enumerate(rows))
-                )
-            except EpisodeFailed as failure:
-                raise UserError(f"an episode came to nothing: {failure}") from None
-            finally:
-                await engine.close()
-                if (close := getattr(env, "close", None)) is not None:
-                    close()
-
-        return asyncio.run(run())
-
-
-class EnvSection(Section):
-    """Section env by itself."""
-
-    env: EnvConfig
+        assert self.stage is not None, "it was opened to act"
+        return self.stage.play(rows, self.sampling)
 
 
 def generate_command(args: argparse.Namespace) -> None:
@@ -111,13 +101,14 @@ def generate_command(args: argparse.Namespace) -> None:
         raise UserError(
             "generate: --ids continues token ids as they stand, without --raw, --system or --env"
         )
-    if not args.env and any(word.startswith("env.") for word in args.overrides):
-        raise UserError("generate: keys of section env have no effect without --env")
+    if not args.env and any(word.startswith(OWN) for word in args.overrides):
+        raise UserError("generate: keys of sections env and policies have no effect without --env")
     rows = list_rows(args)
     if args.output:
         require_writable(args.output, args.overwrite)
     requests = [read_request(row, origin, args) for row, origin in rows if not args.env]
-    writer = Writer(args.model, args.overrides, args.raw or args.ids, args.draft)
+    raw = args.raw or args.ids
+    writer = Writer(args.model, args.overrides, raw, args.draft, acts=args.env)
     if not rows:
         converse(writer, args.system, args.env)
     elif args.env:
@@ -189,11 +180,19 @@ def env_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
-    """(what --output keeps of it, what people read: a line a turn, and the rewards)."""
-    lines = [f"{role:>10}: {text}" for role, text in list_turns(episode)]
-    lines += [f"{'reward':>10}: {name} {value}" for name, value in episode.all_rewards.items()]
-    kept = {"completion": episode.completion, "rewards": episode.all_rewards}
-    return kept, "\n".join(lines) + "\n"
+    """(what --output keeps of it, what people read: a line a turn, and the rewards). A game of
+    several policies or agents: of each of its episodes, behind who speaks."""
+    lines, kept = [], []
+    for one in (episode, *episode.others):
+        speaker = one.policy or one.agent
+        lines += [f"[{speaker}]"] * bool(speaker)
+        lines += [f"{role:>10}: {text}" for role, text in list_turns(one)]
+        lines += [f"{'reward':>10}: {name} {value}" for name, value in one.all_rewards.items()]
+        names = {"policy": one.policy, "agent": one.agent}
+        given = {key: name for key, name in names.items() if name}
+        kept.append({**given, "completion": one.completion, "rewards": one.all_rewards})
+    more = {"others": kept[1:]} if episode.others else {}
+    return {**kept[0], **more}, "\n".join(lines) + "\n"
 
 
 def list_rows(args: argparse.Namespace) -> list[tuple[dict[str, Any], str]]:

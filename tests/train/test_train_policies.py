@@ -97,6 +97,27 @@ def test_each_policy_is_trained_as_it_would_be_alone(configs, tmp_path, capsys):
         open_trained(str(tmp_path / "both"), [])
     assert main(["export", str(tmp_path / "both"), "--output", str(tmp_path / "again")]) == 0
     compare(tmp_path / "again/odd", tmp_path / "both/model/odd")
+    play_and_evaluate(tmp_path / "both", capsys)
+
+
+def play_and_evaluate(folder, capsys):
+    """The verbs open all policies of a run: each one's rewards are of its own adapter."""
+    rows = folder / "rows.jsonl"
+    messages = [{"role": role, "content": "12345678"} for role in ("system", "user")]
+    rows.write_text(json.dumps({"messages": messages}) + "\n")
+    out = folder / "played.jsonl"
+    words = ["generate", str(folder), "--env", "--input", str(rows), "--output", str(out)]
+    assert main(words) == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert (line["policy"], line["others"][0]["policy"]) == ("even", "odd")
+    keys = ("policies.odd.trained=false", "policies.odd.servers=['http://127.0.0.1:1']")
+    assert main([*words[:5], *keys, "policies.odd.path=null"]) == 2
+    assert "policies.NAME.trained names even" in capsys.readouterr().err
+    sets = ("eval.sets.0.path=builtin:calculator", "eval.sets.0.max_rows=4", "eval.sets.0.k=2")
+    assert main(["eval", str(folder), *sets]) == 0
+    found = json.loads((folder / "eval/metrics.jsonl").read_text().splitlines()[-1])
+    even, odd = (found[f"eval/calculator/{name}/reward"] for name in ("even", "odd"))
+    assert even == found["eval/calculator/reward"] != odd
     capsys.readouterr()
 
 
