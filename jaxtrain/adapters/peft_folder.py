@@ -116,9 +116,9 @@ class PeftFolder:
     def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether rows are those of the embedding again, as PEFT may write them of a tied head."""
         others = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
-        same = [n for n in others if self.files.tensors[n].shape == shape]
-        fetched = (self.files.fetch(n, whole(shape)) for n in (name, *same))
-        return bool(same) and np.array_equal(*fetched)
+        own = self.files.fetch(name, whole(shape))
+        same = (n for n in others if self.files.tensors[n].shape == shape)
+        return any(np.array_equal(own, self.files.fetch(n, whole(shape))) for n in same)
 
     def rows(self) -> dict[str, tuple[int, ...]]:
         """Ids of the tokens of which it replaces the rows, by the module of the table."""

@@ -211,12 +211,13 @@ class Hub:
         """What a push came to, within the time that it may take."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with self._running([*PUSH], quiet, stdin=subprocess.PIPE) as child:
-            assert child.stdin is not None and child.stdout is not None, "they are pipes"
+            answers = child.stdout
+            assert child.stdin is not None and answers is not None, "they are pipes"
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.write(json.dumps(job) + "\n")
                 child.stdin.flush()
             lines: list[str] = []
-            reader = threading.Thread(target=lambda: lines.append(child.stdout.readline()))
+            reader = threading.Thread(target=lambda: lines.append(answers.readline()))
             reader.daemon = True
             reader.start()
             reader.join(self.options.seconds)
