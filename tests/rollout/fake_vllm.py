@@ -117,7 +117,9 @@ class FakeVllm:
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.run(self._serve(ready))
-        gc.collect()  # closes a connection that was let in last, as the end of a process would
+        # Closes a connection that was let in last, as the end of a process would. It is young; a
+        # whole collection would go through all that a long session of tests holds: seconds.
+        gc.collect(1)
 
     async def _serve(self, ready: threading.Event) -> None:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
