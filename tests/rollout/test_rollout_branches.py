@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxtrain.batch import Batch
 from jaxtrain.data.blocks import CE, RL, Spots, Strides, lay_blocks
@@ -48,9 +49,17 @@ def rows() -> tuple[Batch, Batch, Spots]:
     return batch, *lay_blocks(batch, STRIDES)
 
 
+@functools.cache
 def make(name: str):
     config = build.config_from_hf(RAW.get(name) or {**SIZES, **FAMILIES[name]})
     return build.init(config, 0, param_dtype="float64", dtype="float64")
+
+
+def compiled(name: str, function):
+    """function(model, ...) under jit; the weights are an argument, not part of the program."""
+    graphdef, state = nnx.split(make(name))
+    run = jax.jit(lambda state, *given: function(nnx.merge(graphdef, state), *given))
+    return functools.partial(run, state)
 
 
 def on_device(tree):
@@ -67,12 +76,11 @@ def draw(name: str, how: Drawing, function=draw_blocks):
     else:
         given = (documents, forest, spots)
 
-    @jax.jit
-    def run(*given):
+    def run(model, *given):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(3), jnp.arange(2))
-        return function(make(name), *given, keys, how)
+        return function(model, *given, keys, how)
 
-    return np.asarray(run(*given))
+    return np.asarray(compiled(name, run)(*given))
 
 
 def fill(drawn) -> Batch:
@@ -89,7 +97,6 @@ def alone(name: str, drawn) -> dict[tuple[int, int, int], np.ndarray]:
     """{(row, block, sample): log-probs [G, V]}: each block as one sequence behind its document's
     beginning, by a plain causal model."""
     documents, _, spots = rows()
-    model = make(name)
     places = [
         (row, block, sample)
         for row, block in zip(*np.nonzero(spots.predictor < T), strict=True)
@@ -104,8 +111,8 @@ def alone(name: str, drawn) -> dict[tuple[int, int, int], np.ndarray]:
         sequences[number, : len(before) + G] = np.r_[before, drawn[row, block, sample]]
     index = np.broadcast_to(np.arange(T + G, dtype=np.int32), sequences.shape)
     batch = Batch(sequences, index, index - 1, np.full_like(index, T + G), {})
-    logits = jax.jit(lambda b: model.logits(model.hidden(b).hidden))(on_device(batch))
-    logp = np.asarray(jax.nn.log_softmax(logits))
+    run = compiled(name, lambda model, b: jax.nn.log_softmax(model.logits(model.hidden(b).hidden)))
+    logp = np.asarray(run(on_device(batch)))
     return {
         place: logp[number, length - 1 : length - 1 + G]
         for number, (place, length) in enumerate(zip(places, lengths, strict=True))
@@ -116,7 +123,7 @@ def check_scores(name: str, drawn) -> None:
     """The forest's log-probs are those of each block alone: 1e-10."""
     _, _, spots = rows()
     forest = fill(drawn)
-    found = np.asarray(jax.jit(lambda b: token_logp(make(name), b).logp)(on_device(forest)))
+    found = np.asarray(compiled(name, lambda model, b: token_logp(model, b).logp)(on_device(forest)))
     for (row, block, sample), logp in alone(name, drawn).items():
         first = spots.start[row, block] + sample * G
         wanted = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)[:, 0]
@@ -161,7 +168,8 @@ def test_draws_follow_the_distribution():
     model = make("qwen3")
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(2))
     first = Spots(*(x[:, :1] for x in spots[:2]), *spots[2:])
-    drawn = np.asarray(draw_blocks(make("qwen3"), documents, forest, first, keys, how))[0, 0, :, 0]
+    run = compiled("qwen3", lambda model, *given: draw_blocks(model, *given, how))
+    drawn = np.asarray(run(documents, forest, first, keys))[0, 0, :, 0]
     hidden = model.hidden(documents).hidden[0, int(first.predictor[0, 0])]
     probs = np.asarray(jax.nn.softmax(model.logits(hidden) / 0.5))
     common = np.argsort(-probs)[:20]
@@ -189,7 +197,8 @@ def test_the_loss_is_that_of_blocks_decoded_alone():
     batch = fill(drawn)._replace(streams={ADVANTAGE: stream, NUMBERS: numbers})
     model, U = make("qwen3"), forest.tokens.shape[1]
     scored = Scored({U: (T, STRIDES.most(T) * N * G)})
-    sums, metrics = jax.jit(lambda b: strided_loss(model, b, scored))(on_device(batch))
+    run = compiled("qwen3", lambda model, b: strided_loss(model, b, scored))
+    sums, metrics = run(on_device(batch))
     wanted = 0.0
     for (row, block, sample), logp in alone("qwen3", drawn).items():
         own = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)
