@@ -6,6 +6,7 @@ them; random ones are drawn where they live. `mesh=None` means the default devic
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -136,8 +137,17 @@ def abstract(
     part: what makes, of the same arguments, a module with some of the model's parameters under
     their own paths, such as models.draft.TargetEnds.
     """
-    make = family(config).Model if part is None else part
-    return nnx.eval_shape(lambda: make(config, Options(**options), nnx.Rngs(0)))
+    chosen = Options(**options)
+    if part is not None:
+        return nnx.eval_shape(lambda: part(config, chosen, nnx.Rngs(0)))
+    return nnx.merge(*_shapes(config, chosen, jax.config.read("jax_enable_x64")))
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(config: DecoderConfig, options: Options, wide: bool) -> tuple[Any, Any]:
+    """The abstract model in two parts, from which `abstract` makes one for each caller: a run asks
+    for it a dozen times, and every time all layers would be traced anew."""
+    return nnx.split(nnx.eval_shape(lambda: family(config).Model(config, options, nnx.Rngs(0))))
 
 
 def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: Any) -> Decoder:
