@@ -123,7 +123,9 @@ def check_scores(name: str, drawn) -> None:
     """The forest's log-probs are those of each block alone: 1e-10."""
     _, _, spots = rows()
     forest = fill(drawn)
-    found = np.asarray(compiled(name, lambda model, b: token_logp(model, b).logp)(on_device(forest)))
+    found = np.asarray(
+        compiled(name, lambda model, b: token_logp(model, b).logp)(on_device(forest))
+    )
     for (row, block, sample), logp in alone(name, drawn).items():
         first = spots.start[row, block] + sample * G
         wanted = np.take_along_axis(logp, drawn[row, block, sample][:, None], axis=1)[:, 0]
