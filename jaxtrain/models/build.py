@@ -26,11 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain import plugins
 from jaxtrain.errors import UserError
 from jaxtrain.hf.config_checks import check_names
-from jaxtrain.hf.files import read_object, spell
+from jaxtrain.hf.files import read_object
 from jaxtrain.hf.ops import TIED_COPY, Entry, Grown, Piece, Stack, Tensor, whole
 from jaxtrain.hf.packed import open_folder, without_packing
 from jaxtrain.hf.safetensors import Folder, Stored, write_folder
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
+from jaxtrain.models.check_tensors import check_tensors, fixed_dtypes
 from jaxtrain.models.decoder import Decoder, Options
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.finite import FiniteCheck
@@ -241,7 +242,7 @@ def read_params(
     assert part is not None or len(paths) == len(entries), "names() and Model differ"
     stored = {path: entry for path, entry in paths.items() if not _is_drawn(entry, config)}
     shapes = {entry: flat[path].get_value().shape for path, entry in stored.items()}
-    _check(files, shapes, config, whole=part is None)
+    check_tensors(files, shapes, config, whole=part is None)
     if drawn := {entry.param for entry in paths.values()} - {e.param for e in stored.values()}:
         yield from draw_params(config, seed, mesh, drawn, **options)
     check = FiniteCheck(files)
@@ -304,7 +305,7 @@ def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
     flat = nnx.to_flat_state(state)
     shapes = {entries[".".join(map(str, p))]: leaf.get_value().shape for p, leaf in flat}
     stored = {entry: shape for entry, shape in shapes.items() if not _is_drawn(entry, config)}
-    _check(open_folder(folder), stored, config)
+    check_tensors(open_folder(folder), stored, config)
 
 
 def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
@@ -378,11 +379,6 @@ def wide_tensors(config: DecoderConfig) -> frozenset[str]:
     )
 
 
-def fixed_dtypes(entry: Entry) -> Mapping[str, Any]:
-    """{tensor: dtype} of those tensors of an entry whose dtype is not that of the weights."""
-    return getattr(entry.op, "dtypes", {})
-
-
 def carried_tensors(files: Folder, carries: tuple[str, ...]) -> dict[str, Stored]:
     """The tensors of a folder that are copied into every export, not trained."""
     return {name: found for name, found in files.tensors.items() if name.startswith(carries)}
@@ -417,70 +413,6 @@ def param_count(config: DecoderConfig) -> int:
     """Number of parameters; a tied head counts once."""
     state = nnx.state(abstract(config))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
-
-
-def _check(
-    files: Folder,
-    shapes: Mapping[Entry, tuple[int, ...]],
-    config: DecoderConfig,
-    whole: bool = True,
-) -> None:
-    """One UserError for all tensors that are missing, unexpected (whole), misshapen, no floats."""
-    wanted, fixed = {}, {}
-    for entry, shape in shapes.items():
-        wanted |= entry.op.shapes(shape)
-        fixed |= fixed_dtypes(entry)
-    found = files.tensors
-    tables = [e.op.shapes(s) for e, s in shapes.items() if e.param == "embed.embedding"]
-    table_name = next(iter(tables[0])) if tables else None
-    problems = [f"missing {name} {shape}" for name, shape in wanted.items() if name not in found]
-    for name, stored in found.items():
-        if name in wanted:
-            if stored.shape != wanted[name]:
-                problems.append(
-                    f"{stored.file.name}: {name} is {stored.shape}, config.json says {wanted[name]}"
-                )
-            elif name in fixed:
-                if stored.dtype.kind not in "iub":
-                    problems.append(f"{stored.file.name}: {name} is stored as {stored.dtype}")
-            elif not jax.dtypes.issubdtype(stored.dtype, np.floating):
-                problems.append(
-                    f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantised weights"
-                    " are; convert the model to floats"
-                )
-        elif name == TIED_COPY and config.score is not None:
-            continue  # the head of the language model that it was
-        elif name == TIED_COPY and config.tie_word_embeddings:
-            if table_name in found and not _equal(files, TIED_COPY, table_name):
-                problems.append(
-                    f"{stored.file.name}: {name} differs from the embedding, but config.json says "
-                    "tie_word_embeddings=true"
-                )
-        elif name.startswith(config.carries):
-            continue
-        # The last is a buffer of old transformers, not a weight.
-        elif whole and not name.endswith("rotary_emb.inv_freq"):
-            problems.append(f"{stored.file.name}: unexpected {spell(name)} {stored.shape}")
-    if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        listed = "".join(f"\n  {problem}" for problem in problems[:8])
-        raise UserError(
-            f"{files.path}: the tensors do not fit {config.architecture} with this config.json:"
-            f"{listed}{more}"
-        )
-
-
-def _equal(files: Folder, name: str, other: str) -> bool:
-    a, b = files.tensors[name], files.tensors[other]
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return (
-        a.file.samefile(b.file)
-        and a.offset == b.offset
-        or bool(
-            np.array_equal(files.fetch(name, whole(a.shape)), files.fetch(other, whole(b.shape)))
-        )
-    )
 
 
 def read_entry(
