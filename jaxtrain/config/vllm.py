@@ -71,8 +71,8 @@ class VllmConfig(Section):
     range of bytes over each."""
     fan_out: int = Field(8, ge=0, le=1024)
     """full, delta: hosts that the trainer sends a version to itself. Where there are more, each
-    that has it passes it on, to so many others at a time; the trainer sends it to those that did
-    not get it there in time. 0: the trainer sends it to all."""
+    that has it passes it on, to one other at a time; the trainer sends it to those that did not get
+    it there in time. 0: the trainer sends it to all."""
     adapter_dir: Place | None = None
     """lora: folder for the adapters. Unset: OUTPUT_DIR/adapters."""
     adapter_transport: Literal["auto", "disk", "http"] = "auto"

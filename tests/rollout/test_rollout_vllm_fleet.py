@@ -22,6 +22,7 @@ from real_vllm import (
     PYTHON,
     RealServer,
     ask,
+    cast,
     change,
     descendants,
     free_port,
@@ -32,6 +33,7 @@ from real_vllm import (
 )
 
 from jaxtrain.core.assemble import abstract_params, assemble, open_params
+from jaxtrain.rollout.vllm import staging, weight_links
 from jaxtrain.rollout.vllm.control import ServerRefused, call
 from jaxtrain.rollout.vllm.discover import list_workers
 from jaxtrain.rollout.vllm.engine import VllmEngine
@@ -48,6 +50,8 @@ pytestmark = [
     ),
 ]
 GROUP, TURNS = 8, 4
+NAMES = ("127.0.0.1", "localhost")
+"""One machine's, as if there were two."""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +157,37 @@ def test_an_evaluation_keeps_its_version_while_training_goes_on(replicas, tmp_pa
         (other,) = [one for one in servers.all if one is not server]
         servers.drop(other, "for this test: the one that was kept answers alone")
         assert worst(engine, rebuild, params, config, 2) < CLOSE
+
+
+def test_one_server_passes_weights_on_to_the_other(replicas, tmp_path, monkeypatch):
+    """As if each were on a host of its own: one is sent them over streams, the other fetches them
+    there; whole, then as what has changed."""
+
+    class Far(weight_links.Link):
+        def __init__(self, connection, hello):
+            super().__init__(connection, hello)
+            self.host, self.own_host = hello["server"], "elsewhere"
+
+    monkeypatch.setattr(weight_links, "Link", Far)
+    monkeypatch.setattr(staging, "STREAM_BYTES", 1)
+    names = [f"http://{name}:{one.port}" for name, one in zip(NAMES, replicas, strict=True)]
+    more = {"servers": names, "fan_out": 1, "weight_dtype": "bfloat16"}
+    config = make_config(replicas[0], tmp_path, "delta", **more)
+    parts = assemble(config)
+    params, rebuild = open_params(parts, 0), abstract_params(parts)[1]
+    engine, publisher = open_vllm(config, parts)
+    try:
+        for version in range(3):
+            found = publisher.publish(version, params, None)
+            assert found["sync/relay_failures"] == 0, found
+            assert found["sync/tcp_bytes"] == found["sync/relayed_bytes"] > 0
+            assert found["sync/delta"] == (version > 0)
+            assert worst(engine, rebuild, cast(params, "bfloat16"), config, version) < CLOSE
+            for server in engine.servers.all:
+                assert server.version == version
+            params = change(params, 0.02, version)
+    finally:
+        publisher.close()
 
 
 @pytest.mark.skipif(ROUTER is None, reason="needs pip install vllm-router")

@@ -1,10 +1,11 @@
 """Which host has a version from whom, where there are more hosts than the trainer sends it to.
 
-    trainer ── fan_out hosts ── each of them up to fan_out others at a time ── these to others ...
+    trainer ── fan_out hosts ── each of them to others, one after another ── these to others ...
        └─ whoever got none there: too late, another checksum, its host gone
 
-Nothing is planned: who needs a version takes it from the host that has it and serves the fewest, or
-waits for the first to have it. So it does not matter who fails, nor in which order hosts come.
+Nothing is planned: who needs a version takes it from a host that has it and serves nobody now, or
+waits for one. Those that have it double in the time of one transfer, each at the full speed of its
+network, and it does not matter who fails, nor in which order hosts come.
 """
 
 import threading
@@ -33,8 +34,8 @@ class Source:
     link: Link
     place: tuple[str, int]
     names: Collection[str]
-    busy: int = 0
-    """How many fetch from it."""
+    busy: bool = False
+    """Whether one fetches from it."""
 
 
 class Turn(NamedTuple):
@@ -82,7 +83,7 @@ class Relays:
                 self._changed.wait(patience.left(1.0))
             seconds = deadline.left()
             if source is not None:
-                source.busy += 1
+                source.busy = True
                 longest = SLOWER * self._longest + MORE_SECONDS
                 seconds = min(longest, seconds * PATIENCE)
             elif version == self._version:
@@ -100,7 +101,7 @@ class Relays:
                 return there
             self._coming.subtract(turn.names)
             if turn.source is not None:
-                turn.source.busy -= 1
+                turn.source.busy = False
                 if answer is not None:
                     link.failures = 0 if there else link.failures + 1
                     if not there and turn.source in self._sources:
@@ -126,9 +127,8 @@ class Relays:
         if not self.wants(link) or link.failures >= FAILURES:
             return False, None
         there = [one for one in self._sources if name in one.names and not one.link.closed]
-        free = [one for one in there if one.busy < self.fan_out]
         coming = bool(there) or self._coming[name] > 0
-        return coming, min(free, key=lambda one: one.busy, default=None)
+        return coming, next((one for one in there if not one.busy), None)
 
 
 def read_place(said: Any) -> tuple[str, int] | None:
