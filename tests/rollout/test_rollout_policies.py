@@ -309,7 +309,10 @@ def test_what_does_not_go_together_is_named():
         ({"rollout": {"service": "ray"}}, 'set rollout.service to "process"'),
         ({"task": {"kind": "rl", "reference": "frozen"}}, "policies share the base as reference"),
         ({"policies": {"a": {"trained": True, "model": "x"}}}, "policies.a.model is for a frozen"),
-        ({"policies": {"a": {"path": "x", "servers": ["http://h:1"]}}}, "a trained policy starts"),
+        (
+            {"policies": {"a": {"path": "x", "servers": ["http://h:1"]}}},
+            "is for a policy behind servers",
+        ),
         ({"rewards": [{"function": "math", "policy": "x"}]}, "rewards.0.policy 'x' is no trained"),
         (
             {"env": {"kind": "verifiers", "verifiers": {"taskset": "t", "policies": {"one": "x"}}}},
