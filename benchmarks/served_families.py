@@ -1,0 +1,223 @@
+"""Every family's export served by vLLM on a CPU: are its log-probs ours?
+
+JAXTRAIN_VLLM_PYTHON=path/to/vllm/python python benchmarks/served_families.py [NAME ...]
+
+For each tiny config of tests/models/families_*.py whose class vLLM has, in sizes that its kernels
+have: a model with no norm, bias or decay at its neutral value is written by our exporter, opened by
+vLLM, and asked for the log-probs of prompts' tokens and of an answer drawn after them (so caches
+are seen, too). Those of our own model, read from the same folder, are compared. What was
+found goes into benchmarks/results/served_families_cpu.json, from which scripts/make_models_table.py
+makes a column of docs/models.md. JAXTRAIN_VLLM_PATH: a folder with what vLLM's environment lacks
+(torchvision for Qwen3.5's classes).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests" / "models")]
+
+from make_models_table import NOT_IN_VLLM, tiny_configs
+
+from jaxtrain.data.template import load_tokenizer
+from jaxtrain.models import build
+
+RESULTS = Path(__file__).parent / "results" / "served_families_cpu.json"
+VOCAB, NEW = 512, 12
+LENGTHS = (40, 17, 61)
+"""Longer than windows, and across blocks of the cache."""
+CLOSE = {"float32": 2e-4, "bfloat16": 0.25}
+"""Sums in another order; another weight, position or mask gives 0.5 and more."""
+
+SIZES = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "global_head_dim": 64,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "mamba_d_state": 32,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+}
+"""In the place of a tiny config's own, where it has them: heads of 32, and what vLLM's products of
+experts on a CPU divide by."""
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": 48,
+}
+"""The only sizes of latents that vLLM decodes on a CPU."""
+FACTORS = ("short_factor", "long_factor")
+
+
+def fit_to_vllm(raw: dict) -> dict:
+    """A tiny config in sizes that vLLM's kernels on a CPU have."""
+    latent = {k: v for k, v in LATENT.items() if k in raw and raw[k] is not None}
+    fitted = {**raw, **{k: v for k, v in SIZES.items() if k in raw}, **latent}
+    if latent:
+        fitted["num_attention_heads"] = raw["num_key_value_heads"]
+    elif "head_dim" in raw:
+        fitted["head_dim"] = 32
+    if "rope_scaling" in raw and "short_factor" in raw["rope_scaling"]:  # one number for each pair
+        rope = raw["rope_scaling"]
+        longer = {key: [f for f in rope[key] for _ in range(4)] for key in FACTORS}
+        fitted["rope_scaling"] = {**rope, **longer}
+    return fitted
+
+
+def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
+    """The folder that a run would export, with weights drawn."""
+    tokenizer = load_tokenizer("builtin")
+    config = build.config_from_hf({**raw, "eos_token_id": tokenizer.eos_token_id})
+    model = build.init(config, seed, param_dtype="float32")
+    graphdef, state = nnx.split(model)
+    rng = np.random.default_rng(seed)
+
+    def move(path, leaf):
+        value = np.asarray(leaf)
+        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        if "A_log" in name:  # as drawn, heads forget within a token or two
+            return jnp.asarray(rng.uniform(-4.6, 0.4, value.shape), value.dtype)
+        if value.size > 1 and (value == value.flat[0]).all():
+            return jnp.asarray(value + 0.1 * rng.normal(size=value.shape), value.dtype)
+        return leaf
+
+    state = jax.tree_util.tree_map_with_path(move, state)
+    build.save(nnx.merge(graphdef, state), config, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def score(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
+    """Our log-prob of each token of the texts behind its first."""
+    from tiny_models import pack
+
+    model = build.load(folder, param_dtype="float32")
+    length = max(map(len, texts))
+    batch = pack([[np.array(text, np.int32)] for text in texts], length)
+    run = jax.jit(lambda model, batch: jax.nn.log_softmax(model.logits(model.hidden(batch).hidden)))
+    logp = np.asarray(run(model, batch))
+    return [
+        np.array([row[i, token] for i, token in enumerate(text[1:])])
+        for row, text in zip(logp, texts, strict=True)
+    ]
+
+
+def ask_vllm(folders: dict[str, dict], prompts: list, work: Path, seconds: float) -> dict:
+    """{name: what served_logprobs.py says}, as far as it comes in time; what work/answers.jsonl
+    has already is not asked again. A process that dies under a folder is started anew."""
+    end = time.monotonic() + seconds
+    paths = filter(None, [os.environ.get("JAXTRAIN_VLLM_PATH")])
+    env = {**os.environ, "PYTHONPATH": ":".join(paths), "VLLM_PLUGINS": ""}
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        env.pop(name, None)
+    while left := {n: f for n, f in folders.items() if n not in read_answers(work)}:
+        job, log = work / "job.json", (work / "vllm.log").open("ab")
+        job.write_text(json.dumps({"prompts": prompts, "new": NEW, "folders": left}))
+        command = [os.environ["JAXTRAIN_VLLM_PYTHON"], str(CHILD), str(job), str(work / ANSWERS)]
+        child = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=work)
+        try:
+            code = child.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            break
+        finally:
+            child.kill()
+            child.wait()
+        if missing := next((name for name in left if name not in read_answers(work)), None):
+            with (work / ANSWERS).open("a") as file:
+                file.write(json.dumps({"name": missing, "error": f"it ended with {code}"}) + "\n")
+    return {name: one for name, one in read_answers(work).items() if name in folders}
+
+
+def read_answers(work: Path) -> dict[str, dict]:
+    file = work / ANSWERS
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {one["name"]: one for one in map(json.loads, lines)}
+
+
+CHILD, ANSWERS = Path(__file__).parent / "served_logprobs.py", "answers.jsonl"
+
+
+def compare(answer: dict, prompts: list[list[int]], folder: Path) -> float:
+    """The largest difference between vLLM's log-probs and ours."""
+    texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
+    theirs = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
+    ours = score(folder, texts)
+    return max(float(np.abs(o - np.array(t)).max()) for o, t in zip(ours, theirs, strict=True))
+
+
+def make_prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, length).tolist() for length in LENGTHS]
+
+
+def served_configs() -> dict[str, dict]:
+    """{name: config.json} of all that vLLM has a class for."""
+    found = {name: fit_to_vllm(raw) for name, (_, raw) in tiny_configs().items()}
+    return {
+        name: raw
+        for name, raw in found.items()
+        if build.config_from_hf(raw).architecture not in NOT_IN_VLLM
+    }
+
+
+def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, dict]:
+    """{name: {"dtype", "difference"} or {"dtype", "error"}}."""
+    configs, prompts = served_configs(), make_prompts()
+    folders = {}
+    for name in names:
+        if not (work / name / "config.json").exists():
+            write_model(configs[name], work / name)
+        folders[name] = {"path": str(work / name), "dtype": dtype}
+    found = {}
+    for name, answer in ask_vllm(folders, prompts, work, seconds).items():
+        one = {"error": answer["error"]} if "error" in answer else None
+        found[name] = one or {"difference": compare(answer, prompts, work / name)}
+        found[name]["dtype"] = dtype
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="tiny configs; all that vLLM has a class for")
+    parser.add_argument("--dtype", default="float32", choices=list(CLOSE), help="vLLM's")
+    parser.add_argument("--seconds", type=float, default=450, help="for one process of vLLM")
+    parser.add_argument("--keep", type=Path, help="write the folders here and leave them")
+    parser.add_argument("--dry", action="store_true", help="change no file of results")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.keep or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        found = run(args.names or sorted(served_configs()), work, args.dtype, args.seconds)
+    if not args.dry:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

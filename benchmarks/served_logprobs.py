@@ -1,0 +1,72 @@
+"""vLLM's log-probs of prompts and of answers to them, for several folders one after the other.
+
+path/to/vllm/python benchmarks/served_logprobs.py JOB.json ANSWERS.jsonl
+
+The job is {"prompts": [[ids]], "new": tokens of an answer, "folders": {name: {"path", "dtype"}}},
+and a line is added to the answers for each folder: {"name", "prompts": [[log-probs, from the second token
+on]], "answers": [[ids]], "drawn": [[log-probs]]}, or {"name", "error"}. Needs neither jax nor
+jaxtrain; served_families.py calls it.
+"""
+
+import gc
+import json
+import os
+import sys
+
+sys.path.pop(0)  # this folder's kernels.py is not the package that transformers looks for
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def ask(path: str, dtype: str, prompts: list[list[int]], new: int) -> dict:
+    """What one folder's model says; the answers are its own, the likeliest token each time."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        path,
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+    )
+    how = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
+    out = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
+    del llm
+    return {
+        "prompts": [read(o.prompt_logprobs[1:], o.prompt_token_ids[1:]) for o in out],
+        "answers": [list(o.outputs[0].token_ids) for o in out],
+        "drawn": [read(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in out],
+    }
+
+
+def read(logprobs: list[dict], tokens: list[int]) -> list[float]:
+    """The log-prob of each of the tokens."""
+    return [at[token].logprob for at, token in zip(logprobs, tokens, strict=True)]
+
+
+def main() -> int:
+    with open(sys.argv[1]) as file:
+        job = json.load(file)
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    for name, folder in job["folders"].items():
+        try:
+            line = ask(folder["path"], folder["dtype"], job["prompts"], job["new"])
+        except Exception as error:  # a folder's failure is what is asked for
+            line = {"error": f"{type(error).__name__}: {error}"}
+        with open(sys.argv[2], "a") as file:
+            file.write(json.dumps({"name": name, **line}) + "\n")
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
