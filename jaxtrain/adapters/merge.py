@@ -183,7 +183,8 @@ def merge_adapter(
     be merged, before writing.
     """
     base, output = Path(base), Path(output)
-    files, peft = open_folder(base), open_peft(adapter)
+    files = open_folder(base)
+    peft = open_peft(adapter).called_as(files.tensors)
     known = quantize != "none" or peft.targets
     config = build.read_config(base, family) if known else None
     corrections = find_corrections(files, peft, config)

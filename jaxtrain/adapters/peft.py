@@ -312,7 +312,8 @@ def _tail(linears: Linears, path: str, parts: int) -> str:
 
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
     """What an existing adapter trains of a model; UserError where it does not fit."""
-    peft, linears = open_peft(folder), find_linears(config)
+    linears = find_linears(config)
+    peft = open_peft(folder).called_as(module_names(linears))
     modules, slots = peft.modules(), {}
     wrapped, targets, left = find_pairs(peft, config, linears)
     left |= set(modules)
@@ -369,6 +370,11 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     return Adapter(slots, full, dtype, source=Path(folder), dropout=dropout, rows=rows)
 
 
+def module_names(linears: Linears) -> list[str]:
+    """Of all Linears, the Hugging Face modules."""
+    return [name for linear in linears.values() for name in linear.modules]
+
+
 def find_pairs(
     peft: PeftFolder, config: DecoderConfig, linears: Linears
 ) -> tuple[dict[str, Wrapped], set[str], set[str]]:
@@ -397,7 +403,8 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     """The trained parameters of adapter.source, as shapes (with shardings) ask."""
     assert adapter.source is not None, "an adapter that starts from a folder"
     file = adapter.source / WEIGHTS
-    peft, params = open_peft(adapter.source), {}
+    peft = open_peft(adapter.source).called_as(module_names(find_linears(config)))
+    params: dict[str, Any] = {}
     files = peft.files
     check = FiniteCheck(files)
     for param, op in adapter_entries(config, adapter, reading=peft):

@@ -1,8 +1,9 @@
 """A PEFT adapter folder as it lies on disk: what it holds, and refusals of what it should not."""
 
+import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ SAYS_NOTHING = {
     *("layers_pattern", "layers_to_transform"),
 }
 """Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
+RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
+"""Beginnings of names in folders, and what transformers 5 makes of them: PEFT loads either and
+writes the latter."""
 NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
 """Initialisations that leave the base's weights as they are."""
 
@@ -55,6 +59,22 @@ class PeftFolder:
         """Of its target_parameters."""
         found = self.config.get("target_parameters") or []
         return [found] if isinstance(found, str) else list(found)
+
+    def called_as(self, names: Collection[str]) -> "PeftFolder":
+        """The adapter with the beginnings that the base's `names` have; see RENAMED."""
+        tensors = dict(self.files.tensors)
+        for old, new in (*RENAMED, *((new, old) for old, new in RENAMED)):
+            if not any(name.startswith(old) for name in names):
+                continue
+            tensors = {
+                PREFIX + old + name.removeprefix(PREFIX + new)
+                if name.startswith(PREFIX + new) and not name.startswith(PREFIX + old)
+                else name: stored
+                for name, stored in tensors.items()
+            }
+        files = copy.copy(self.files)
+        files.tensors = tensors
+        return dataclasses.replace(self, files=files)
 
     def modules(self) -> dict[str, LoRASpec]:
         """The slot of each adapted Hugging Face module, by its name in the base model."""

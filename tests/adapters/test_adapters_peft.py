@@ -113,7 +113,6 @@ TOKENS = np.stack(documents(4, 30, 30))
     [
         *((case, "qwen3") for case in CASES),
         ("lora", "llama"),
-        pytest.param("lora", "qwen3_5", marks=pytest.mark.slow),
         *EXPERTS_IN_PEFT,
         *GEMMA,
     ],
@@ -137,6 +136,59 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     plain = build.load(tmp_path / "base")
     plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("nemotron_h", ["in_proj", "q_proj", "mlp"]),
+        ("qwen3_5", ["all-linear"]),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
+    """Read by PEFT as we write it; what PEFT writes, read and merged by us. Nemotron-H's folders
+    say `backbone.` where PEFT says `model.`, and PEFT takes no adapter of its `out_proj`."""
+    torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    import transformers
+
+    config = make_base(tmp_path / "base", name)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def run(model):
+        with torch.no_grad():
+            return model(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
+
+    def assert_same(ours, theirs):
+        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+        assert np.abs(theirs - plain).max() > 0.1 * np.abs(theirs).max()
+
+    plain = run(load(tmp_path / "base", attn_implementation="eager"))
+    adapter = Adapter(choose_slots(find_linears(config), target, LoRASpec(4, 6.0), {}, {}))
+    _, values, rebuild = make_params(config, adapter)
+    write_peft(values, config, adapter, tmp_path / "ours", str(tmp_path / "base"))
+    base = load(tmp_path / "base", attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"))
+    assert_same(our_logits(tmp_path / "base", values, rebuild, TOKENS), run(model))
+
+    said = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=5,
+        target_modules=said["target_modules"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(load(tmp_path / "base", attn_implementation="eager"), settings)
+    model.save_pretrained(tmp_path / "theirs")
+    again = read_adapter(tmp_path / "theirs", config, "float32")
+    shapes, _, rebuild = make_params(config, again)
+    loaded = load_trained(shapes, config, again)
+    assert_same(our_logits(tmp_path / "base", loaded, rebuild, TOKENS), run(model))
+    merge_adapter(tmp_path / "base", tmp_path / "theirs", tmp_path / "merged")
+    assert_same(run(load(tmp_path / "merged", attn_implementation="eager")), run(model))
 
 
 @pytest.mark.parametrize(
