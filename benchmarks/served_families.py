@@ -71,6 +71,8 @@ LATENT = {
     "q_lora_rank": 48,
 }
 """The only sizes of latents that vLLM decodes on a CPU."""
+PUBLISHED = {"ernie4_5": {"use_bias": False}}
+"""Options that vLLM has in no other way than the published models."""
 FACTORS = ("short_factor", "long_factor")
 
 
@@ -82,11 +84,22 @@ def fit_to_vllm(raw: dict) -> dict:
         fitted["num_attention_heads"] = raw["num_key_value_heads"]
     elif "head_dim" in raw:
         fitted["head_dim"] = 32
-    if "rope_scaling" in raw and "short_factor" in raw["rope_scaling"]:  # one number for each pair
-        rope = raw["rope_scaling"]
-        longer = {key: [f for f in rope[key] for _ in range(4)] for key in FACTORS}
-        fitted["rope_scaling"] = {**rope, **longer}
-    return fitted
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in raw:
+            fitted[key] = fit_rope(raw[key])
+    return {**fitted, **PUBLISHED.get(raw["model_type"], {})}
+
+
+def fit_rope(rope: dict) -> dict:
+    """Numbers for each pair of longer heads, and YaRN for as many positions as the model has, for
+    vLLM has a table of no more."""
+    if all(isinstance(one, dict) for one in rope.values()):
+        return {kind: fit_rope(one) for kind, one in rope.items()}
+    rope = {k: [f for f in v for _ in range(4)] if k in FACTORS else v for k, v in rope.items()}
+    if rope.get("rope_type") == "yarn":
+        length = SIZES["max_position_embeddings"] / rope["factor"]
+        rope["original_max_position_embeddings"] = int(length)
+    return rope
 
 
 def write_model(raw: dict, folder: Path, seed: int = 0) -> None:

@@ -3,6 +3,7 @@ over all heads, and a part of their dims is rotated."""
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -48,7 +49,15 @@ class Config(ExpertsConfig):
         stated = raw.get("rope_parameters") or {}
         if type(dims) is int and "partial_rotary_factor" not in {*raw, *stated}:
             raw["partial_rotary_factor"] = dims / size
-        return super().from_hf(raw)
+        # Published folders say these and vLLM asks for them; transformers' own need not.
+        raw.setdefault("scoring_func", "sigmoid")
+        raw.setdefault("use_routing_bias", True)
+        config = super().from_hf(raw)
+        if "rotary_dim" in raw:
+            return config
+        share = dict(config.rope).get("partial_rotary_factor", 1.0)
+        rotated = ("rotary_dim", json.dumps(int(size * share)))
+        return dataclasses.replace(config, said=tuple(sorted([*config.said, rotated])))
 
     @property
     def routing(self) -> Routing:
