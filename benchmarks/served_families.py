@@ -71,8 +71,14 @@ LATENT = {
     "q_lora_rank": 48,
 }
 """The only sizes of latents that vLLM decodes on a CPU."""
-PUBLISHED = {"ernie4_5": {"use_bias": False}}
-"""Options that vLLM has in no other way than the published models."""
+PUBLISHED = {
+    "ernie4_5": {"use_bias": False},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12},
+    "granitemoe": {"attention_bias": False},
+    "olmoe": {"clip_qkv": None, "attention_bias": False},
+    "qwen2_moe": {"use_sliding_window": False},
+}
+"""Options of a family that vLLM does not read: it computes as the published models have them."""
 FACTORS = ("short_factor", "long_factor")
 
 
@@ -171,6 +177,7 @@ def read_answers(work: Path) -> dict[str, dict]:
     return {one["name"]: one for one in map(json.loads, lines)}
 
 
+MOST_WORDS = 120
 CHILD, ANSWERS = Path(__file__).parent / "served_logprobs.py", "answers.jsonl"
 
 
@@ -180,6 +187,12 @@ def compare(answer: dict, prompts: list[list[int]], folder: Path) -> float:
     theirs = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
     ours = score(folder, texts)
     return max(float(np.abs(o - np.array(t)).max()) for o, t in zip(ours, theirs, strict=True))
+
+
+def shorten(error: str) -> str:
+    """The first sentence of vLLM's, as a cell of a table."""
+    line = " ".join(error.split()).replace("|", "/")
+    return line if len(line) <= MOST_WORDS else line[:MOST_WORDS] + "..."
 
 
 def make_prompts() -> list[list[int]]:
@@ -207,8 +220,10 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
         folders[name] = {"path": str(work / name), "dtype": dtype}
     found = {}
     for name, answer in ask_vllm(folders, prompts, work, seconds).items():
-        one = {"error": answer["error"]} if "error" in answer else None
-        found[name] = one or {"difference": compare(answer, prompts, work / name)}
+        if "error" in answer:
+            found[name] = {"error": shorten(answer["error"])}
+        else:
+            found[name] = {"difference": compare(answer, prompts, work / name)}
         found[name]["dtype"] = dtype
         print(f"{name}: {found[name]}", flush=True)
     return found

@@ -6,11 +6,14 @@ python scripts/make_models_table.py --check  # says whether it is up to date
 A family is in it once tests/models/families_*.py have a tiny config of it. What the first columns
 say is asked of the model of that config; devices are the meshes on which test_models_families.py
 and the tests named below compare it with one device; vLLM's classes are those of its registry,
-which a test with a real server checks.
+which a test with a real server checks; what its log-probs were is in a file that
+benchmarks/served_families.py writes.
 """
 
 import argparse
 import importlib
+import json
+import math
 import sys
 from pathlib import Path
 
@@ -26,6 +29,7 @@ ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
     "granitemoehybrid": {"fsdp", "tensor"},
 }
 """Axes that other tests than those of all families have compared with one device."""
+SERVED = ROOT / "benchmarks" / "results" / "served_families_cpu.json"
 NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}
 """Architectures that vLLM 0.32's registry has no class for."""
 
@@ -60,14 +64,17 @@ def make_rows() -> list[str]:
         config = build.config_from_hf(raw)
         model = build.abstract(config)
         module = type(config).__module__.rpartition(".")[2]
-        row = families.setdefault(module, {"trees": True, "drafts": True, "axes": set()})
+        row = families.setdefault(
+            module, {"trees": True, "drafts": True, "axes": set(), "names": []}
+        )
+        row["names"].append(name)
         mixers = [mixer for _, mixer in model.stack.mixers()]
         row["trees"] &= model.follows_trees
         row["drafts"] &= all(mixer.trials != "none" for mixer in mixers)
         assert find_linears(config), f"{name}: nothing for an adapter to stand beside"
         row["experts"] = row.get("experts", False) or config.experts_per_token is not None
         row["axes"] |= meshes_of(name, file) | ELSEWHERE.get(module, set())
-    lines = []
+    lines, served = [], json.loads(SERVED.read_text())
     for module, row in sorted(families.items()):
         path = f"jaxtrain.models.{module}"
         names = [a for a, own in ARCHITECTURES.items() if own == path]
@@ -83,9 +90,22 @@ def make_rows() -> list[str]:
             "yes" if row["drafts"] else "without drafts",
             axes,
             "yes" if len(in_vllm) == len(names) else ("some" if in_vllm else "no"),
+            describe_served([served[name] for name in row["names"] if name in served]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def describe_served(found: list[dict]) -> str:
+    """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
+    up, or vLLM's words."""
+    errors = [one["error"] for one in found if "error" in one]
+    if not found or errors:
+        return f"not run: {errors[0]}" if errors else "-"
+    worst = max(found, key=lambda one: one["difference"])
+    unit = 10.0 ** math.floor(math.log10(worst["difference"]))
+    said = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
+    return said if worst["dtype"] == "float32" else f"{said} ({worst['dtype']})"
 
 
 def make_table() -> str:
@@ -97,6 +117,7 @@ def make_table() -> str:
         "sampler",
         "sharded (tested)",
         "class in vLLM 0.32",
+        "its log-probs on a CPU",
     ]
     return "\n".join(
         [BEGIN, "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *make_rows(), END]

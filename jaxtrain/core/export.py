@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jaxtrain
 from jaxtrain.adapters.peft import write_peft
@@ -12,7 +13,9 @@ from jaxtrain.config import Config
 from jaxtrain.config.outside import list_outside
 from jaxtrain.config.secrets import redact
 from jaxtrain.core.roles import Held
+from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
+from jaxtrain.hf.generation import write_generation
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import is_main_process
 from jaxtrain.run.belongings import record_output, remove, require_replaceable
@@ -32,6 +35,8 @@ def export_model(held: Held, config: Config, folder: Path, dtype: str | None = N
         if parts.adapter is None:
             model = held.model()
             build.save(model, parts.architecture, unfinished, dtype=dtype)
+            if writes and parts.architecture.score is None:
+                write_generation(unfinished, parts.folder, find_ends(parts.tokenizer))
             if writes and held.step and (stale := build.count_stale(model, parts.architecture)):
                 names = ", ".join(f"{prefix}*" for prefix in parts.architecture.goes_stale)
                 print(
@@ -44,6 +49,14 @@ def export_model(held: Held, config: Config, folder: Path, dtype: str | None = N
         if writes:
             parts.tokenizer.save_pretrained(unfinished)
             (unfinished / "README.md").write_text(write_card(config, held.step))
+
+
+def find_ends(tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer of a model trained with this tokenizer."""
+    try:
+        return end_of_turn_ids(tokenizer)
+    except UserError:  # a template that renders no plain turn: only runs on plain text come here
+        return end_of_turn_ids(tokenizer, raw=True)
 
 
 def export_policies(

@@ -1,6 +1,9 @@
 """generation_config.json: how a model's makers draw answers. Section sampling alone counts here, so
-what the file says otherwise is told, and so is a file that servers of this folder stumble over."""
+what the file says otherwise is told, and so is a file that servers of this folder stumble over. An
+export has one, for those servers."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,20 @@ def describe_ignored(folder: Path) -> str | None:
         f"{folder / NAME} says {', '.join(said)}, which is not read: answers are drawn as section"
         f" sampling says{' (' if own else ''}{' '.join(own)}{')' if own else ''}"
     )
+
+
+def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> None:
+    """Write the file beside exported weights: what that of `base` says, where it is a good one, and
+    the tokens with which this model's answers end. vLLM and transformers stop at all of them;
+    config.json names the base's alone."""
+    try:
+        found = {} if base is None else _read(base)
+    except UserError:
+        found = {}  # told when the run began
+    known = found.get("eos_token_id")
+    ids = list(known) if isinstance(known, list) else [] if known is None else [known]
+    found["eos_token_id"] = ids + [token for token in sorted(ends) if token not in ids]
+    (folder / NAME).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxtrain.hf.generation import NAME, describe_ignored, find_problem
+from jaxtrain.hf.generation import NAME, describe_ignored, find_problem, write_generation
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,22 @@ def test_what_a_good_file_says_about_drawing_is_told(tmp_path):
     assert "sampling.temperature=0.6" in told and "top_k" not in told
     (tmp_path / NAME).write_text('{"eos_token_id": 3, "temperature": 1.0}')
     assert describe_ignored(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (None, {"eos_token_id": [7, 9]}),
+        ('{"eos_token_id": 8, "top_p": 0.8}', {"eos_token_id": [8, 7, 9], "top_p": 0.8}),
+        ('{"eos_token_id": [9, 4]}', {"eos_token_id": [9, 4, 7]}),
+        ("{", {"eos_token_id": [7, 9]}),
+    ],
+)
+def test_an_export_ends_answers_where_the_base_and_the_template_do(tmp_path, said, wanted):
+    base, output = tmp_path / "base", tmp_path / "out"
+    base.mkdir(), output.mkdir()
+    if said is not None:
+        (base / NAME).write_text(said)
+    write_generation(output, base, {9, 7})
+    assert json.loads((output / NAME).read_text()) == wanted
+    assert find_problem(output) is None
