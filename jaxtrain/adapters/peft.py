@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -245,8 +245,13 @@ def describe_adapter(
 ) -> dict[str, Any]:
     """The content of adapter_config.json; parameters: those of target_parameters by path."""
     slots = list(adapter.slots.values())
-    common = collections.Counter(slots).most_common(1)[0][0]
     plain = [path for path in adapter.slots if path not in parameters]
+    # PEFT 0.21 warns of patterns that name no module, though it follows those of parameters. So
+    # what no module has goes without a pattern, if that can be.
+    of_modules = {adapter.slots[path] for path in plain}
+    alone = [adapter.slots[path] for path in parameters if adapter.slots[path] not in of_modules]
+    common = (alone if plain and alone else None) or slots
+    common = collections.Counter(common).most_common(1)[0][0]
     names = {path: shared_name(linears, adapter, path) for path in plain}
     targets: list[str] | str = sorted(set(names.values()))
     names |= parameters
@@ -267,12 +272,14 @@ def describe_adapter(
         "base_model_name_or_path": base_name,
         "r": common.rank,
         "lora_alpha": _plain(common.alpha),
-        "rank_pattern": {
-            names[p]: s.rank for p, s in adapter.slots.items() if s.rank != common.rank
-        },
-        "alpha_pattern": {
-            names[p]: _plain(s.alpha) for p, s in adapter.slots.items() if s.alpha != common.alpha
-        },
+        "rank_pattern": _write_patterns(
+            {names[p]: s.rank for p, s in adapter.slots.items() if s.rank != common.rank},
+            parameters.values(),
+        ),
+        "alpha_pattern": _write_patterns(
+            {names[p]: s.alpha for p, s in adapter.slots.items() if s.alpha != common.alpha},
+            parameters.values(),
+        ),
         "target_modules": targets,
         "target_parameters": sorted(set(parameters.values())) or None,
         "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
@@ -284,6 +291,18 @@ def describe_adapter(
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _write_patterns(
+    values: Mapping[str, float], parameters: Collection[str]
+) -> dict[str, float | int]:
+    """A pattern for each name; one for all names of a parameter's value, see `describe_adapter`."""
+    found: dict[str, float | int] = {}
+    for value in dict.fromkeys(values.values()):
+        named = [name for name in values if values[name] == value]
+        joined = any(name in parameters for name in named)
+        found |= dict.fromkeys(["|".join(sorted(named))] if joined else named, _plain(value))
+    return found
 
 
 def shared_name(linears: Linears, adapter: Adapter, path: str) -> str:

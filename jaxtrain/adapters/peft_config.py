@@ -17,8 +17,8 @@ MAX_ENTRIES = 10_000
 MAX_PATTERN = 1000
 """Characters."""
 PATTERN_SECONDS = 5.0
-SIMPLE = re.compile(r"(?:[\w\-.]|\\\.|\\d\+(?!\\d))*")
-"""Names, with any character for a dot and numbers: what matches in no time."""
+SIMPLE = re.compile(r"(?:[\w\-.|]|\\\.|\\d\+(?!\\d))*")
+"""Names or one of several, with any character for a dot and numbers: what matches in no time."""
 
 SWITCHES = ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode", "ensure_weight_tying")
 NAMES = ("target_modules", "target_parameters", "exclude_modules", "layers_pattern")
