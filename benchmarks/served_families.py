@@ -31,17 +31,14 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts")]
 sys.path[:0] = [str(ROOT / "tests" / "models")]
 
-from make_models_table import NOT_IN_VLLM, tiny_configs
+from make_models_table import CLOSE, NOT_IN_VLLM, SERVED, tiny_configs
 
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.models import build
 
-RESULTS = Path(__file__).parent / "results" / "served_families_cpu.json"
 VOCAB, NEW = 512, 12
 LENGTHS = (40, 17, 61)
 """Longer than windows, and across blocks of the cache."""
-CLOSE = {"float32": 2e-4, "bfloat16": 0.25}
-"""Sums in another order; another weight, position or mask gives 0.5 and more."""
 
 SIZES = {
     "hidden_size": 128,
@@ -72,8 +69,10 @@ LATENT = {
 }
 """The only sizes of latents that vLLM decodes on a CPU."""
 PUBLISHED = {
+    "deepseek_v2": {"norm_topk_prob": False},
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "granitemoe": {"attention_bias": False},
     "olmoe": {"clip_qkv": None, "attention_bias": False},
     "qwen2_moe": {"use_sliding_window": False},
@@ -242,8 +241,8 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         found = run(args.names or sorted(served_configs()), work, args.dtype, args.seconds)
     if not args.dry:
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n")
+        known = json.loads(SERVED.read_text()) if SERVED.exists() else {}
+        SERVED.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n")
     return 0
 
 

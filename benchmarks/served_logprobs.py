@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import traceback
 
 sys.path.pop(0)  # this folder's kernels.py is not the package that transformers looks for
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -60,7 +61,9 @@ def main() -> int:
         try:
             line = ask(folder["path"], folder["dtype"], job["prompts"], job["new"])
         except Exception as error:  # a folder's failure is what is asked for
-            line = {"error": f"{type(error).__name__}: {error}"}
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{os.path.basename(where.filename)}, {where.name}"
+            line = {"error": f"{type(error).__name__}: {error} ({place})"}
         with open(sys.argv[2], "a") as file:
             file.write(json.dumps({"name": name, **line}) + "\n")
         gc.collect()

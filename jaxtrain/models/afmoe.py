@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
@@ -24,6 +24,9 @@ NORMS = {
     "mlp_norm": "pre_mlp_layernorm",
     "mlp_out_norm": "post_mlp_layernorm",
 }
+
+
+ROUTER_KEYS = ("n_group", "route_norm", "score_func", "topk_group")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,11 @@ class Config(ExpertsConfig):
             )
             for layer, spec in enumerate(windows)
         )
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """With what published folders say and vLLM asks for; transformers' own need not."""
+        return super().from_hf({key: cls.fixed[key][0] for key in ROUTER_KEYS} | dict(raw))
 
     @property
     def embedding_scale(self) -> float:

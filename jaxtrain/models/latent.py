@@ -8,7 +8,7 @@ every export takes them along byte by byte.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from flax import nnx
@@ -33,6 +33,7 @@ from jaxtrain.models.naming import (
 
 LATENT_EPS = 1e-6
 """Of the norms of latents in every family, whatever rms_norm_eps says."""
+ROUTER_KEYS = ("scoring_func", "topk_method")
 MLP_KINDS = {"dense": "dense", "sparse": "block"}
 """Entries of `mlp_layer_types`, and under which name such a layer is stored here."""
 
@@ -62,6 +63,13 @@ class LatentConfig(GroupedExpertsConfig):
     v_head_dim: int
     attention_bias: bool = False
     """On what makes latents of x, and on the output."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """With what published folders say and vLLM asks for; transformers' own need not."""
+        own = {field.name for field in dataclasses.fields(cls)}
+        said = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in own}
+        return super().from_hf({**said, **raw})
 
     def check_heads(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
