@@ -3,9 +3,9 @@
 path/to/vllm/python benchmarks/served_logprobs.py JOB.json ANSWERS.jsonl
 
 The job is {"prompts": [[ids]], "new": tokens of an answer, "folders": {name: {"path", "dtype"}}},
-and a line is added to the answers for each folder: {"name", "prompts": [[log-probs, from the second token
-on]], "answers": [[ids]], "drawn": [[log-probs]]}, or {"name", "error"}. Needs neither jax nor
-jaxtrain; served_families.py calls it.
+and a line is added to the answers for each folder: {"name", "prompts": [[log-probs, from the second
+token on]], "answers": [[ids]], "drawn": [[log-probs]]}, or {"name", "error"}. Needs neither jax
+nor jaxtrain; served_families.py calls it.
 """
 
 import gc
