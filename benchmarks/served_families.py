@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,10 @@ import numpy as np
 from flax import nnx
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts")]
-sys.path[:0] = [str(ROOT / "tests" / "models")]
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+sys.path.insert(0, str(ROOT / "kernels"))
+sys.path.insert(0, str(ROOT))
 
 from make_models_table import CLOSE, NOT_IN_VLLM, SERVED, tiny_configs
 
