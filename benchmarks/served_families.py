@@ -27,11 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-sys.path.insert(0, str(ROOT / "kernels"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from make_models_table import CLOSE, NOT_IN_VLLM, SERVED, tiny_configs
 
