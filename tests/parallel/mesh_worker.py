@@ -32,9 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_models import RAW
 
 MESHES = {
-    "data": {"data": 8},
-    "fsdp": {"fsdp": 8},
-    "tensor": {"tensor": 4},
     "context": {"context": 8},
     "hsdp": {"data": 2, "fsdp": 4},
     "fsdp+tensor": {"fsdp": 4, "tensor": 2},

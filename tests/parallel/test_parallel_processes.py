@@ -17,6 +17,7 @@ import pytest
 from other_devices import set_cpus
 from safetensors.numpy import load_file
 
+from jaxtrain.main import main
 from jaxtrain.parallel.hub import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -130,14 +131,18 @@ def wait_for_step(folder: Path, step: int, seconds: float = 200) -> None:
         time.sleep(0.1)
 
 
+def run_alone(folder: Path, *overrides: str) -> dict[int, float]:
+    """Losses of the same run in this process."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(CONFIG)
+    words = ["--config", str(folder / "config.toml"), f"run.output_dir={folder / 'run'}"]
+    assert main([*words, *overrides]) == 0
+    return losses(folder)
+
+
 @pytest.mark.slow
 def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path):
-    whole = tmp_path / "whole"
-    assert finish(
-        start(whole, 1, "run.max_steps=40", "parallel.launcher=none", devices=1, environs=[{}])
-    ) == [0]
-    expected = losses(whole)
-
+    expected = run_alone(tmp_path / "whole", "run.max_steps=40")
     killed = tmp_path / "killed"
     running = start(killed, 2, "run.max_steps=40", "parallel.fsdp=2", "parallel.data=2")
     wait_for_step(killed, 4)
@@ -160,7 +165,7 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
     common = ["optim.lr_scheduler=constant", "run.export=true"]
     common += ["adapter=lora", "adapter.train_embeddings=true"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    assert finish(start(whole, 1, "run.max_steps=4", *common, devices=1, environs=[{}])) == [0]
+    expected_losses = run_alone(whole, "run.max_steps=4", *common)
     for steps, devices, mesh in [
         (2, 8, ["parallel.fsdp=4", "parallel.tensor=2"]),
         (4, 2, ["parallel.fsdp=1", "parallel.context=2"]),
@@ -168,7 +173,7 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
         words = [f"run.max_steps={steps}", *mesh, *common]
         running = start(moved, 1, *words, devices=devices, environs=[{}])
         assert finish(running) == [0], output(moved, 0)
-    assert losses(moved) == pytest.approx(losses(whole), rel=2e-6)
+    assert losses(moved) == pytest.approx(expected_losses, rel=2e-6)
     files = [next((folder / "run" / "model").glob("*.safetensors")) for folder in (whole, moved)]
     expected, found = (load_file(file) for file in files)
     assert expected.keys() == found.keys()
@@ -180,6 +185,7 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
 
 @pytest.mark.slow
 def test_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
+    """One that is told to stop: test_parallel_rl.py."""
     words = ["run.max_steps=100000", "parallel.fsdp=2", "parallel.context=2"]
     running = start(tmp_path / "killed", 4, *words, devices=1)
     wait_for_step(tmp_path / "killed", 3)
@@ -187,12 +193,6 @@ def test_processes_stop_together_and_tell_of_a_loss_once(tmp_path):
     assert sorted(finish(running, 100)) == [-signal.SIGKILL, 1, 1, 1]
     told = [line for i in range(4) for line in output(tmp_path / "killed", i) if "stopped:" in line]
     assert len(told) == 1 and "process 0 on" in told[0]
-
-    running = start(tmp_path / "signalled", 2, *words, devices=2)
-    wait_for_step(tmp_path / "signalled", 3)
-    running[1].send_signal(signal.SIGTERM)
-    assert finish(running, 100) == [0, 0]
-    assert "SIGTERM: saved step" in output(tmp_path / "signalled", 0)[-1]
 
 
 @pytest.mark.slow

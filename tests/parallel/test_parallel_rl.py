@@ -118,10 +118,10 @@ def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     """With what it would have trained, nothing twice, when the process with the prompts dies."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = ["run.max_steps=14", "checkpoint.every=4", "eval.at_start=false"]
+    words = ["run.max_steps=8", "checkpoint.every=2", "eval.at_start=false"]
     assert finish(start(whole, 2, *words, config_text=CONFIG)) == [0, 0]
     running = start(killed, 2, *words, config_text=CONFIG)
-    wait_for_step(killed, 5)
+    wait_for_step(killed, 3)
     running[0].kill()
     assert sorted(finish(running, 60)) == [-signal.SIGKILL, 1]
     told = output(killed, 1)
