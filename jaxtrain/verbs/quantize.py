@@ -159,7 +159,7 @@ def check_experts(config: DecoderConfig) -> None:
 
 def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
     """Held-out loss of what was exported, and of what the new folder stands for."""
-    config, task, held = trained
+    config, task, held, _ = trained
     if not config.data.eval_datasets:
         print(
             "held-out loss: the run has no eval data; jaxtrain eval --config FILE"
@@ -184,7 +184,7 @@ def tell_loss(trained: Trained, plain: Path, output: Path) -> None:
 
 def measure(trained: Trained, held: Held) -> list[float]:
     """Held-out loss of each dataset of data.eval_datasets; NaN without trained tokens."""
-    config, task, _ = trained
+    config, task, *_ = trained
     evaluation = Evaluation(config, task, held.roles, print, lambda step, lines: None)
     scorer = Scorer(lambda: held, impl=config.model.logp)
     found = (evaluation.held_out(held, one, scorer) for one in config.data.eval_datasets)
@@ -193,7 +193,7 @@ def measure(trained: Trained, held: Held) -> list[float]:
 
 def open_again(trained: Trained, folder: Path) -> Held:
     """The run's models, the trained one with all weights of a folder and without adapter."""
-    config, _, held = trained
+    config, _, held, _ = trained
     roles, parts = held.roles, held.roles.parts
     architecture = build.read_config(folder, config.model.family).for_rows(parts.row_tokens)
     if parts.adapter is not None:
