@@ -69,16 +69,24 @@ LATENT = {
     "q_lora_rank": 48,
 }
 """The only sizes of latents that vLLM decodes on a CPU."""
+LATENT_EPS = {"rms_norm_eps": 1e-6}
+"""transformers norms latents with it whatever config.json says, and vLLM as config.json says."""
 PUBLISHED = {
-    "deepseek_v2": {"norm_topk_prob": False},
+    "deepseek_v2": {**LATENT_EPS, "norm_topk_prob": False, "attention_bias": False},
+    "deepseek_v3": LATENT_EPS,
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
-    "gpt_oss": {"swiglu_limit": 7.0},
+    "glm4_moe_lite": {**LATENT_EPS, "first_k_dense_replace": 1},
+    "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "granitemoe": {"attention_bias": False},
-    "olmoe": {"clip_qkv": None, "attention_bias": False},
+    "lfm2_moe": {"tie_word_embeddings": True},
+    "olmoe": {"clip_qkv": None, "attention_bias": False, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"use_sliding_window": False},
 }
 """Options of a family that vLLM does not read: it computes as the published models have them."""
+UNREAD = {"ernie4_5_moe": "choice_bias"}
+"""Parameters that vLLM does not read on a CPU, left at zero: its router there has no such bias for
+experts without groups."""
 FACTORS = ("short_factor", "long_factor")
 
 
@@ -93,18 +101,22 @@ def fit_to_vllm(raw: dict) -> dict:
     for key in ("rope_scaling", "rope_parameters"):
         if key in raw:
             fitted[key] = fit_rope(raw[key])
+    if "topk_group" in fitted and fitted["topk_group"] is None:  # published models say 1
+        fitted |= {"n_group": 1, "topk_group": 1}
     return {**fitted, **PUBLISHED.get(raw["model_type"], {})}
 
 
 def fit_rope(rope: dict) -> dict:
-    """Numbers for each pair of longer heads, and YaRN for as many positions as the model has, for
-    vLLM has a table of no more."""
+    """Numbers for each pair of longer heads, YaRN for as many positions as the model has, for vLLM
+    has a table of no more, and no growing queries, which vLLM reads of Mistral's own files alone."""
     if all(isinstance(one, dict) for one in rope.values()):
         return {kind: fit_rope(one) for kind, one in rope.items()}
     rope = {k: [f for f in v for _ in range(4)] if k in FACTORS else v for k, v in rope.items()}
     if rope.get("rope_type") == "yarn":
         length = SIZES["max_position_embeddings"] / rope["factor"]
         rope["original_max_position_embeddings"] = int(length)
+    if "llama_4_scaling_beta" in rope:
+        rope["llama_4_scaling_beta"] = 0.0
     return rope
 
 
@@ -121,6 +133,8 @@ def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
         name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         if "A_log" in name:  # as drawn, heads forget within a token or two
             return jnp.asarray(rng.uniform(-4.6, 0.4, value.shape), value.dtype)
+        if UNREAD.get(raw["model_type"], "/") in name:
+            return leaf
         if value.size > 1 and (value == value.flat[0]).all():
             return jnp.asarray(value + 0.1 * rng.normal(size=value.shape), value.dtype)
         return leaf

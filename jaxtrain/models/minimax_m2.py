@@ -47,7 +47,7 @@ class Config(ExpertsConfig):
             raise UserError("config.json: attn_type_list may only hold 1, full attention")
         dims, size = raw.get("rotary_dim"), raw.get("head_dim") or 128
         stated = raw.get("rope_parameters") or {}
-        if type(dims) is int and "partial_rotary_factor" not in {*raw, *stated}:
+        if type(dims) is int and dims != size and "partial_rotary_factor" not in {*raw, *stated}:
             raw["partial_rotary_factor"] = dims / size
         # Published folders say these and vLLM asks for them; transformers' own need not.
         raw.setdefault("scoring_func", "sigmoid")
