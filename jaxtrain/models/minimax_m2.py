@@ -47,15 +47,15 @@ class Config(ExpertsConfig):
             raise UserError("config.json: attn_type_list may only hold 1, full attention")
         dims, size = raw.get("rotary_dim"), raw.get("head_dim") or 128
         stated = raw.get("rope_parameters") or {}
-        if type(dims) is int and dims != size and "partial_rotary_factor" not in {*raw, *stated}:
+        if type(dims) is int and "partial_rotary_factor" not in {*raw, *stated}:
             raw["partial_rotary_factor"] = dims / size
         # Published folders say these and vLLM asks for them; transformers' own need not.
         raw.setdefault("scoring_func", "sigmoid")
         raw.setdefault("use_routing_bias", True)
         config = super().from_hf(raw)
-        if "rotary_dim" in raw:
+        share = dict(config.rope).get("partial_rotary_factor")
+        if "rotary_dim" in raw or share is None:
             return config
-        share = dict(config.rope).get("partial_rotary_factor", 1.0)
         rotated = ("rotary_dim", json.dumps(int(size * share)))
         return dataclasses.replace(config, said=tuple(sorted([*config.said, rotated])))
 
