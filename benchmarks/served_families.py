@@ -72,11 +72,18 @@ LATENT = {
 LATENT_EPS = {"rms_norm_eps": 1e-6}
 """transformers norms latents with it whatever config.json says, and vLLM as config.json says."""
 PUBLISHED = {
+    "afmoe": {"attention_bias": False},
     "deepseek_v2": {**LATENT_EPS, "norm_topk_prob": False, "attention_bias": False},
     "deepseek_v3": LATENT_EPS,
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
-    "glm4_moe_lite": {**LATENT_EPS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {
+        **LATENT_EPS,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
     "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "granitemoe": {"attention_bias": False},
     "lfm2_moe": {"tie_word_embeddings": True},
@@ -101,7 +108,7 @@ def fit_to_vllm(raw: dict) -> dict:
     for key in ("rope_scaling", "rope_parameters"):
         if key in raw:
             fitted[key] = fit_rope(raw[key])
-    if "topk_group" in fitted and fitted["topk_group"] is None:  # published models say 1
+    if raw["model_type"] == "deepseek_v2" and not raw.get("n_group"):  # as published; vLLM asks
         fitted |= {"n_group": 1, "topk_group": 1}
     return {**fitted, **PUBLISHED.get(raw["model_type"], {})}
 
@@ -133,7 +140,7 @@ def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
         name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         if "A_log" in name:  # as drawn, heads forget within a token or two
             return jnp.asarray(rng.uniform(-4.6, 0.4, value.shape), value.dtype)
-        if UNREAD.get(raw["model_type"], "/") in name:
+        if raw["model_type"] in UNREAD and UNREAD[raw["model_type"]] in name:
             return leaf
         if value.size > 1 and (value == value.flat[0]).all():
             return jnp.asarray(value + 0.1 * rng.normal(size=value.shape), value.dtype)
