@@ -115,7 +115,7 @@ def fit_to_vllm(raw: dict) -> dict:
 
 def fit_rope(rope: dict) -> dict:
     """Numbers for each pair of longer heads, YaRN for as many positions as the model has, for vLLM
-    has a table of no more, and no growing queries: those vLLM reads of Mistral's own files alone."""
+    has a table of no more. No growing queries: vLLM reads those of Mistral's own files alone."""
     if all(isinstance(one, dict) for one in rope.values()):
         return {kind: fit_rope(one) for kind, one in rope.items()}
     rope = {k: [f for f in v for _ in range(4)] if k in FACTORS else v for k, v in rope.items()}
