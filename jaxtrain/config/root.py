@@ -117,7 +117,10 @@ def find_conflicts(config: Config):
     """Yield one sentence for each impossible combination."""
     run, model, data, optim = config.run, config.model, config.data, config.optim
     if run.max_steps and run.num_epochs:
-        yield "run.max_steps and run.num_epochs are both set; keep the one that should end the run"
+        yield (
+            "run.max_steps and run.num_epochs are both set; keep the one that should end the run"
+            " (run.num_epochs=null or run.max_steps=null takes a file's away)"
+        )
     if not run.max_steps and not run.num_epochs:
         yield "neither run.max_steps nor run.num_epochs is set; set one"
     streamed = [d.path for d in data.datasets if d.streaming]
