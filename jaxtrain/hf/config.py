@@ -124,9 +124,9 @@ def write_fields(config: Any) -> dict[str, Any]:
         if field.name not in OWN:
             name = config.renamed.get(field.name, field.name)
             raw[name] = _thaw(getattr(config, field.name))
-    # A null where transformers has none, too, says nothing to it; others take it for a number.
+    # A null under a name that transformers does not know says nothing; others read it as a number.
     defaults = hf_defaults(getattr(type(config), "text_type", config.model_type))
-    raw = {key: v for key, v in raw.items() if v is not None or defaults.get(key) is not None}
+    raw = {key: v for key, v in raw.items() if v is not None or key in defaults}
     if config.head_dim is None:  # families without the attribute divide by a null
         raw.pop("head_dim", None)
     rope = thaw_rope(config.rope)
