@@ -81,8 +81,6 @@ PUBLISHED = {
         **LATENT_EPS,
         "first_k_dense_replace": 1,
         "tie_word_embeddings": False,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
     },
     "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "granitemoe": {"attention_bias": False},
@@ -90,7 +88,8 @@ PUBLISHED = {
     "olmoe": {"clip_qkv": None, "attention_bias": False, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"use_sliding_window": False},
 }
-"""Options of a family that vLLM does not read: it computes as the published models have them."""
+"""Options of a family that vLLM does not read, computing as the published models have them, and one
+that published folders alone say."""
 UNREAD = {"ernie4_5_moe": "choice_bias"}
 """Parameters that vLLM does not read on a CPU, left at zero: its router there has no such bias for
 experts without groups."""

@@ -100,11 +100,14 @@ def make_rows() -> list[str]:
 
 def describe_served(found: list[dict]) -> str:
     """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
-    up, or vLLM's words."""
-    errors = [one["error"] for one in found if "error" in one]
-    if not found or errors:
-        return f"not run: {errors[0]}" if errors else "-"
-    worst = max(found, key=lambda one: one["difference"])
+    up, and vLLM's words where it ran none of them, or not all."""
+    errors = [f"not run: {one['error']}" for one in found if "error" in one]
+    asked = [one for one in found if "difference" in one]
+    words = [describe_difference(max(asked, key=lambda one: one["difference"]))] if asked else []
+    return "; another variant ".join([*words, *errors[:1]]) or "-"
+
+
+def describe_difference(worst: dict) -> str:
     unit = 10.0 ** math.floor(math.log10(worst["difference"]))
     if worst["difference"] > CLOSE[worst["dtype"]]:
         return f"differ by {worst['difference']:.1g}"
