@@ -16,14 +16,17 @@ class FakeGym:
     """Answers to POST /run come of `policy_url`. verdict: what /verify adds to the row; behave:
     (body of /run) -> what is done instead of playing: a status, or a dict that replaces keys of
     the answer, or "die": it is gone, for `away` questions after its health, and then back with all
-    its servers elsewhere. want: the token without which nothing is answered."""
+    its servers elsewhere. crowd: runs that must have come before it dies. want: the token without
+    which nothing is answered."""
 
-    def __init__(self, verdict=None, behave=lambda body: None, max_steps=5, away=0, want=""):
+    def __init__(
+        self, verdict=None, behave=lambda body: None, max_steps=5, away=0, crowd=0, want=""
+    ):
         self.policy_url, self.token = "", ""
         self.verdict, self.behave, self.max_steps = verdict or {}, behave, max_steps
         self.runs, self.seeded, self.sessions = [], [], []
         self.now = self.most = 0
-        self.away, self.want, self.life = away, want, 0
+        self.away, self.crowd, self.want, self.life = away, crowd, want, 0
 
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 26, middlewares=[self.guard])
@@ -91,7 +94,10 @@ class FakeGym:
         self.runs.append((request.path, body))
         instead = self.behave(body)
         if instead == "die":
-            self.life += 1
+            after = self.life + 1
+            while len(self.runs) < self.crowd:
+                await asyncio.sleep(0.005)
+            self.life = after
             request.transport.close()
             return web.Response()
         if isinstance(instead, int):

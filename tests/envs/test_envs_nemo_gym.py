@@ -307,7 +307,7 @@ def test_servers_by_their_own_urls(tokenizer):
 
 def test_a_gym_that_comes_back_elsewhere_is_found_again(tokenizer):
     """All that lost it wait together; then they are played again, by its new addresses."""
-    fake = FakeGym(behave=lambda body: "die" if not fake.life else None, away=3)
+    fake = FakeGym(behave=lambda body: "die" if not fake.life else None, away=3, crowd=3)
 
     async def work():
         async with fake:
