@@ -57,6 +57,20 @@ def decode_call(head_dim, dtype, heads=16, softcap=None, config=None):
     return call, q, cache, cache, layer, until
 
 
+def delta_step():
+    """One token of 64 rows, 16 key and 32 value heads of 128 dims."""
+    from jaxtrain_kernels import gated_delta
+
+    heads = [jax.ShapeDtypeStruct((64, 1, n, 128), jnp.bfloat16) for n in (16, 16, 32)]
+    gates = [jax.ShapeDtypeStruct((64, 1, 32), jnp.float32)] * 2
+    until = jax.ShapeDtypeStruct((64, 1), jnp.int32)
+    state = jax.ShapeDtypeStruct((64, 32, 128, 128), jnp.float32)
+    return (
+        lambda *a: gated_delta(*a[:6], state=a[6], impl="gpu_decode"),
+        *(*heads, *gates, until, state),
+    )
+
+
 def main():
     folder = Path(sys.argv[1])
     for head_dim, dtype in itertools.product((64, 128, 256), ("bfloat16", "float32")):
@@ -64,6 +78,7 @@ def main():
             name = f"d{head_dim} {dtype}" + (" softcap" if softcap else "")
             report(folder, name, *decode_call(head_dim, dtype, softcap=softcap))
     report(folder, "d128 bfloat16 16 to 1", *decode_call(128, "bfloat16", heads=128))
+    report(folder, "delta", *delta_step())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""decode_attention compiles to sm_90a machine code that waits for memory alone: no spills."""
+"""Kernels of decoding compile to sm_90a machine code that waits for memory alone: no spills."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-def test_decode_attention_compiles_for_hopper(tmp_path):
+def test_kernels_of_decoding_compile_for_hopper(tmp_path):
     need_hopper_compiler(Path(PTXAS))
     printed = run_script(
         HERE / "sm90a_triton.py",
@@ -24,4 +24,5 @@ def test_decode_attention_compiles_for_hopper(tmp_path):
     merges = [row for row in rows if row["kernel"] == "decode_attention_merge"]
     assert len(calls) == 13 and len(merges) == 12  # with 16 programs a row nothing is merged
     assert all(row["in_flight"] for row in calls)
+    assert [row["kernel"] for row in rows if row["case"] == "delta"] == ["gated_delta_decode"]
     assert not [row for row in rows if row["spills"]]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import causal_conv, gated_delta, testing
-from jaxtrain_kernels.gated_delta import reference, xla
+from jaxtrain_kernels.gated_delta import gpu_decode, reference, xla
 from jaxtrain_kernels.gated_delta.cases import CASES
 from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT, count_slots, cut_rows
 
@@ -161,6 +161,56 @@ def test_a_row_in_pieces_ends_in_the_same_state():
                 if count == 0:
                     np.testing.assert_array_equal(S[row], before[row])
             seen += counts
+
+
+def draw_step(dtype="float32", rows=3):
+    """What a decoding layer gives of rows of one token, the second of which has none."""
+    rng = np.random.default_rng(1)
+    shapes = ((1, 2, 64), (1, 2, 64), (1, 4, 64), (1, 4), (1, 4))
+    q, k, v, g, beta = (rng.standard_normal((rows, *shape), np.float32) for shape in shapes)
+    low = [jnp.asarray(x, dtype) for x in (q / 8, k / 8, v)]
+    until = np.array([[1], [0], [1]], np.int32)[:rows]
+    state = rng.standard_normal((rows, 4, 64, 64), np.float32)
+    return *low, -abs(jnp.asarray(g)), jax.nn.sigmoid(beta), jnp.asarray(until), jnp.asarray(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_of_decoding(dtype):
+    """Interpreted, in two programs a head: beside XLA; a row without a token keeps every bit."""
+    *arguments, until, state = draw_step(dtype)
+    out, S = gpu_decode.run(gpu_decode.Config(columns=32), *arguments, until, state, interpret=True)
+    wanted, wanted_S = xla.gated_delta(*arguments, until, state=state)
+    np.testing.assert_allclose(S, wanted_S, atol=2e-6)
+    close = 2e-6 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, wanted)), atol=close)
+    np.testing.assert_array_equal(S[1], state[1])
+    assert not out[1].any() and out.dtype == dtype and abs(S[0] - state[0]).max() > 0.1
+
+
+def test_decoding_lowers_for_any_nvidia_gpu_and_copies_no_state(monkeypatch):
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    *arguments, until, state = draw_step()
+    with jax.sharding.use_abstract_mesh(mesh):
+        run = lambda state, *a: gated_delta(*a, state=state, impl="gpu_decode")  # noqa: E731
+        traced = jax.jit(run, donate_argnums=0).trace(state, *arguments, until)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    touching = [line for line in text.splitlines() if "3x4x64x64xf32" in line]
+    kernels = [line for line in touching if "custom_call" in line]
+    # main's head, the call that holds the kernel, the kernel, and two returns.
+    assert len(kernels) == 1 and "gated_delta_decode" in text and len(touching) <= 6
+    assert "output_operand_alias" in kernels[0]
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        gated_delta(*arguments, until, state=state, impl="gpu_decode")
+    monkeypatch.setattr(gpu_decode, "require_nvidia", lambda: None)
+    with pytest.raises(NotImplementedError, match="takes one token a row, and a state before it"):
+        gated_delta(*arguments, until, impl="gpu_decode")
+    with pytest.raises(NotImplementedError, match="heads of 8 and 64 dims are not among"):
+        few = [x[..., :8] for x in arguments[:2]]
+        narrow = state[:, :, :8]
+        gated_delta(*few, *arguments[2:], until, state=narrow, impl="gpu_decode")
 
 
 @pytest.mark.parametrize(

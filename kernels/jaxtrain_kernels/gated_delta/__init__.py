@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.gated_delta import mosaic_gpu, reference, xla
+from jaxtrain_kernels.gated_delta import gpu_decode, mosaic_gpu, reference, xla
 from jaxtrain_kernels.gated_delta.mosaic_gpu import find_chunks
 from jaxtrain_kernels.precision import accumulator
 
@@ -15,6 +15,8 @@ BACKENDS = {
     "mosaic_gpu": mosaic_gpu.gated_delta,
     "xla": xla.gated_delta,
     "reference": reference.gated_delta,
+    # By name only (xla takes every call before it) until it has run on a GPU.
+    "gpu_decode": gpu_decode.gated_delta,
 }
 
 
