@@ -1,7 +1,9 @@
 """Sharded parameters of all processes, brought to devices of process 0 alone.
 
 Every process takes part, parameter by parameter and piece by piece: a piece is copied to all
-devices (a collective), process 0 puts it where it belongs, the others forget it.
+devices (a collective), process 0 puts it where it belongs, the others forget it. Each is waited for
+before the next is asked for: a process that ran ahead would hold many pieces at once, and on CPUs,
+whose programs share a few threads, later ones could keep those from running that others wait for.
 """
 
 import functools
@@ -42,14 +44,14 @@ def _gather(value: jax.Array, place: Sharding | None, piece_bytes: int) -> jax.A
     mesh = _mesh(value.sharding)
     pieces = cut_pieces(value, piece_bytes)
     if pieces is None:
-        whole = _replicator(mesh)(value)
+        whole = jax.block_until_ready(_replicator(mesh)(value))
         return None if place is None else jax.device_put(_copy_on(whole, _mesh(place)), place)
     axis, size = pieces
     take = _slicer(mesh, axis, size)
     made = None if place is None else jnp.zeros(value.shape, value.dtype, device=place)
     for start in range(0, value.shape[axis], size):
         start = np.int32(min(start, value.shape[axis] - size))  # the last two may overlap
-        piece = take(value, start)
+        piece = jax.block_until_ready(take(value, start))
         if place is not None:
             with jax.set_mesh(_mesh(place)):  # around this stands the trainer's
                 made = _putter(place, axis)(made, _copy_on(piece, _mesh(place)), start)

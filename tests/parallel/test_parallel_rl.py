@@ -91,6 +91,42 @@ def test_two_processes_train_and_evaluate_what_one_does(tmp_path):
     ).read_text()
 
 
+POLICIES = """
+[adapter]
+kind = "lora"
+rank = 4
+
+[policies.even]
+trained = true
+
+[policies.odd]
+trained = true
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_several_policies_as_one_does(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    game = tmp_path / "game.py"
+    folder = str(Path(__file__).parents[1] / "train")
+    game.write_text(f"import sys\nsys.path.append({folder!r})\nfrom rl_policies_env import Both\n")
+    words = (f"env.path={game}:Both", "run.export=true", "eval.sets.0.options.num_rows=2")
+    running = start(two, 2, *words, config_text=CONFIG + POLICIES)
+    code = main(["--config", str(two / "config.toml"), f"run.output_dir={one / 'run'}", *words])
+    assert finish(running) == [0, 0], output(two, 0) + output(two, 1)
+    assert code == 0
+    expected, found = numbers(one), numbers(two)
+    assert "odd/loss" in found[3] and found[0]["eval/even/odd/mean_length"] > 0
+    for a, b in zip(expected, found, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    for name in ("even", "odd"):
+        place = Path("run/model", name, "adapter_model.safetensors")
+        ours, theirs = load_file(two / place), load_file(one / place)
+        assert max(abs(x).max() for x in ours.values()) > 0.1
+        for path, value in ours.items():
+            np.testing.assert_allclose(value, theirs[path], atol=1e-5, err_msg=path)
+
+
 @pytest.mark.slow
 def test_the_verb_eval_says_alike_on_two_processes(tmp_path):
     """Held-out loss by all, sets by process 0, of a model that nobody trained."""

@@ -268,6 +268,11 @@ def test_the_local_engines_share_the_base():
     assert copied == [["l", "w"], ["l"]] and version == 3
     assert a["w"] is b["w"] and a["w"] is not base
     assert float(a["l"][0]) == 1 and float(b["l"][0]) == 2
+    # Processes that get no copies, and have no engine, take part in the same ones.
+    elsewhere = AdaptersPublisher(
+        ("a", "b"), {}, lambda params: copied.append(sorted(params)) or {}, rests=True
+    )
+    assert elsewhere.publish(3, params, dict) == {} and copied[2:] == copied[:2]
 
 
 def test_engines_of_several_policies_are_closed_once():

@@ -37,10 +37,12 @@ class AdaptersPublisher:
     ) -> dict[str, float]:
         """Sample from copies of the adapters from the next chunk on."""
         start = time.monotonic()
-        first, shared = params[self.policies[0]], {}
+        leader, shared = self.policies[0], {}
         for name in self.policies:
-            # What is not the first policy's own array is this one's adapter.
-            new = {p: x for p, x in params[name].items() if not shared or x is not first[p]}
+            # What is not the first policy's own array is this one's adapter. All processes must
+            # find the same here, also those whose copies are empty: `copy` may be a collective.
+            base = {} if name == leader else params[leader]
+            new = {path: x for path, x in params[name].items() if x is not base.get(path)}
             shared = {**shared, **self.copy(new)}
             if (engine := self.engines.get(name)) is not None:
                 with engine.sampler.on_mesh():
