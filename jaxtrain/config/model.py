@@ -1,5 +1,6 @@
 """Section model: which architecture, which weights, in which numbers."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -100,6 +101,8 @@ class ModelConfig(Section):
 
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+MOMENTS = tuple(name for name in OPTIMIZERS if name != "adafactor")
+"""Optimizers that keep arrays of a parameter's shape."""
 SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 
 
@@ -143,6 +146,11 @@ class OptimConfig(Section):
     """Second-moment decay (adamw, lion)."""
     eps: float = Field(1e-8, gt=0, le=1)
     """Term that keeps adamw's division finite."""
+    moments: Literal["params", "float32", "bfloat16", "int8"] = "params"
+    """What moments or momentum of adamw, lion, muon and sgd are stored as between steps: as the
+    parameters are (model.param_dtype), or in 4, 2 or about 1 byte each. bfloat16 rounds the second
+    moment at random, in proportion; int8 is that of bitsandbytes' 8-bit optimizers, by blocks along
+    the last axis: norms, biases, token embeddings and small arrays stay float32."""
     lora_plus_ratio: float | None = Field(None, gt=0, le=1e6)
     """Learning rate of every adapter's B, and of DoRA's lengths, as a multiple of learning_rate,
     which is A's (LoRA+: 16)."""
@@ -153,3 +161,11 @@ class OptimConfig(Section):
     """Clip the global gradient norm to this; unset to not clip."""
     gradient_accumulation_steps: int = Field(1, ge=1, le=ROWS)
     """Microsteps per optimizer step; the update equals that of one large batch exactly."""
+
+    def find_moments_conflict(self) -> Iterator[str]:
+        """A sentence where `moments` has no meaning for that optimizer."""
+        if self.moments != "params" and self.name not in MOMENTS:
+            yield (
+                f"optim.moments {self.moments!r} is for {', '.join(MOMENTS)}; {self.name!r} keeps"
+                " things of its own: remove optim.moments"
+            )

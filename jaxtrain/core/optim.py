@@ -10,6 +10,7 @@ from jaxtrain import plugins
 from jaxtrain.config import OptimConfig
 from jaxtrain.config.made import make
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES
+from jaxtrain.core.moments import store_moments
 from jaxtrain.errors import UserError
 from jaxtrain.models.parameters import Params
 
@@ -92,6 +93,8 @@ def build_optimizer(
                 f"optim.{key} is the rate of what is not trained here; remove it, or set {needed}"
             )
     base = _named(optim, schedule, params)
+    if optim.moments != "params":
+        base = store_moments(base, optim.moments, stays_float32)
     if all(factor == 1 for factor in factors.values()):
         return base
 
@@ -108,6 +111,11 @@ def rate_factor(path: str, optim: OptimConfig) -> float:
     if is_embedding(path):
         return 1.0 if optim.embedding_lr is None else optim.embedding_lr / optim.learning_rate
     return (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0
+
+
+def stays_float32(path: str) -> bool:
+    """Whether moments of a parameter are not stored in 8 bits, whatever its size."""
+    return is_vector(path) or path.endswith("embed.embedding")
 
 
 def is_second(path: str) -> bool:

@@ -16,6 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.layers.noise import row_words
 from jaxtrain.losses.balance import LOADS, count_real
 from jaxtrain.models.parameters import Params
+from jaxtrain.parallel.rules import fit
 
 
 class State(NamedTuple):
@@ -74,8 +75,8 @@ def abstract_state(
 ) -> State:
     """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
 
-    An optimizer slot of a parameter's path and shape lies where the parameter does; the rest is
-    replicated.
+    An optimizer slot of a parameter's path and shape lies where the parameter does, one of its shape
+    but for a shorter last axis (scales of blocks) as near as that allows; the rest is replicated.
     """
     sample = next(iter(params.values())).sharding
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
@@ -83,10 +84,10 @@ def abstract_state(
     def place(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
         owner = next((params[name] for name in reversed(names) if name in params), None)
-        if owner is None or owner.shape != slot.shape:
+        if owner is None or not slot.shape or owner.shape[:-1] != slot.shape[:-1]:
             sharding = replicated
         else:
-            sharding = owner.sharding
+            sharding = fit(owner.sharding, slot.shape)
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)

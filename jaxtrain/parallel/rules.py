@@ -11,6 +11,7 @@ activations are named where they are constrained. Nothing outside this file name
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -65,6 +66,18 @@ def split_axes(
             axes = axes[:-1]
         found.append(axes)
     return found
+
+
+def fit(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """The same for an array of another shape: a dim that its mesh axes no longer divide is cut over
+    fewer of them, as by `split_axes`."""
+    spec = []
+    for entry, size in itertools.zip_longest(sharding.spec, shape):
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        while size % count_ways(axes, sharding.mesh):
+            axes = axes[:-1]
+        spec.append(axes or None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def mesh_axes(name: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

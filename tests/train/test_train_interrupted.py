@@ -44,6 +44,7 @@ split = "test"
 options = {{ num_rows = 8, seed = 0 }}
 [optim]
 learning_rate = 1e-3
+moments = "int8"
 gradient_accumulation_steps = 2
 [eval]
 every = 10

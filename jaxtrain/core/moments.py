@@ -1,0 +1,206 @@
+"""An optimizer's moments in fewer bits than it computes with: bfloat16, or 8 bits by blocks.
+
+    moments as stored ─> float32 ─> any optax transformation ─> float32 ─> stored again
+                                             └─> updates, of moments before they are rounded
+
+8 bits are those of bitsandbytes' optimizers (Dettmers et al. 2022, arXiv:2110.02861): a code a
+number, a float32 scale a block, levels dense where numbers are small; a second moment, never
+negative, has twice as many. Other than there, one above zero is never stored as zero: the next update
+would divide by next to nothing (Li et al. 2023, arXiv:2309.01507). Small arrays, norms, biases and
+token embeddings stay float32.
+
+Blocks lie along the last axis and are the same on every mesh, so a checkpoint is, too. Shards of
+whole blocks are quantised where they lie; where a mesh cuts that axis finer than BLOCK, devices
+that share a block agree on its scale and each holds it.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.layers.noise import GOLDEN, mix
+from jaxtrain.models.parameters import Params
+
+Kind = Literal["float32", "bfloat16", "int8"]
+
+BLOCK = 128
+"""Numbers that share a scale; fewer where the last axis is no multiple. (bitsandbytes: 256 of the
+flattened array, which shards of a matrix would cut.)"""
+FEWEST = 8
+"""Blocks of fewer numbers save little: such arrays stay float32."""
+SMALL = 4096
+"""Arrays of fewer numbers stay float32."""
+DECADES = 7
+
+
+class Blocks(NamedTuple):
+    """Numbers [..., n] in 8 bits."""
+
+    codes: jax.Array
+    """uint8 [..., n]: place among the levels in order; in the signed table 127 is zero."""
+    scales: jax.Array
+    """float32 [..., n / block]: the largest magnitude of each block."""
+
+
+class StoredState(NamedTuple):
+    """State of `store_moments`."""
+
+    count: jax.Array
+    """int32 updates made; rounding draws by it."""
+    inner: Any
+    """The transformation's own state, moments as they are stored."""
+
+
+def store_moments(
+    inner: optax.GradientTransformation,
+    kind: Kind,
+    keeps: Callable[[str], bool] = lambda path: False,
+    block: int = BLOCK,
+) -> optax.GradientTransformation:
+    """`inner` with its moments (slots of a parameter's path and shape) stored as `kind`.
+
+    Updates come in the parameters' dtype. A slot named `nu` is a second moment: it is not negative,
+    and in bfloat16 it is rounded up or down at random, in proportion, because the nearest would
+    lose every change below half a unit in the last place (1/512 to 1/256), and beta2 = 0.999 makes
+    few larger ones. keeps: paths that "int8" leaves in float32, besides small arrays.
+    """
+
+    def pack(state: Any, params: Params, count: jax.Array) -> Any:
+        def one(where: tuple, slot: jax.Array) -> Any:
+            path = _find_owner(where, slot, params)
+            if path is None:
+                return slot
+            value, second = slot.astype(jnp.float32), _is_second(where)
+            size = block_size(slot.shape, block)
+            if kind == "int8" and size and not keeps(path):
+                return quantise(value, signed=not second, block=size)
+            if kind != "bfloat16":
+                return value
+            if not second:
+                return value.astype(jnp.bfloat16)
+            return round_at_random(value, mix(count.astype(jnp.uint32), zlib.crc32(path.encode())))
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def unpack(state: Any, params: Params) -> Any:
+        def one(where: tuple, slot: Any) -> Any:
+            if isinstance(slot, Blocks):
+                return dequantise(slot, signed=not _is_second(where))
+            return slot if _find_owner(where, slot, params) is None else slot.astype(jnp.float32)
+
+        return jax.tree_util.tree_map_with_path(
+            one, state, is_leaf=lambda slot: isinstance(slot, Blocks)
+        )
+
+    def init(params: Any) -> StoredState:
+        count = jnp.zeros((), jnp.int32)
+        return StoredState(count, pack(inner.init(params), params, count))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, StoredState]:
+        assert params is not None, "moments are found by the parameters' paths"
+        wide, own = _widen(updates), _widen(params)
+        found, after = inner.update(wide, unpack(state.inner, params), own)
+        found = jax.tree.map(lambda value, like: value.astype(like.dtype), found, updates)
+        return found, StoredState(state.count + 1, pack(after, params, state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda value: value.astype(jnp.float32), tree)
+
+
+def _find_owner(where: tuple, slot: Any, params: Params) -> str | None:
+    """The path of the parameter whose moment a slot of a state is; None: it is something else."""
+    keys = (part.key for part in where if isinstance(part, jax.tree_util.DictKey))
+    path = next((key for key in keys if key in params), None)
+    return path if path is not None and params[path].shape == slot.shape else None
+
+
+def _is_second(where: tuple) -> bool:
+    return any(getattr(part, "name", None) == "nu" for part in where)
+
+
+def block_size(shape: tuple[int, ...], block: int = BLOCK) -> int:
+    """Numbers in each block of an array of that shape; 0: it stays float32."""
+    size = math.gcd(shape[-1], block) if shape else 0
+    return size if size >= FEWEST and math.prod(shape) >= SMALL else 0
+
+
+def levels(signed: bool) -> np.ndarray:
+    """float32 [256], sorted: what codes stand for, as bitsandbytes' create_dynamic_map.
+
+    Decade d of DECADES has the middles of 2^d (signed) or 2^(d+1) cells from 0.1 to 1 times
+    10^(d-6); besides, there are 0 and 1.
+    """
+    positive = []
+    for decade in range(DECADES):
+        bounds = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=np.float32)
+        positive += list((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - DECADES + 1))
+    negative = [-value for value in positive] if signed else []
+    return np.sort(np.array([*positive, *negative, 0.0, 1.0], np.float32))
+
+
+def quantise(x: jax.Array, signed: bool, block: int) -> Blocks:
+    """float32 [..., n] -> the nearest levels of x over its block's largest magnitude; unsigned, the
+    lowest level above zero for what is above zero, too.
+
+    Which level is computed, not searched: decades by their thresholds, cells of one are even.
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scales = jnp.abs(blocks).max(-1)
+    unit = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
+    magnitude = jnp.abs(unit)
+    table = levels(signed)
+    table = table[127:] if signed else table  # zero, the decades, one
+    # Levels below a decade: 1, 2, 4 ... (signed), 1, 3, 7 ...; cells in it: 1, 2, 4 or 2, 4, 8 ...
+    cells = 2 ** np.arange(DECADES) * (1 if signed else 2)
+    below = np.cumsum([1, *cells])
+    starts = ((table[below] + table[below - 1]) / 2).astype(np.float32)
+    tens = 10.0 ** np.arange(DECADES - 1, -1, -1)
+    decade = sum((magnitude >= start).astype(jnp.int32) for start in starts[:-1]) - 1
+    at = jnp.maximum(decade, 0)
+    cell = jnp.floor(
+        magnitude * jnp.asarray((tens * cells / 0.9).astype(np.float32))[at]
+        - jnp.asarray((cells / 9).astype(np.float32))[at]
+    ).astype(jnp.int32)
+    cell = jnp.clip(cell, 0, jnp.asarray(cells, jnp.int32)[at] - 1)
+    code = jnp.where(decade < 0, 0, jnp.asarray(below[:-1], jnp.int32)[at] + cell)
+    top = int(below[-1])
+    if signed:  # the largest level below zero is the one before -1, which there is not
+        code = jnp.where(unit >= starts[-1], top, code)
+        code = 127 + jnp.where(unit < 0, -code, code)
+    else:
+        code = jnp.where(magnitude >= starts[-1], top, code)
+        code = jnp.where(unit > 0, jnp.maximum(code, 1), 0)
+    return Blocks(code.reshape(x.shape).astype(jnp.uint8), scales)
+
+
+def dequantise(blocks: Blocks, signed: bool) -> jax.Array:
+    """float32 [..., n]."""
+    codes, scales = blocks
+    unit = jnp.asarray(levels(signed))[codes.astype(jnp.int32)]
+    unit = unit.reshape(*scales.shape, -1) * scales[..., None]
+    return unit.reshape(codes.shape)
+
+
+def round_at_random(x: jax.Array, word: jax.Array) -> jax.Array:
+    """float32 -> bfloat16, up with the probability that leaves the mean as it is.
+
+    word: uint32; what a number draws depends on it and on the number's place in the whole array,
+    so that no mesh draws other ones.
+    """
+    places = jnp.zeros(x.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(x.ndim)):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        places += iota * jnp.uint32(stride * GOLDEN & 0xFFFFFFFF)
+        stride *= x.shape[axis]
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (mix(places ^ word) >> 16)
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
