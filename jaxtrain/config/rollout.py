@@ -13,6 +13,18 @@ from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 
 
+class LocalConfig(Section):
+    """How the local engine stores what it reads for every token. The trainer computes as before,
+    and log-probs are those of the sampler as it is: section task says how they correct for it."""
+
+    weights: Literal["default", "int8"] = "default"
+    """Matrices of the layers, in model.compute_dtype or in 8 bits with a scale for each output,
+    quantised anew after every update. Embeddings, head, norms and routers stay as they are."""
+    cache: Literal["default", "int8", "fp8"] = "default"
+    """Keys and values of attention layers, in model.compute_dtype or in 8 bits (fp8: e4m3) with a
+    scale for each token and head. States of recurrent layers stay as they are."""
+
+
 class RolloutConfig(Section):
     """How answers are drawn for task.kind rl, and for distillation on the student's own; the draws
     themselves are section sampling."""
@@ -94,6 +106,8 @@ class RolloutConfig(Section):
     """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
     reward_workers: int = Field(1, ge=1, le=WORKERS)
     """Processes that run the reward functions."""
+    local: LocalConfig = LocalConfig()
+    """Weights and cache in fewer bits; only with engine local."""
     vllm: VllmConfig = VllmConfig()
     """Servers and weight sync; only with engine vllm."""
     service: str = "process"
@@ -152,6 +166,23 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         if rollout.vllm.eval_servers and not config.eval.sets:
             yield "rollout.vllm.eval_servers has no effect without [[eval.sets]]; remove it"
         yield from find_launch_conflicts(config)
+    if rollout.engine != "local" and rollout.local.model_dump(exclude_defaults=True):
+        own = "; vLLM takes --quantization and --kv-cache-dtype when it starts"
+        yield (
+            f'section rollout.local has no effect while rollout.engine is "{rollout.engine}"'
+            f"{own if rollout.engine == 'vllm' else ''}"
+        )
+    if rollout.local.weights != "default" and config.adapter.quantize != "none":
+        yield (
+            f'rollout.local.weights "{rollout.local.weights}": adapter.quantize'
+            f' "{config.adapter.quantize}" stores these matrices in fewer bits already, for the'
+            " sampler as well; remove one"
+        )
+    if rollout.local.weights != "default" and config.adapter.kind == "dora":
+        yield (
+            f'rollout.local.weights "{rollout.local.weights}" needs adapter.kind "lora" or none;'
+            " dora reads the norms of whole matrices"
+        )
     if rollout.engine == "local" and rollout.vllm.model_dump(exclude_defaults=True):
         yield 'section rollout.vllm has no effect while rollout.engine is "local"'
     if config.data.global_batch_size or config.optim.gradient_accumulation_steps > 1:

@@ -5,9 +5,9 @@
 
 8 bits are those of bitsandbytes' optimizers (Dettmers et al. 2022, arXiv:2110.02861): a code a
 number, a float32 scale a block, levels dense where numbers are small; a second moment, never
-negative, has twice as many. Other than there, one above zero is never stored as zero: the next update
-would divide by next to nothing (Li et al. 2023, arXiv:2309.01507). Small arrays, norms, biases and
-token embeddings stay float32.
+negative, has twice as many. Other than there, one above zero is never stored as zero: the next
+update would divide by next to nothing (Li et al. 2023, arXiv:2309.01507). Small arrays, norms,
+biases and token embeddings stay float32.
 
 Blocks lie along the last axis and are the same on every mesh, so a checkpoint is, too. Shards of
 whole blocks are quantised where they lie; where a mesh cuts that axis finer than BLOCK, devices

@@ -75,8 +75,8 @@ def abstract_state(
 ) -> State:
     """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
 
-    An optimizer slot of a parameter's path and shape lies where the parameter does, one of its shape
-    but for a shorter last axis (scales of blocks) as near as that allows; the rest is replicated.
+    An optimizer slot of a parameter's path and shape lies where the parameter does, one whose last
+    axis is shorter (scales of blocks) as near to that as it divides; the rest is replicated.
     """
     sample = next(iter(params.values())).sharding
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())

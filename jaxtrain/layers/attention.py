@@ -17,7 +17,10 @@ from jaxtrain.layers.kv_cache import (
     KV,
     Kept,
     PackedKV,
+    Stored,
+    StoredKV,
     commit,
+    empty,
     is_ring,
     keep,
     ring_context,
@@ -124,14 +127,17 @@ class Attention(Mixer):
         none_N = jnp.zeros((num_heads,), jnp.promote_types(param_dtype, jnp.float32))
         self.sinks = nnx.Param(none_N, axes=("heads",)) if sinks else None
         self.impl = impl
+        self.stored: Stored = "default"
+        """How the state keeps keys and values; set by `store_cache`."""
 
-    def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> KV | tuple[()]:
+    def init_state(
+        self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype
+    ) -> KV | StoredKV | tuple[()]:
         """See Mixer; no more slots than the window has."""
         if self.takes:
             return ()
         slots = slots if spec.window is None else min(slots, spec.window)
-        shape = (rows, slots, self.num_kv_heads, self.head_dim)
-        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return empty((rows, slots, self.num_kv_heads, self.head_dim), dtype, self.stored)
 
     def init_packed(
         self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype
@@ -240,17 +246,28 @@ class Attention(Mixer):
             return attend(q_BTNH, kept.k, kept.v, inputs.context, **far)
         T, S = q_BTNH.shape[1], kept.before.k.shape[1]
         ring, positions_BT = is_ring(kept.before, window), inputs.context.positions
-        if isinstance(kept.after, KV):
+        if isinstance(kept.after, KV | StoredKV):
+            k_BSKH, v_BSKH = kept.after.read(q_BTNH.dtype)
             if T == 1 or (T <= FEW and not ring):
                 until_BT, since_BT = seen_slots(S, T, decoding, window)
-                return attend_cached(q_BTNH, *kept.after, until_BT, since_BT, **see)
+                return attend_cached(q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT, **see)
             if not ring:
                 context = whole_context(S, positions_BT, decoding)
-                return attend(q_BTNH, *kept.after, context, **far)
+                return attend(q_BTNH, k_BSKH, v_BSKH, context, **far)
         # The last of the new tokens may take the slots that the first still look at.
+        before = kept.before.read(kept.k.dtype)
         k_BSKH, v_BSKH = (
             jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-            for old, new in zip(kept.before, (kept.k, kept.v), strict=True)
+            for old, new in zip(before, (kept.k, kept.v), strict=True)
         )
         context = ring_context(S, positions_BT, decoding)
         return attend(q_BTNH, k_BSKH, v_BSKH, context, **far)
+
+
+def store_cache(model: nnx.Module, stored: Stored) -> int:
+    """Let all attention layers of `model` keep keys and values so while decoding, in place; how
+    many there are. Other layers' states stay as they are."""
+    layers = [node for _, node in nnx.iter_graph(model) if type(node) is Attention]
+    for layer in layers:
+        layer.stored = stored
+    return len(layers)

@@ -80,7 +80,7 @@ class BlockAttention(Attention):
     def read(self, beside: Beside, spec: LayerSpec, state: KV, decoding: Decoding) -> KV:
         """The state with new states [B, T, D], of each row those that `decoding` counts."""
         keys, values = self.project(beside)
-        return write(state, keys, values, decoding, is_ring(state, spec.window))
+        return write(state, KV(keys, values), decoding, is_ring(state, spec.window))
 
 
 def causal(since_BS: jax.Array, num_queries: int) -> jax.Array:

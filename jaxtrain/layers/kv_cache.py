@@ -4,13 +4,19 @@ A token at position p takes slot p of S. A layer with a window keeps no more slo
 has; once these are S, slot p % S is used again: a ring.
 """
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtrain_kernels import Context
 
+from jaxtrain.layers import fp8
+from jaxtrain.layers.linear import Dtype
 from jaxtrain.layers.mixer import Decoding, LayerInputs
+
+Stored = Literal["default", "int8", "fp8"]
+"""How keys and values are kept while decoding: as they are computed, or in 8 bits."""
+CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 FEW = 32
 """Most new tokens of a row whose queries read the cache one by one; more are a prompt."""
@@ -22,6 +28,58 @@ class KV(NamedTuple):
     k: jax.Array
     """[B, S, K, H], and v the same."""
     v: jax.Array
+
+    def new(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "KV":
+        """Keys and values of further tokens, stored alike."""
+        return KV(k_BTKH, v_BTKH)
+
+    def read(self, dtype: Dtype) -> tuple[jax.Array, jax.Array]:
+        """(k, v) to be looked at."""
+        return self.k, self.v
+
+
+class StoredKV(NamedTuple):
+    """The same in 8 bits: a scale for each token and head, so that no token changes another's."""
+
+    k: jax.Array
+    """int8 or float8_e4m3fn [B, S, K, H], and v the same."""
+    v: jax.Array
+    k_scale: jax.Array
+    """float32 [B, S, K], and v_scale the same."""
+    v_scale: jax.Array
+
+    def new(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "StoredKV":
+        """See KV."""
+        (k, k_scale), (v, v_scale) = (store(x, self.k.dtype) for x in (k_BTKH, v_BTKH))
+        return StoredKV(k, v, k_scale, v_scale)
+
+    def read(self, dtype: Dtype) -> tuple[jax.Array, jax.Array]:
+        """See KV; in `dtype`."""
+        k, v = (
+            (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
+            for codes, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
+        return k, v
+
+
+def empty(shape: tuple[int, int, int, int], dtype: Dtype, stored: Stored) -> KV | StoredKV:
+    """Room for [B, S, K, H] of keys and values that are computed in `dtype`."""
+    if stored == "default":
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    codes, scale = (jnp.zeros(shape, CODES[stored]), jnp.zeros(shape[:-1], jnp.float32))
+    return StoredKV(codes, codes, scale, scale)
+
+
+def store(x_BTKH: jax.Array, dtype: Dtype) -> tuple[jax.Array, jax.Array]:
+    """(codes, scale [B, T, K]) with codes * scale = x to the nearest: the largest magnitude of a
+    head becomes 127; in FP8 the scale is a power of two."""
+    if dtype != jnp.int8:
+        codes, scale = fp8.quantise(x_BTKH, jnp.dtype(dtype).name, axis=-1)
+        return codes, scale[..., 0].astype(jnp.float32)
+    wide = x_BTKH.astype(jnp.float32)
+    scale = jnp.abs(wide).max(-1) / 127
+    codes = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)[..., None])
+    return codes.astype(jnp.int8), scale
 
 
 class PackedKV(NamedTuple):
@@ -40,25 +98,29 @@ class PackedKV(NamedTuple):
 class TriedRing(NamedTuple):
     """A ring, and new keys and values of which it is not known yet how many will stay."""
 
-    old: KV
-    new: KV
+    old: KV | StoredKV
+    new: KV | StoredKV
     """[B, T, K, H]."""
 
 
 class Kept(NamedTuple):
-    """Keys and values of new tokens, and what was kept of those before them."""
+    """Keys and values of new tokens, rounded as they are stored, and what was kept of those before
+    them."""
 
     k: jax.Array
     """[B, T, K, H], of packed rows [B, S, K, H], and v the same."""
     v: jax.Array
-    before: KV | None
+    before: KV | StoredKV | None
     """None in training and of packed rows."""
-    after: KV | TriedRing | PackedKV | None
+    after: KV | StoredKV | TriedRing | PackedKV | None
     """With the new tokens."""
 
 
 def keep(
-    k_BTKH: jax.Array, v_BTKH: jax.Array, inputs: LayerInputs, state: KV | PackedKV | None
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    inputs: LayerInputs,
+    state: KV | StoredKV | PackedKV | None,
 ) -> Kept:
     """What queries of the new tokens look at; state: of those before, None in training."""
     if state is None:
@@ -66,21 +128,23 @@ def keep(
     if isinstance(state, PackedKV):
         put = state.put(k_BTKH, v_BTKH, inputs.decoding.start[0])
         return Kept(*put, None, put)
-    ring = is_ring(state, inputs.spec.window)
+    ring, new = is_ring(state, inputs.spec.window), state.new(k_BTKH, v_BTKH)
+    k_BTKH, v_BTKH = new.read(k_BTKH.dtype)
     if ring and inputs.trial:
         # Every new token takes the slot of an old one, which may be needed again.
-        return Kept(k_BTKH, v_BTKH, state, TriedRing(state, KV(k_BTKH, v_BTKH)))
-    return Kept(k_BTKH, v_BTKH, state, write(state, k_BTKH, v_BTKH, inputs.decoding, ring))
+        return Kept(k_BTKH, v_BTKH, state, TriedRing(state, new))
+    return Kept(k_BTKH, v_BTKH, state, write(state, new, inputs.decoding, ring))
 
 
-def is_ring(state: KV, window: int | None) -> bool:
+def is_ring(state: KV | StoredKV, window: int | None) -> bool:
     """Whether slots are used again."""
     return window is not None and state.k.shape[1] == window
 
 
-def write(state: KV, k_BTKH: jax.Array, v_BTKH: jax.Array, decoding: Decoding, ring: bool) -> KV:
-    """The new tokens that count at their slots: those that fit, or the last ones in a ring."""
-    return KV(put_new(state.k, k_BTKH, decoding, ring), put_new(state.v, v_BTKH, decoding, ring))
+def write(state: Any, new: Any, decoding: Decoding, ring: bool) -> Any:
+    """A KV or StoredKV with new tokens that count, [B, T, ...] stored alike, at their slots: those
+    that fit, or the last ones in a ring."""
+    return jax.tree.map(lambda old, x: put_new(old, x, decoding, ring), state, new)
 
 
 def put_new(
@@ -107,12 +171,12 @@ def put_packed(old_BSX: jax.Array, new_BTX: jax.Array, start: jax.Array) -> jax.
     return jax.lax.dynamic_update_slice_in_dim(old_BSX, new_BTX, start, axis=1)
 
 
-def commit(tried: KV | TriedRing, decoding: Decoding) -> KV:
+def commit(tried: KV | StoredKV | TriedRing, decoding: Decoding) -> KV | StoredKV:
     """The state with the tokens of a trial that count. Where slots are not used again, those behind
     `decoding.end` are dead already."""
-    if isinstance(tried, KV):
+    if not isinstance(tried, TriedRing):
         return tried
-    return write(tried.old, *tried.new, decoding, ring=True)
+    return write(tried.old, tried.new, decoding, ring=True)
 
 
 def seen_slots(

@@ -249,21 +249,19 @@ def test_the_local_engines_share_the_base():
 
     copied = []
 
-    def copy(params):
-        copied.append(sorted(params))
-        return {path: value + 0 for path, value in params.items()}
+    class Copier:
+        def __call__(self, params):
+            copied.append(sorted(params))
+            return {path: value + 0 for path, value in params.items()}
+
+        def build(self, copies, rebuild):
+            return rebuild(copies)
 
     base, first, second = (jnp.full(2, float(i)) for i in range(3))
     engines = {name: LocalEngine(Sampler()) for name in ("a", "b")}
-    publisher = AdaptersPublisher(("a", "b"), engines, copy, rests=True)
+    publisher = AdaptersPublisher(("a", "b"), engines, Copier(), rests=True)
     params = {"a": {"w": base, "l": first}, "b": {"w": base, "l": second}}
-    import jaxtrain.rollout.local.adapters as adapters
-
-    kept, adapters.unstack = adapters.unstack, lambda model: model
-    try:
-        publisher.publish(3, params, dict)
-    finally:
-        adapters.unstack = kept
+    publisher.publish(3, params, dict)
     (a, version), (b, _) = (engines[name].sampler.used[0] for name in ("a", "b"))
     assert copied == [["l", "w"], ["l"]] and version == 3
     assert a["w"] is b["w"] and a["w"] is not base

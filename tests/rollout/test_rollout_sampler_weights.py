@@ -11,7 +11,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec
 from jaxtrain.core.assemble import Parts, abstract_params, open_params
 from jaxtrain.models import build
 from jaxtrain.parallel.mesh import make_mesh
-from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh
+from jaxtrain.rollout.local.weights import Copier, make_sampler_mesh
 
 ARCHITECTURE = build.config_from_hf(
     {
@@ -54,7 +54,7 @@ def test_copies_compute_what_the_trainer_computes(own, cut):
     parts = open_parts(trainer)
     params = open_params(parts, 0)
     mesh = make_sampler_mesh(devices[2:4] if own else devices[:2], trainer)
-    copies = make_copier(parts, mesh)(params)
+    copies = Copier(parts, mesh)(params)
     assert mesh.shape["tensor"] == cut.get("tensor", 1)
     found, wanted = run(parts, copies, mesh), run(parts, params, trainer)
     # bfloat16: the same roundings, but partial sums of two devices are rounded, too.
@@ -73,7 +73,7 @@ def test_only_what_is_trained_is_copied_where_nothing_else_changes():
     parts = open_parts(mesh, Adapter(slots, (), "float32"))
     parts = dataclasses.replace(parts, options={"param_dtype": "bfloat16", "dtype": "bfloat16"})
     params = open_params(parts, 0)
-    copies = make_copier(parts, mesh)(params)
+    copies = Copier(parts, mesh)(params)
     assert copies.keys() == params.keys()
     for path, value in params.items():
         same = copies[path].unsafe_buffer_pointer() == value.unsafe_buffer_pointer()

@@ -19,7 +19,7 @@ OPTIONS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def search(x, signed, block=BLOCK):
-    """(codes, scales, values) in float64: of all levels the nearest, but a second moment is not 0."""
+    """(codes, scales, values) in float64: the nearest level, but a second moment is not 0."""
     table = levels(signed).astype(np.float64)
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = np.abs(blocks).max(-1)
@@ -123,8 +123,8 @@ def test_a_mesh_stores_the_very_bits_of_one_device(kind, adam8):
     mesh = make_mesh(fsdp=2, tensor=2)
     optimizer = store_moments(optax.adamw(1e-2, **OPTIONS), kind, block=BLOCK)
     alone = adam8[1] if kind == "int8" else jax.jit(optimizer.update)
-    for spec, shape in [((None, "fsdp", "tensor"), SHAPE), ((None, "fsdp", "tensor"), (2, 32, 128))]:
-        place = NamedSharding(mesh, PartitionSpec(*spec))
+    place = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+    for shape in (SHAPE, (2, 32, 128)):
         values = {"w": jnp.asarray(draw(1, shape))}
         spread = jax.device_put(values, {"w": place})
         many, one = init_state(spread, optimizer).opt_state, optimizer.init(values)
@@ -137,7 +137,7 @@ def test_a_mesh_stores_the_very_bits_of_one_device(kind, adam8):
             np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
         if kind == "int8":
             codes, scales = many.inner[0].nu["w"]
-            assert codes.sharding.spec == PartitionSpec(*spec)
+            assert codes.sharding.spec == place.spec
             held = 2 if shape == SHAPE else 1
             assert scales.sharding.shard_shape(scales.shape)[-1] * held == scales.shape[-1]
 

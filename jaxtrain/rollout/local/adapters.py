@@ -8,12 +8,12 @@ What is drawn at once is drawn by one policy after the other, chunk by chunk, in
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.rollout.local.engine import LocalEngine
-from jaxtrain.rollout.local.slots import unstack
+from jaxtrain.rollout.local.weights import Copier
 
 
 class AdaptersPublisher:
@@ -23,7 +23,7 @@ class AdaptersPublisher:
         self,
         policies: Sequence[str],
         engines: Mapping[str, LocalEngine],
-        copy: Callable[[Params], Params],
+        copy: Copier,
         *,
         rests: bool,
         thread: ThreadPoolExecutor | None = None,
@@ -46,7 +46,7 @@ class AdaptersPublisher:
             shared = {**shared, **self.copy(new)}
             if (engine := self.engines.get(name)) is not None:
                 with engine.sampler.on_mesh():
-                    engine.use(unstack(rebuild(dict(shared))), version)
+                    engine.use(self.copy.build(dict(shared), rebuild), version)
         return {"sync/seconds": time.monotonic() - start} if self.engines else {}
 
     def sleep(self) -> None:

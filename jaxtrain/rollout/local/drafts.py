@@ -13,7 +13,7 @@ from jaxtrain.models.draft import Draft, DraftConfig, check_target
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.trials import require_trials
 from jaxtrain.rollout.local.slots import unstack
-from jaxtrain.rollout.local.weights import make_copier
+from jaxtrain.rollout.local.weights import Copier
 
 
 def check_draft(name: str, target: Parts, key: str) -> None:
@@ -50,12 +50,12 @@ def open_draft(name: str, target: Parts, mesh: jax.sharding.Mesh, key: str) -> D
 
 def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[Held], Params]:
     """What copies the weights of a draft that a run trains to the sampler's `mesh`: as
-    `weights.make_copier`, made when the first one comes."""
-    made: list[Callable[[Params], Params]] = []
+    `weights.Copier`, made when the first one comes."""
+    made: list[Copier] = []
 
     def copy(draft: Held) -> Params:
         if not made:
-            made.append(make_copier(draft.roles.parts, mesh))
+            made.append(Copier(draft.roles.parts, mesh))
         return made[0](draft.params())
 
     return copy

@@ -21,6 +21,7 @@ from jaxtrain.rollout.ages import find_listener
 from jaxtrain.rollout.local.requests import Request, Requests
 from jaxtrain.rollout.local.slots import unstack
 from jaxtrain.rollout.local.speculation import Drafted
+from jaxtrain.rollout.local.weights import Copier
 from jaxtrain.rollout.types import Completion, EpisodeFailed, Sampling
 
 PATIENCE = 3
@@ -147,17 +148,17 @@ class LocalPublisher:
     def __init__(
         self,
         engine: LocalEngine | None,
-        copy: Any,
+        copy: Copier,
         *,
         rests: bool,
         draft: Any = None,
         copy_draft: Callable[[Any], Any] | None = None,
         thread: ThreadPoolExecutor | None = None,
     ):
-        """copy: parameters by path -> those that the sampler gets. rests: nothing is sampled while
-        the trainer trains, so the copies' memory is given back for that time. draft: guesses for
-        all versions of the weights (models.draft.Draft) until there is another. copy_draft: as
-        `copy`, a core.roles.Held -> the parameters of a draft. thread: ended by `close`."""
+        """rests: nothing is sampled while the trainer trains, so the copies' memory is given back
+        for that time. draft: guesses for all versions of the weights (models.draft.Draft) until
+        there is another. copy_draft: a core.roles.Held -> the sampler's parameters of a draft.
+        thread: ended by `close`."""
         self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
         self.copy_draft, self.thread = copy_draft, thread
 
@@ -168,7 +169,7 @@ class LocalPublisher:
         if self.engine is None:
             return {}
         with self.engine.sampler.on_mesh():
-            model = unstack(rebuild(copies))
+            model = self.copy.build(copies, rebuild)
         self.engine.use(model if self.draft is None else Drafted(model, self.draft), version)
         return {"sync/seconds": time.monotonic() - start}
 

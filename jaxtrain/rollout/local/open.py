@@ -8,6 +8,9 @@ from jaxtrain.config.policies import list_trained
 from jaxtrain.core.assemble import Parts
 from jaxtrain.data.template import end_of_turn_ids
 from jaxtrain.errors import UserError
+from jaxtrain.layers.attention import store_cache
+from jaxtrain.layers.kv_cache import Stored
+from jaxtrain.models import build
 from jaxtrain.models.routing import route_shape
 from jaxtrain.parallel.mesh import is_main_process, split_devices
 from jaxtrain.rollout.company import accompany, gather
@@ -16,7 +19,7 @@ from jaxtrain.rollout.local.drafts import check_draft, make_draft_copier, open_d
 from jaxtrain.rollout.local.engine import LocalEngine, LocalPublisher
 from jaxtrain.rollout.local.frozen import assemble_folder, list_folders, open_folders
 from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.weights import make_copier, make_sampler_mesh, sampling_devices
+from jaxtrain.rollout.local.weights import Copier, make_sampler_mesh, sampling_devices
 from jaxtrain.rollout.types import Engine, EngineKind, Publisher
 
 
@@ -38,6 +41,7 @@ class Local(EngineKind):
         """See EngineKind."""
         if config.rollout.draft is not None:
             check_draft(config.rollout.draft, parts, "rollout.draft")
+        check_cache(config.rollout.local.cache, parts)
         for name, section in list_folders(config).items():
             assemble_folder(name, section, parts)
 
@@ -55,7 +59,9 @@ class Local(EngineKind):
                 ' "sync" and streaming to false'
             )
         mesh = make_sampler_mesh(devices, parts.mesh)
-        copy, copy_draft = make_copier(parts, mesh), make_draft_copier(mesh)
+        local = config.rollout.local
+        copy = Copier(parts, mesh, local.weights, local.cache)
+        copy_draft = make_draft_copier(mesh)
         policies = list_trained(config)
         if not is_main_process():
             if policies:
@@ -90,3 +96,14 @@ class Local(EngineKind):
             engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
         )
         return accompany(engine, speakers), publisher
+
+
+def check_cache(cache: Stored, parts: Parts) -> None:
+    """UserError where no layer keeps keys and values as rollout.local.cache says."""
+    model = build.abstract(parts.architecture)
+    if cache != "default" and not store_cache(model, cache):
+        raise UserError(
+            f'rollout.local.cache "{cache}" is for attention with keys and values, and'
+            f" {parts.architecture.architecture} has none (its layers keep latents or recurrent"
+            " states); remove it"
+        )

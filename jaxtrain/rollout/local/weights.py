@@ -1,25 +1,32 @@
 """The trainer's weights where and as the local sampler reads them.
 
 trainer: float32, cut over fsdp, on all processes
-   │  rollouts: cast, copied, whole on a mesh (data, tensor) of the devices that sample
+   │  rollouts: cast or put in 8 bits, copied, whole on a mesh (data, tensor) of the devices that
+   │            sample
    └  evaluation: as they are; of several processes, copies on the devices of process 0
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.adapters.attach import split_trained
+from jaxtrain.adapters.spec import Adapter
+from jaxtrain.adapters.storage import STORAGES, find_stored
 from jaxtrain.core.assemble import Parts, abstract_params
+from jaxtrain.layers.attention import store_cache
 from jaxtrain.layers.embed import Embed
+from jaxtrain.layers.kv_cache import Stored
 from jaxtrain.layers.linear import Linear
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.parallel.gather import gather_params
 from jaxtrain.parallel.mesh import Device, is_main_process, make_mesh
+from jaxtrain.rollout.local.slots import unstack
 
 
 def sampling_devices(parts: Parts) -> list[Device]:
@@ -37,41 +44,84 @@ def make_sampler_mesh(devices: list[Device], trainer: jax.sharding.Mesh) -> jax.
     return make_mesh(devices, tensor=tensor if len(devices) % tensor == 0 else 1, data=-1)
 
 
-def make_copier(parts: Parts, mesh: jax.sharding.Mesh) -> Callable[[Params], Params]:
-    """A function from the trainer's parameters to the sampler's, on `mesh`; {} on all processes
-    but the first, which call it, too.
+class Copier:
+    """From the trainer's parameters to the sampler's model, on `mesh`.
 
     Kernels and embeddings come in the dtype in which their layer computes, which rounds them as
-    the layer would. What is trained is always copied, because the next optimizer step donates it.
+    the layer would; `weights` "int8" has the kernels of all Linears, those of experts among them,
+    stored as `adapter.quantize` does, anew at each call. What is trained is always copied, because
+    the next optimizer step donates it.
     """
-    shapes, rebuild = abstract_params(parts, mesh)
-    places = {path: shape.sharding for path, shape in shapes.items()}
-    dtypes = {path: shape.dtype for path, shape in shapes.items()} | find_dtypes(rebuild(shapes))
-    trained, _ = split_trained(shapes, parts.adapter)
-    several = jax.process_count() > 1
 
-    def moves(value: jax.Array, path: str) -> bool:
-        return several or value.sharding.device_set != places[path].device_set
+    def __init__(
+        self,
+        parts: Parts,
+        mesh: jax.sharding.Mesh,
+        weights: Literal["default", "int8"] = "default",
+        cache: Stored = "default",
+    ):
+        """cache: how the model keeps keys and values."""
+        own = parts
+        if weights != "default":
+            adapter = parts.adapter or Adapter({})
+            assert adapter.quantize == "none", "the config refuses this"
+            adapter = dataclasses.replace(adapter, quantize=weights)
+            own = dataclasses.replace(parts, adapter=adapter, product=None)
+        shapes, self._rebuild = abstract_params(own, mesh)
+        self._own, self.weights, self.cache = own is not parts, weights, cache
+        self._stored = find_stored(shapes, weights) if self._own else set()
+        self._places = {path: shape.sharding for path, shape in shapes.items()}
+        dtypes = find_dtypes(self._rebuild(shapes))
+        self._dtypes = {path: shape.dtype for path, shape in shapes.items()} | dtypes
+        self._trained, _ = split_trained(shapes, parts.adapter)
+        self._several = jax.process_count() > 1
+        self._rounding = functools.cache(self._make_rounding)
 
-    @functools.cache
-    def rounding(path: str, moved: bool):
-        """One compiled function a parameter."""
-        out = None if moved else places[path]
-        return jax.jit(lambda x: jnp.copy(x.astype(dtypes[path])), out_shardings=out)
-
-    def copy(params: Params) -> Params:
+    def __call__(self, params: Params) -> Params:
+        """The sampler's parameters, or of some of the trainer's some of them; {} on all processes
+        but the first, which call it, too."""
         found = {}
         for path, value in params.items():
-            moved = moves(value, path)
-            if value.dtype != dtypes[path] or (path in trained and not moved):
-                value = rounding(path, moved)(value)
-            if several:
-                found |= gather_params({path: value}, places)
+            new = self._round(path, value)
+            if self._several:
+                found |= gather_params(new, self._places)
             else:
-                found[path] = jax.device_put(value, places[path])
+                found |= {name: jax.device_put(x, self._places[name]) for name, x in new.items()}
         return found
 
-    return copy
+    def build(self, copies: Params, rebuild: Rebuild) -> Any:
+        """The sampler's model of its parameters; rebuild: that of the trainer's."""
+        model = unstack((self._rebuild if self._own else rebuild)(copies))
+        store_cache(model, self.cache)
+        return model
+
+    def _round(self, path: str, value: jax.Array) -> Params:
+        """A parameter, or the parts that it is stored in, where the trainer has it or, as far as
+        these are the same devices, where the sampler reads it."""
+        stored = path in self._stored
+        first = f"{path}.{STORAGES[self.weights].codes}" if stored else path
+        moved = self._several or value.sharding.device_set != self._places[first].device_set
+        if stored:
+            return {f"{path}.{part}": x for part, x in self._rounding(path, moved)(value).items()}
+        if value.dtype != self._dtypes[path] or (path in self._trained and not moved):
+            value = self._rounding(path, moved)(value)
+        return {path: value}
+
+    def _make_rounding(self, path: str, moved: bool) -> Callable[[jax.Array], Any]:
+        """One compiled function a parameter."""
+        if path not in self._stored:
+            out = None if moved else self._places[path]
+            return jax.jit(lambda x: jnp.copy(x.astype(self._dtypes[path])), out_shardings=out)
+
+        def quantise(kernel: jax.Array) -> dict[str, jax.Array]:
+            one = STORAGES[self.weights].quantise
+            for _ in kernel.shape[:-2]:
+                one = jax.vmap(one)
+            return one(kernel)
+
+        names = STORAGES[self.weights].shapes((1, 1))
+        out = None if moved else {name: self._places[f"{path}.{name}"] for name in names}
+        return jax.jit(quantise, out_shardings=out)
 
 
 def find_dtypes(model: nnx.Module) -> dict[str, jnp.dtype]:
