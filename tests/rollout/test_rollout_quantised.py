@@ -141,7 +141,7 @@ def test_log_probs_are_those_of_float64_that_quantises_alike(dense, weights, cac
         for into, how in ((exact, (weights, cache)), (plain, ("default", "default"))):
             into += reference(dense[1], tokens, *how)[at, tokens[at + 1]].tolist()
     found, exact, plain = map(np.array, (found, exact, plain))
-    # float32 may round a number that lies between two levels to the other one: rarely, and by little
+    # float32 may round what lies between two levels to the other one: rarely, and by little
     # of what quantising itself changes.
     assert np.median(np.abs(found - exact)) < 1e-5
     changed = np.abs(exact - plain).mean()
