@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import logp_gather, testing
-from jaxtrain_kernels.logp_gather import gpu, mosaic_gpu
+from jaxtrain_kernels.logp_gather import by_kernels, gpu, mosaic_gpu
 from jaxtrain_kernels.logp_gather.cases import Case
 from mosaic_interpreter import interpreted, require
 from test_kernels_logp_gather import NAMES, cotangents, numpy_logp_gather, options_of, run
@@ -34,7 +34,7 @@ def test_interpreted_kernels(monkeypatch, case):
         inputs[name] = np.asarray(jnp.asarray(inputs[name], jnp.bfloat16), np.float64)
     targets = jnp.asarray(inputs["targets"])
     settings = options_of(case, inputs)
-    options = mosaic_gpu.Options(case.softcap, case.freeze_head, 512, gpu.Config(stages=2))
+    options = by_kernels.Options(case.softcap, case.freeze_head, 512, gpu.Config(stages=2), gpu)
 
     def plain(hidden, head):
         return logp_gather(hidden, head, targets, impl="reference", **settings)
@@ -49,7 +49,7 @@ def test_interpreted_kernels(monkeypatch, case):
     arrays = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("hidden", "head")]
     with interpreted(detect_races=case.vocabulary % 256 == 0):
         out, pull = jax.vjp(
-            lambda hidden, head: mosaic_gpu.run(
+            lambda hidden, head: by_kernels.run(
                 options, hidden, head, targets, settings["temperature"]
             ),
             *arrays,
@@ -58,7 +58,7 @@ def test_interpreted_kernels(monkeypatch, case):
     names = NAMES[:5] if case.freeze_head else NAMES
     for name, a, e, b in zip(names, actual, exact, bar, strict=False):
         if name == "top":  # the target's own log-prob where they are as good as equal
-            np.testing.assert_allclose(a, e, rtol=0, atol=2 * mosaic_gpu.NEAR)
+            np.testing.assert_allclose(a, e, rtol=0, atol=2 * by_kernels.NEAR)
         else:
             testing.assert_accurate(a, e, b, a.dtype, name)
     if case.freeze_head:
@@ -75,7 +75,7 @@ def test_interpreted_kernels(monkeypatch, case):
     ],
 )
 def test_chunks(tokens, vocabulary, chunk):
-    assert mosaic_gpu.choose_chunk(tokens, vocabulary, 256) == chunk
+    assert by_kernels.choose_chunk(tokens, vocabulary, 256) == chunk
     assert vocabulary % chunk == 0 or vocabulary % chunk >= 256
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from jaxtrain_kernels.grouped_matmul import mosaic_gpu, reference, triton_gpu, xla
 from jaxtrain_kernels.grouped_matmul.ffn import (
     ACTIVATIONS,
     NO_ADAPTERS,
@@ -19,6 +19,8 @@ BACKENDS = {
     "mosaic_gpu": mosaic_gpu.moe_ffn,
     "xla": xla.moe_ffn,
     "reference": reference.moe_ffn,
+    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
+    "triton": triton_gpu.moe_ffn,
 }
 
 
@@ -97,4 +99,5 @@ def choose_block(x, choices: int, w_up, impl: str) -> int:
         except NotImplementedError:
             pass
     mean = max(choices // w_up.shape[0], 1)
-    return min(BLOCK, max(8, 1 << (mean - 1).bit_length()))
+    least = triton_gpu.BLOCKS[0] if impl == "triton" else 8
+    return min(BLOCK, max(least, 1 << (mean - 1).bit_length()))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.logp_gather import mosaic_gpu, reference, xla
+from jaxtrain_kernels.logp_gather import mosaic_gpu, reference, triton_gpu, xla
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.logp_gather.slices import Axis, join, local_targets
 from jaxtrain_kernels.precision import accumulator
@@ -13,6 +13,8 @@ BACKENDS = {
     "mosaic_gpu": mosaic_gpu.logp_gather,
     "xla": xla.logp_gather,
     "reference": reference.logp_gather,
+    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
+    "triton": triton_gpu.logp_gather,
 }
 
 

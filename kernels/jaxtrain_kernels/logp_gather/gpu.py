@@ -221,10 +221,11 @@ def merge(top, total, moment):
 def exponentials(
     hidden, head, factor, base, *, softcap: float | None, config: Config, active=None, into=None
 ):
-    """(bfloat16 [T, V], float32 [2, tiles, T]): w = 2^(z factor - base), and its sums by tile.
+    """(bfloat16 [T, V], float32 [2 or 3, tiles, T]): w = 2^(z factor - base), its sums by tile.
 
     z the logits after softcap; factor and base float32 [T]. With a softcap the first result is
-    w (1 - tanh^2), the derivative by the raw logit. The sums are of w and of w log2 w. With
+    w (1 - tanh^2), the derivative by the raw logit, and there are three: the sums of w and of
+    w log2 w, and the largest w, which the first result does not tell then. With
     `active` (int32 [1]) and a Ref `into`, w is written there, or nothing where that is 0.
     """
     T, V = hidden.shape[0], head.shape[0]
@@ -241,12 +242,15 @@ def exponentials(
             of_rows = _row_reader(rows, width)
             store = _storer(out_ref, out_smem, group, rows, config)
             scale, shift = of_rows(factor_ref), of_rows(base_ref)
-            total, moment = 0.0, 0.0
+            total, moment, peak = 0.0, 0.0, None
             for piece, column in enumerate(range(0, tv, width)):  # in pieces: registers
                 z, t = _capped(logits[:, column : column + width], softcap)
                 power = z * scale - shift
                 weight = jnp.exp2(power)
                 store(piece, start + column, weight if t is None else weight * (1.0 - t * t))
+                if t is not None:
+                    high = weight.max(axis=1)
+                    peak = high if peak is None else jnp.maximum(peak, high)
                 sums = weight.sum(axis=1), (weight * power).sum(axis=1)
                 if V % tv:  # an overlap begins with a piece, and counts once
                     owned = jnp.where(start + column >= first, 1.0, 0.0)
@@ -255,12 +259,15 @@ def exponentials(
             tile = lax.div(first, jnp.int32(tv))
             sums_ref[0, tile, rows] = total
             sums_ref[1, tile, rows] = moment
+            if peak is not None:
+                sums_ref[2, tile, rows] = peak
 
         _tiles(epilogue, hidden_ref, head_ref, (0, V), config, runs)
         plgpu.wait_smem_to_gmem(0)
 
     w_TV = jax.ShapeDtypeStruct((T, V), jnp.bfloat16)
-    sums = jax.ShapeDtypeStruct((2, pl.cdiv(V, tv), T), jnp.float32)
+    planes = 2 if softcap is None else 3
+    sums = jax.ShapeDtypeStruct((planes, pl.cdiv(V, tv), T), jnp.float32)
     found = _run(
         kernel,
         [w_TV, sums] if into is None else [sums],

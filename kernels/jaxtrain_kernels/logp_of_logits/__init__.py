@@ -5,13 +5,15 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.logp_gather.reference import LogProbs
-from jaxtrain_kernels.logp_of_logits import mosaic_gpu, reference, xla
+from jaxtrain_kernels.logp_of_logits import mosaic_gpu, reference, triton_gpu, xla
 from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.logp_of_logits,
     "xla": xla.logp_of_logits,
     "reference": reference.logp_of_logits,
+    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
+    "triton": triton_gpu.logp_of_logits,
 }
 
 

@@ -12,12 +12,14 @@ from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.logp_gather.reference import LogProbs
 from jaxtrain_kernels.logp_gather.slices import Axis
 from jaxtrain_kernels.precision import accumulator
-from jaxtrain_kernels.weighted_logp import mosaic_gpu, reference, xla
+from jaxtrain_kernels.weighted_logp import mosaic_gpu, reference, triton_gpu, xla
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.weighted_logp,
     "xla": xla.weighted_logp,
     "reference": reference.weighted_logp,
+    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
+    "triton": triton_gpu.weighted_logp,
 }
 
 

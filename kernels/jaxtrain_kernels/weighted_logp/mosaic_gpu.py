@@ -1,50 +1,10 @@
-"""The Hopper backend of weighted_logp: rows in chunks, three matmuls each, one pass over logits.
-
-A fused kernel computes a chunk's logits and writes w = 2^(z - base) in bfloat16, with the rows'
-sums. `base` is a guess, the largest of the target's logit and a sample of the vocabulary's: the
-exponents of float32 and bfloat16 forgive an error of 2^120 and rounding is relative, so a guess
-costs no accuracy; where it fails the chunk is done again. Softmax is then a number per row,
-p = w / sum w, and the gradient's two matmuls read w as it is: that number multiplies the hidden
-states of the one and the result of the other. No pass over [T, V] is made beside three matmuls.
-"""
-
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax import lax
+"""The Hopper backend of weighted_logp: what it takes."""
 
 from jaxtrain_kernels.logp_gather import gpu
-from jaxtrain_kernels.logp_gather import mosaic_gpu as gather
-from jaxtrain_kernels.logp_gather.reference import LogProbs
-from jaxtrain_kernels.logp_gather.slices import Axis, across, join, local_targets
+from jaxtrain_kernels.logp_gather.mosaic_gpu import require_shapes
 from jaxtrain_kernels.mosaic import require_hopper
+from jaxtrain_kernels.weighted_logp.by_kernels import Backend, choose_rows, choose_splits
 from jaxtrain_kernels.weighted_logp.gradient import weighted
-
-SAMPLE = 512  # vocabulary rows that the guess looks at: 0.3% of a matmul with 151,936
-CHUNK = 2**28  # numbers of [T, V] alive at once (512 MiB in bfloat16), or 7/8 of those of the head
-
-
-class Backend(NamedTuple):
-    """What the kernels are compiled for, beside shapes."""
-
-    softcap: float | None
-    freeze_head: bool
-    axis: Axis
-    rows: int
-    splits: int
-    config: gpu.Config
-
-    def values(self, hidden, head, targets, temperature):
-        """Without gradients: no logits in memory at all."""
-        options = gather.Options(self.softcap, True, 0, self.config)
-        mine, here = local_targets(targets, head.shape[0], self.axis)
-        part = gather.run(options, hidden, head, jnp.where(here, mine, 0), temperature)
-        return part if self.axis is None else join(part, here, self.axis)
-
-    def values_and_gradients(self, hidden, head, targets, weights, temperature):
-        """See `gradient.Backend`."""
-        return _values_and_gradients(self, hidden, head, targets, weights, temperature)
 
 
 def weighted_logp(
@@ -54,123 +14,7 @@ def weighted_logp(
     require_hopper()
     (T, D), V = hidden.shape, head.shape[0]
     config = gpu.Config()
-    gather.require_shapes(hidden, V, config)
-    rows, splits = choose_rows(T, D, V), choose_splits(T, D, V)
-    backend = Backend(softcap, freeze_head, axis, rows, splits, config)
+    require_shapes(hidden, V, config)
+    rows, splits = choose_rows(T, D, V, gpu.TILE_T), choose_splits(T, D, V)
+    backend = Backend(softcap, freeze_head, axis, rows, splits, config, gpu)
     return weighted(backend, hidden, head, targets, weights, temperature)
-
-
-def choose_rows(T: int, D: int, V: int) -> int:
-    """Rows of a chunk: whole tiles, few chunks of about one size, for each adds to the whole head
-    gradient once and rounds it to the head's dtype."""
-    most = max(CHUNK, V * D * 7 // 8) // V
-    chunks = -(-T // most)
-    return -(-T // (chunks * gpu.TILE_T)) * gpu.TILE_T
-
-
-def choose_splits(T: int, D: int, V: int) -> int:
-    """Pieces of the vocabulary whose products with w are summed after, to fill the device."""
-    del T, D, V
-    return 1
-
-
-def _values_and_gradients(backend, hidden, head, targets, weights, temperature):
-    T, D = hidden.shape
-    low = head.astype(hidden.dtype)
-    factor = jnp.full((T,), gpu.LOG2E, jnp.float32)
-    if temperature is not None:
-        factor = factor / temperature
-    missing = -T % gpu.TILE_T  # rows of padding have factor and weight 0: finite, and no gradient
-    arrays = tuple(
-        jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1)) if missing else x
-        for x in (hidden, targets, weights, factor)
-    )
-    padded = T + missing
-    rows = min(backend.rows, padded)
-    rest = padded % rows or rows
-
-    def chunk(carry, first, size=rows):
-        found, best, d_hidden, d_head = carry
-        parts = (lax.dynamic_slice_in_dim(x, first, size) for x in arrays)
-        scores, piece, d_head = _chunk(backend, low, d_head, head.dtype, *parts)
-        found = lax.dynamic_update_slice_in_dim(found, jnp.stack(scores[:3]), first, 1)
-        best = lax.dynamic_update_slice_in_dim(best, scores.top, first, 0)
-        d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, piece, first, 0)
-        return (found, best, d_hidden, d_head), None
-
-    # The first is no iteration: the head's gradient starts from its product, not from zeros. It is
-    # the short one: after the scan a sum would need a second gradient beside the first.
-    # `best` by itself: where nobody asks for it, neither it nor the pass that finds it is left.
-    numbers = jnp.zeros((3, padded), jnp.float32), jnp.zeros(padded, jnp.float32)
-    carry = *numbers, jnp.zeros((padded, D), hidden.dtype), None
-    carry, _ = chunk(carry, jnp.int32(0), rest)
-    if padded > rest:
-        carry, _ = lax.scan(chunk, carry, jnp.arange(rest, padded, rows, dtype=jnp.int32))
-    found, best, d_hidden, d_head = carry
-    return LogProbs(*found[:, :T], best[:T]), d_hidden[:T], d_head
-
-
-def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
-    """(LogProbs, d_hidden, d_head with its part added) of some rows."""
-    V, D = low.shape
-    mine, here = local_targets(targets, V, backend.axis)
-    f32 = jnp.float32
-
-    z_target = gather.target_logits(hidden, low, jnp.where(here, mine, 0), backend.softcap)
-    z_target = across(lax.psum, jnp.where(here, z_target, 0.0), backend.axis)
-    sample = low[:: max(1, V // SAMPLE)][:SAMPLE]  # more than 512 would not be aligned
-    highest = jnp.einsum("TD,VD->TV", hidden, sample, preferred_element_type=f32).max(1)
-    if backend.softcap is not None:
-        highest = backend.softcap * jnp.tanh(highest / backend.softcap)
-    highest = across(lax.pmax, highest, backend.axis)
-    base = jnp.maximum(z_target, highest) * factor
-    kernel = {"softcap": backend.softcap, "config": backend.config}
-    w_TV, sums = gpu.exponentials(hidden, low, factor, base, **kernel)
-    total, moment = across(lax.psum, sums.sum(1), backend.axis)
-
-    # A guess that failed: take the true maxima. Both kernels return at once if none did. It
-    # shows in the sum, which overflows; it cannot vanish: `base` is one of the row's own logits.
-    failed = ~jnp.isfinite(total)
-    again = failed.any().astype(jnp.int32)[None]
-    top = gpu.statistics(hidden, low, factor, active=again, **kernel)[0].max(0)
-    base = jnp.where(failed, across(lax.pmax, top, backend.axis), base)
-    # Into a Ref, in place: a second [T, V] would need memory and a pass that chooses between them.
-    kept = jax.new_ref(w_TV)
-    sums = gpu.exponentials(hidden, low, factor, base, active=again, into=kept, **kernel)
-    w_TV = jax.freeze(kept)
-    exact = across(lax.psum, sums.sum(1), backend.axis)
-    total, moment = jnp.where(failed[None], exact, jnp.stack([total, moment]))
-
-    log_total = jnp.log2(total)
-    power = z_target * factor - base  # the target's own
-    logp = (power - log_total) / gpu.LOG2E
-    highest = across(lax.pmax, w_TV.max(1).astype(f32), backend.axis)
-    top = (jnp.log2(highest) - log_total) / gpu.LOG2E
-    scores = LogProbs(
-        logp,
-        (log_total - moment / total) / gpu.LOG2E,
-        (base + log_total) / gpu.LOG2E,
-        jnp.where(logp >= top - gather.NEAR, logp, top),  # w is rounded to bfloat16
-    )
-    # d logp / dz = 1[target] - w / total = -(w - total 1[target]) / total.
-    target_w = jnp.exp2(power) - total
-    if backend.softcap is not None:
-        target_w *= 1.0 - jnp.square(z_target / backend.softcap)
-    # Where the target is on another device, V: out of range, and dropped.
-    index = jnp.where(here, mine, V)
-    w_TV = w_TV.at[jnp.arange(len(index)), index].set(
-        target_w.astype(w_TV.dtype), mode="drop", unique_indices=True
-    )
-    scale = (-weights * factor / gpu.LOG2E / total)[:, None]
-    if backend.splits == 1:
-        d_hidden = jnp.einsum("TV,VD->TD", w_TV, low, preferred_element_type=f32)
-    else:
-        w_TSV = w_TV.reshape(-1, backend.splits, V // backend.splits)
-        low_SVD = low.reshape(backend.splits, -1, D)
-        d_hidden = jnp.einsum("TSV,SVD->STD", w_TSV, low_SVD, preferred_element_type=f32).sum(0)
-    d_hidden = (d_hidden * scale).astype(hidden.dtype)
-    if backend.freeze_head:
-        return scores, d_hidden, None
-    scaled = (hidden.astype(f32) * scale).astype(hidden.dtype)
-    piece = jnp.einsum("TV,TD->VD", w_TV, scaled, preferred_element_type=head_dtype)
-    return scores, d_hidden, piece if d_head is None else d_head + piece
