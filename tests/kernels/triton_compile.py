@@ -1,6 +1,6 @@
 """Compile Triton kernels for GPUs that are not there: what ptxas says about each.
 
-Run by test_kernels_triton.py in a process of its own: `python triton_compile.py` lowers every kernel
+Run by test_kernels_triton.py in its own process: `python triton_compile.py` lowers every kernel
 through jax-triton for five generations and prints {target, case, kernel, registers, spills,
 shared_kib, tensor_cores} lines as JSON.
 """
