@@ -151,6 +151,9 @@ class OptimConfig(Section):
     parameters are (model.param_dtype), or in 4, 2 or about 1 byte each. bfloat16 rounds the second
     moment at random, in proportion; int8 is that of bitsandbytes' 8-bit optimizers, by blocks along
     the last axis: norms, biases, token embeddings and small arrays stay float32."""
+    offload: bool = False
+    """Keep what the optimizer stores in pinned memory of the hosts; each step fetches it once its
+    gradients are there, and sends it back."""
     lora_plus_ratio: float | None = Field(None, gt=0, le=1e6)
     """Learning rate of every adapter's B, and of DoRA's lengths, as a multiple of learning_rate,
     which is A's (LoRA+: 16)."""

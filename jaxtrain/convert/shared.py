@@ -47,13 +47,13 @@ def dot(section: str, *names: str) -> dict[str, Rule]:
     return {name: to(f"{section}.{name}") for name in names}
 
 
-@by("optim.name and optim.moments")
+@by("optim.name, optim.moments, optim.offload")
 def optimizer(made: Conversion, value: Any) -> None:
     to("optim.name", OPTIMIZERS).apply(made, value)
     if isinstance(value, str) and "8bit" in value:
         made.set("optim.moments", "int8")
     if isinstance(value, str) and value.startswith("paged_"):
-        made.say("the optimizer's state is not paged to host memory")
+        made.set("optim.offload", True)
 
 
 @by("model.compute_dtype")

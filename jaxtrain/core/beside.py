@@ -51,12 +51,14 @@ class Beside:
         self.run_step = make_step(
             Roles(models).build, learner.loss, learner.coef, self.optimizer, optim.max_grad_norm
         )
-        self.state: State = abstract_state(shapes, self.optimizer, self.roles.copy_shapes)
+        self.state: State = abstract_state(
+            shapes, self.optimizer, self.roles.copy_shapes, optim.offload
+        )
 
     def open(self, seed: int) -> None:
         """The state of a fresh run."""
         trained, _, copies = self.roles.open(seed)
-        self.state = init_state(trained, self.optimizer, copies)
+        self.state = init_state(trained, self.optimizer, copies, self.learner.optim.offload)
 
     def held(self) -> Held:
         """The model with its current weights; `step` counts its own updates."""

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.batch import Batch
+from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_words
 from jaxtrain.losses.balance import LOADS, count_real
 from jaxtrain.models.parameters import Params
 from jaxtrain.parallel.rules import fit
+
+HOST, SPACE = "pinned_host", jax.memory.Space
 
 
 class State(NamedTuple):
@@ -72,14 +75,20 @@ def abstract_state(
     params: Mapping[str, Any],
     optimizer: optax.GradientTransformation,
     copies: Mapping[str, Any] | None = None,
+    offload: bool = False,
 ) -> State:
     """Shapes and places of a State; params, copies: arrays or ShapeDtypeStructs with shardings.
+    offload: the optimizer's slots lie in the pinned memory of the hosts; UserError where there is
+    none.
 
     An optimizer slot of a parameter's path and shape lies where the parameter does, one whose last
     axis is shorter (scales of blocks) as near to that as it divides; the rest is replicated.
     """
     sample = next(iter(params.values())).sharding
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
+
+    if offload:
+        require_host_memory(sample.mesh)
 
     def place(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
@@ -88,6 +97,7 @@ def abstract_state(
             sharding = replicated
         else:
             sharding = fit(owner.sharding, slot.shape)
+            sharding = sharding.with_memory_kind(HOST) if offload else sharding
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)
@@ -100,11 +110,25 @@ def abstract_state(
     return State.of_tree({**tree, **(copies or {})})
 
 
+def require_host_memory(mesh: jax.sharding.Mesh) -> None:
+    """UserError where a device cannot reach pinned memory of its host."""
+    for device in mesh.devices.flat:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            raise UserError(
+                f"optim.offload needs devices that reach pinned memory of their host;"
+                f" {device.device_kind} has {', '.join(kinds)}: remove it"
+            )
+
+
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, copies: Params | None = None
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    copies: Params | None = None,
+    offload: bool = False,
 ) -> State:
-    """The state before the first step."""
-    shapes = abstract_state(params, optimizer)
+    """The state before the first step; offload: as for abstract_state."""
+    shapes = abstract_state(params, optimizer, offload=offload)
     places = jax.tree.map(lambda shape: shape.sharding, shapes.opt_state)
     step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shapes.step.sharding)()
     opt_state = jax.jit(optimizer.init, out_shardings=places)(params)
@@ -119,6 +143,23 @@ def mix_copies(state: State, role: str, share: float) -> State:
         for copy in [state.copies[f"{role}/{path}"]]
     }
     return state._replace(copies={**state.copies, **mixed})
+
+
+def bring(opt_state: Any, behind: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
+    """(slots of an optimizer on the devices, what puts them back where they were), inside of jit.
+
+    What lies on the host is not fetched before `behind` is computed, so that it takes no memory
+    while activations do.
+    """
+    away = jax.tree.map(lambda x: jax.typeof(x).memory_space == SPACE.Host, opt_state)
+    if not any(jax.tree.leaves(away)):
+        return opt_state, lambda after: after
+    waiting, _ = jax.lax.optimization_barrier((opt_state, behind))
+
+    def send(tree: Any, space: Any) -> Any:
+        return jax.tree.map(lambda x, far: jax.device_put(x, space) if far else x, tree, away)
+
+    return send(waiting, SPACE.Device), lambda after: send(after, SPACE.Host)
 
 
 def shape_of(array) -> jax.ShapeDtypeStruct:
@@ -193,6 +234,8 @@ def make_step(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        here, put_back = bring(state.opt_state, norm)
+        state = state._replace(opt_state=here)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         if follow is not None:
@@ -201,6 +244,7 @@ def make_step(
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A bad step must not spoil what a checkpoint may still save.
         kept = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        kept = kept._replace(opt_state=put_back(kept.opt_state))
         weight = jnp.ones((), micro_losses.dtype)
         metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}
         return kept, StepOutput(metrics, norm, micro_losses, finite)

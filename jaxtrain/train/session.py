@@ -137,7 +137,9 @@ def open_session(config: Config, task: Task, say: Callable[[str], None]) -> Sess
         steps = math.ceil(rounds.total_steps / max(1, len(policies)))
         schedule = build_schedule(config.optim, steps)
         optimizer = build_optimizer(config.optim, schedule, roles.trained_shapes)
-        state = abstract_state(roles.trained_shapes, optimizer, roles.copy_shapes)
+        state = abstract_state(
+            roles.trained_shapes, optimizer, roles.copy_shapes, config.optim.offload
+        )
         return Session(
             config=config,
             task=task,
@@ -209,12 +211,12 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
     Weights that are trained are not even read when there is a checkpoint, so that resuming needs
     no more memory than training.
     """
-    seed = session.config.run.seed
+    seed, offload = session.config.run.seed, session.config.optim.offload
     session.fine = jax.device_put(True, session.state.step.sharding)
     restored = checkpoints.restore(session.tree())
     if restored is None:
         trained, session.frozen, copies = session.roles.open(seed)
-        session.state = init_state(trained, session.optimizer, copies)
+        session.state = init_state(trained, session.optimizer, copies, offload)
         for number, name in enumerate(session.policies):
             folder = session.config.policies[name].path
             if name == session.policy and folder is None:
@@ -222,7 +224,7 @@ def start_state(session: Session, checkpoints: Checkpoints) -> None:
             held = {**session.frozen, **trained}
             key = f"policies.{name}.path"
             own = session.roles.draw_again(held, seed + number, folder, key)
-            session.waiting[name] = init_state(own, session.optimizer)
+            session.waiting[name] = init_state(own, session.optimizer, offload=offload)
         session.state = session.waiting.pop(session.policy, session.state)
         for one in session.beside.values():
             one.open(seed)

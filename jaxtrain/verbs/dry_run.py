@@ -63,7 +63,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     params = {**roles.params(roles.trained, frozen), **trained}
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
     optimizer = build_optimizer(config.optim, build_schedule(config.optim, 100), trained)
-    state = abstract_state(trained, optimizer, roles.copy_shapes)
+    state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)
     draws = find_draws(roles, config.model.neftune_alpha, config.run.seed)
     step = make_step(
         roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, draws=draws
@@ -76,6 +76,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
 
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
+    away, slots = (slots, 0) if config.optim.offload else (0, slots)
     grads = bytes_per_device(trained)
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(count_weights(path, value) for path, value in params.items())
@@ -99,7 +100,11 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
         ("rows x tokens of an optimizer step", f"{microsteps * rows} x {length}"),
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
         ("gradients, GiB per device", f"{grads / GIB:.3f}"),
-        ("optimizer state, GiB per device", f"{slots / GIB:.3f}"),
+        ("optimizer state, GiB per device", f"{slots / GIB:.3f}" if not away else ""),
+        (
+            "optimizer state, GiB of host memory per device",
+            f"{away / GIB:.3f}" if away else "",
+        ),
         ("other models, GiB per device", f"{others / GIB:.3f}" if others else ""),
         (
             f"frozen policies, GiB per device{elsewhere}",

@@ -7,11 +7,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.batch import Batch
 from jaxtrain.config import OptimConfig
 from jaxtrain.core.moments import Blocks, dequantise, levels, quantise, store_moments
 from jaxtrain.core.optim import build_optimizer
-from jaxtrain.core.step import abstract_state, init_state
+from jaxtrain.core.step import State, abstract_state, init_state, make_step
 from jaxtrain.parallel.mesh import make_mesh
+from jaxtrain.run.checkpoint import Checkpoints
 from jaxtrain.verbs.dry_run import bytes_per_device
 
 SHAPE, BLOCK = (2, 16, 256), 128
@@ -191,6 +193,49 @@ def test_moments_of_weights_in_bfloat16_may_be_float32():
     assert updates["up.kernel"].dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(updates["up.kernel"], np.float32), -0.5)
     assert state.inner[0].nu["up.kernel"].dtype == jnp.float32
+
+
+def test_moments_on_the_host_take_the_same_steps(tmp_path):
+    """They are there between steps, in checkpoints and after one is read, and the numbers are those
+    of moments on the devices; a step that is not finite leaves them as they were."""
+    place = NamedSharding(make_mesh(fsdp=2, tensor=2), PartitionSpec(None, "fsdp", "tensor"))
+    start = jnp.asarray(draw(1))
+    optimizer = store_moments(optax.adamw(1e-2, **OPTIONS), "int8", block=BLOCK)
+    tokens = jnp.zeros((1, 4, 2), jnp.int32)
+    batch = Batch(tokens, tokens, tokens, tokens, {"nll": jnp.ones((1, 4, 2))})
+
+    def loss(params, micro):
+        return {"nll": jnp.sum(jnp.cos(params["w"])) * jnp.sum(micro.weights["nll"])}, {}
+
+    step = make_step(lambda params: params, loss, {"nll": 1.0}, optimizer, 1.0)
+    ends = {}
+    for offload in (False, True):
+        params = {"w": jax.device_put(start, place)}
+        state = init_state(params, optimizer, offload=offload)
+        for fine in (True, True, False):
+            state, _ = step(state, batch, {}, fine)
+        ends[offload] = state
+    for left, right in zip(*map(jax.tree.leaves, ends.values()), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    found = ends[True]
+    assert int(found.step) == 2 and found.params["w"].sharding.memory_kind == "device"
+
+    def check(opt_state):
+        stored = opt_state.inner[0].nu["w"]
+        for part in stored:
+            assert part.sharding.memory_kind == "pinned_host"
+            assert part.sharding.spec == place.spec
+
+    check(found.opt_state)
+    store = Checkpoints(tmp_path)
+    store.save(2, found.tree(), {})
+    shapes = abstract_state(found.params, optimizer, offload=True)
+    read = State.of_tree(store.restore(shapes.tree()).arrays)
+    store.close()
+    check(read.opt_state)
+    read, _ = step(read, batch, {}, True)
+    check(read.opt_state)
+    assert bytes_per_device(shapes.opt_state) == bytes_per_device(found.opt_state)
 
 
 @pytest.mark.slow
