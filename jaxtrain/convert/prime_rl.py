@@ -102,7 +102,7 @@ MODEL: dict[str, Rule] = {
     "ac": by("model.remat")(lambda made, value: made.set("model.remat", "full")),
     "ac_offloading": missing(),
     "fsdp_cpu_offload": missing(),
-    "optim_cpu_offload": missing(),
+    "optim_cpu_offload": to("optim.offload"),
     "cp": to("parallel.context"),
     "tp": to("parallel.tensor"),
     "ep": to("parallel.expert"),

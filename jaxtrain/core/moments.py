@@ -161,7 +161,7 @@ def quantise(x: jax.Array, signed: bool, block: int) -> Blocks:
     table = table[127:] if signed else table  # zero, the decades, one
     # Levels below a decade: 1, 2, 4 ... (signed), 1, 3, 7 ...; cells in it: 1, 2, 4 or 2, 4, 8 ...
     cells = 2 ** np.arange(DECADES) * (1 if signed else 2)
-    below = np.cumsum([1, *cells])
+    below = np.cumsum(np.append(1, cells))
     starts = ((table[below] + table[below - 1]) / 2).astype(np.float32)
     tens = 10.0 ** np.arange(DECADES - 1, -1, -1)
     decade = sum((magnitude >= start).astype(jnp.int32) for start in starts[:-1]) - 1

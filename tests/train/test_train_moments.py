@@ -119,7 +119,7 @@ def test_a_bfloat16_second_moment_does_not_stall():
     assert abs(ours.mean() - (1 - 0.999**count)) < 2e-3 and 0 < ours.std() < 0.05
 
 
-@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_mesh_stores_the_very_bits_of_one_device(kind, adam8):
     """Also where an axis is cut finer than a block: devices then agree on its scale."""
     mesh = make_mesh(fsdp=2, tensor=2)

@@ -68,7 +68,8 @@ class Copier:
             adapter = dataclasses.replace(adapter, quantize=weights)
             own = dataclasses.replace(parts, adapter=adapter, product=None)
         shapes, self._rebuild = abstract_params(own, mesh)
-        self._own, self.weights, self.cache = own is not parts, weights, cache
+        self._own, self.weights = own is not parts, weights
+        self.cache: Stored = cache
         self._stored = find_stored(shapes, weights) if self._own else set()
         self._places = {path: shape.sharding for path, shape in shapes.items()}
         dtypes = find_dtypes(self._rebuild(shapes))
