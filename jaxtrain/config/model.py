@@ -75,6 +75,8 @@ class ModelConfig(Section):
     """Backend of the attention op: auto, xla, reference or a kernel's name."""
     logp: str = "auto"
     """Backend of the log-prob op: auto, xla, reference or a kernel's name."""
+    experts: str = "auto"
+    """Backend of the op of a mixture's experts: auto, xla, reference or a kernel's name."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Factor of the load-balancing loss of a mixture of experts; 0 trains without it.
     (config.json's own value is not used.)"""

@@ -183,6 +183,7 @@ TRAINER: dict[str, Rule] = {
     "report_to": report_to,
     "resume_from_checkpoint": resume,
     "attn_implementation": KERNELS,
+    "experts_implementation": KERNELS,
     "deepspeed": always("parallel.fsdp shards weights, gradients and optimizer state"),
     "torch_compile": always("every step is compiled"),
     "use_liger_kernel": always("the head's loss never makes an array of tokens x vocabulary"),

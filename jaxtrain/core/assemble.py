@@ -167,6 +167,7 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
         "remat": model.remat,
         "scan_layers": model.scan_layers,
         "attention_impl": model.attention,
+        "experts_impl": model.experts,
     }
 
 

@@ -144,8 +144,9 @@ class MoE(nnx.Module):
         return y_BTD, {**note_choice(choice, context, given_BTK), **notes}
 
 
-def use_transport(model: nnx.Module, transport: Transport) -> None:
-    """Have tokens reach the experts of all mixtures in `model` that way."""
+def use_transport(model: nnx.Module, transport: Transport, impl: str) -> None:
+    """Have tokens reach the experts of all mixtures in `model` that way, and `moe_ffn`'s backend
+    `impl` compute them."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, MoE):
-            node.transport = transport
+            node.transport, node.impl = transport, impl

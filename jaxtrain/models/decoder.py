@@ -39,6 +39,7 @@ class Options:
     """none | full | dots | save_attention: see layers.stack.REMAT."""
     scan_layers: bool = True
     attention_impl: str = "auto"
+    experts_impl: str = "auto"
     transport: Transport = Transport()
     """How tokens reach experts of other devices."""
     only_layer: Any = None
@@ -188,7 +189,7 @@ class Decoder(Ends, Layered):
             only=options.only_layer,
             rngs=rngs,
         )
-        use_transport(self.stack, options.transport)
+        use_transport(self.stack, options.transport, options.experts_impl)
         self.norm = config.norm(
             config.hidden_size, eps=config.rms_norm_eps, param_dtype=jnp.dtype(options.param_dtype)
         )

@@ -77,6 +77,7 @@ FREE_KEYS = (
     "model.remat",
     "model.attention",
     "model.logp",
+    "model.experts",
     "task.target.source",
     "task.target.devices",
     "task.target.tensor",

@@ -2,7 +2,8 @@
 
 Run by test_kernels_triton.py in its own process: `python triton_compile.py` lowers every kernel
 through jax-triton for five generations and prints {target, case, kernel, registers, spills,
-shared_kib, tensor_cores} lines as JSON.
+shared_kib, tensor_cores, in_flight} lines as JSON; `in_flight` says whether what it multiplies or
+reduces goes to shared memory while it computes.
 """
 
 import json
@@ -58,6 +59,7 @@ def assembled(kernel) -> dict:
         "spills": int(spills),
         "shared_kib": kernel.shared_mem_bytes / 1024,
         "tensor_cores": any(name in kernel.binary for name in MATMULS),
+        "in_flight": "cp.async" in kernel.binary and "ld.global.v4" not in kernel.binary,
     }
 
 

@@ -11,7 +11,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tiny_models import RAW, SIZES, documents, pack
 
+from jaxtrain.config.model import ModelConfig
+from jaxtrain.core.assemble import model_options
 from jaxtrain.errors import UserError
+from jaxtrain.layers.moe import MoE
 from jaxtrain.models import build, finite
 from jaxtrain.parallel.mesh import make_mesh
 
@@ -198,3 +201,11 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, monkeypatch, value, sma
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="config.json does not exist"):
         build.load(tmp_path)
+
+
+def test_key_experts_chooses_their_backend():
+    """model.experts reaches every mixture, as model.attention its layers."""
+    options = model_options(ModelConfig(experts="triton"))
+    model = build.abstract(build.config_from_hf(RAW["qwen3_moe_mixed"]), **options)
+    found = {node.impl for _, node in nnx.iter_graph(model) if isinstance(node, MoE)}
+    assert found == {"triton"}
