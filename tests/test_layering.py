@@ -30,7 +30,7 @@ LAYERS = [
     ["rollout"],
     ["tasks"],
     ["train"],
-    ["api"],
+    ["api", "scale"],
     ["verbs", "sweep"],
     ["commands"],
     ["main"],

@@ -18,8 +18,15 @@ def run_train(argv: list[str]) -> int:
         return 0 if argv else 2
     parser = config_parser("train")
     parser.add_argument("--dry-run", action="store_true", help="build all shapes, allocate nothing")
+    parser.add_argument(
+        "--on",
+        metavar="DEVICE:COUNT",
+        help="with --dry-run: estimate a step on these, such as h200:64",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config")
     args = parser.parse_intermixed_args(argv)
+    if args.on and not args.dry_run:
+        parser.error("--on goes with --dry-run")
     if args.dry_run or args.print_config:
         config = read_config(args)
     else:
@@ -30,7 +37,7 @@ def run_train(argv: list[str]) -> int:
     settle_before_jax(config)
     from jaxtrain.verbs.dry_run import dry_run
 
-    dry_run(config)
+    dry_run(config, args.on)
     return 0
 
 

@@ -13,7 +13,8 @@ activations are named where they are constrained. Nothing outside this file name
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -43,15 +44,22 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def partition_spec(
-    names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
-) -> PartitionSpec:
+class Axes(Protocol):
+    """What the table reads of a mesh, be it there, abstract or only thought of."""
+
+    @property
+    def shape(self) -> Mapping[Any, int]:
+        """Devices along each axis."""
+        ...
+
+
+def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Axes) -> PartitionSpec:
     """Mesh axes for an array of `shape` whose dims are called `names`; see `split_axes`."""
     return PartitionSpec(*(axes or None for axes in split_axes(names, shape, mesh)))
 
 
 def split_axes(
-    names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
+    names: Sequence[str | None], shape: Sequence[int], mesh: Axes
 ) -> list[tuple[str, ...]]:
     """For each dim the mesh axes that it is cut over.
 
@@ -80,12 +88,12 @@ def fit(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
-def mesh_axes(name: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def mesh_axes(name: str, mesh: Axes) -> tuple[str, ...]:
     """The axes of more than one device that a logical axis is cut over."""
     return tuple(axis for axis in RULES[name] if mesh.shape.get(axis, 1) > 1)
 
 
-def count_ways(axes: Sequence[str], mesh: Mesh | AbstractMesh) -> int:
+def count_ways(axes: Sequence[str], mesh: Axes) -> int:
     """Number of pieces that these mesh axes make."""
     return math.prod(mesh.shape[axis] for axis in axes)
 

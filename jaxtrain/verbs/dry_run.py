@@ -27,15 +27,20 @@ from jaxtrain.parallel.rules import count_ways, mesh_axes
 from jaxtrain.rollout.local.frozen import frozen_shapes
 from jaxtrain.rollout.problem_sets import read_problems
 from jaxtrain.run.console import SafeConsole
+from jaxtrain.scale.devices import read_devices
 from jaxtrain.tasks import make_task
+from jaxtrain.verbs.estimate import on_one_device, show_estimate
 
 GIB = 2.0**30
 
 
-def dry_run(config: Config) -> None:
-    """Check data, model and shapes; print parameters, memory per device, packing and a sample."""
+def dry_run(config: Config, on: str | None = None) -> None:
+    """Check data, model and shapes; print parameters, memory per device, packing, a sample, what a
+    step would take. on: on which devices, such as "h200:64", rather than on those here."""
     console = SafeConsole()
-    task = make_task(config)
+    if on is not None:
+        read_devices(on)
+    task = make_task(config if on is None else on_one_device(config))
     for index, one in enumerate(config.eval.sets):
         count = len(read_problems(index, one))
         console.print(f"{one.path}: {count:,} problems, {one.k} answers each", markup=False)
@@ -52,12 +57,12 @@ def dry_run(config: Config) -> None:
                 )
     task.data.describe(console)
     with jax.set_mesh(task.mesh):
-        show_memory(config, task, console)
+        show_memory(config, task, console, on)
     console.print("dry run: nothing was allocated, compiled, sampled or written")
 
 
-def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
-    """Trace one step on shapes and print what its arrays take on each device."""
+def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None) -> None:
+    """Trace one step on shapes and print what its arrays take on each device, and its time."""
     roles = Roles(task.roles)
     trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.parts
     params = {**roles.params(roles.trained, frozen), **trained}
@@ -68,7 +73,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     step = make_step(
         roles.build, task.loss, task.coef, optimizer, config.optim.max_grad_norm, draws=draws
     )
-    microsteps = count_microsteps(config, parts.mesh)
+    microsteps = count_microsteps(config, parts.mesh) if on is None else 1
     rows, length = (
         config.data.micro_batch_size * row_shards(parts.mesh),
         task.grown(task.data.row_tokens),
@@ -128,6 +133,9 @@ def show_memory(config: Config, task: Task, console: SafeConsole) -> None:
     if parts.mesh.size > 1:
         for path, value in params.items():
             console.print(f"  {path:<50} {value.shape!s:<22} {value.sharding.spec}", markup=False)
+    entries = sum(value.size for value in trained.values())
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.opt_state))
+    show_estimate(config, parts, trained, length, held / max(entries, 1), console, on)
 
 
 def unpacked(parts: Parts, frozen: Shapes) -> str:

@@ -241,7 +241,20 @@ def test_dry_run_allocates_and_writes_nothing(config, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "weights, GiB per device" in shown and "optimizer state" in shown and "⟦" in shown
     assert "'fsdp'" in shown, "with several devices the places are listed"
+    assert "no estimate of a step's time: 'cpu' is not described here" in shown
     assert not folder.exists()
+
+
+def test_dry_run_estimates_steps_on_other_devices(config, capsys):
+    words = ("--config", config, "--dry-run", "model.compute_dtype=bfloat16")
+    assert run(*words, "--on", "h200:16", "parallel.tensor=2") == 0
+    shown = capsys.readouterr().out
+    assert "estimate for 16 x H200" in shown and "fsdp=8 tensor=2" in shown
+    assert "fastest meshes by this estimate" in shown and "waits for launches" in shown
+    assert run(*words, "--on", "abacus:16") == 2
+    assert "'abacus' is unknown; choose one of h200" in capsys.readouterr().err
+    assert run(*words, "--on", "h200:3", "parallel.fsdp=2") == 2
+    assert "need 2 devices, but there are 3" in capsys.readouterr().err
 
 
 def test_plot_compares_runs(trained, tmp_path):

@@ -1,0 +1,1 @@
+"""What a training step would take on devices that are not here: time, memory, the best mesh."""

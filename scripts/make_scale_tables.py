@@ -1,0 +1,149 @@
+"""Writes the tables of docs/scale.md: the model of a step beside what was measured, and what it
+says of more devices. Run after either changes; tests compare.
+
+python scripts/make_scale_tables.py
+"""
+
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+
+from step_work import MODELS  # noqa: E402
+
+from jaxtrain.adapters.attach import split_trained  # noqa: E402
+from jaxtrain.config import AdapterConfig  # noqa: E402
+from jaxtrain.core.assemble import Parts, abstract_params, make_adapter  # noqa: E402
+from jaxtrain.models import build  # noqa: E402
+from jaxtrain.parallel.mesh import make_mesh  # noqa: E402
+from jaxtrain.scale.devices import DEVICES  # noqa: E402
+from jaxtrain.scale.estimate import Estimate, Rows, Sizes, estimate  # noqa: E402
+from jaxtrain.scale.search import AXES, Wanted, find_meshes, name_mesh  # noqa: E402
+from jaxtrain.scale.work import Work, read_work  # noqa: E402
+
+PAGE = ROOT / "docs" / "scale.md"
+RESULTS = ("pod_h200", "expert_parallel_h200")
+SHAPES = {
+    **MODELS,
+    "llama-70b": MODELS["llama-8b"]
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+COUNTS = (8, 64, 256, 1024)
+PLANS = (
+    ("llama-8b", 8192, 1),
+    ("qwen3-30b-a3b", 4096, 4),
+    ("llama-70b", 8192, 1),
+)
+"""(model, tokens of a row, rows of a forward pass)."""
+
+
+@functools.cache
+def describe(model: str, layers: int, adapter: str, param_dtype: str, remat: str) -> Work:
+    raw = dict(SHAPES[model])
+    raw["num_hidden_layers"] = layers or raw["num_hidden_layers"]
+    raw["max_position_embeddings"] = 2**17
+    architecture = build.config_from_hf(raw)
+    spec = make_adapter(AdapterConfig(**json.loads(adapter)), architecture)
+    options = {"param_dtype": param_dtype, "dtype": "bfloat16", "remat": remat}
+    parts = Parts(None, architecture, make_mesh(jax.devices()[:1]), None, options, spec)
+    with jax.set_mesh(parts.mesh):
+        shapes, rebuild = abstract_params(parts)
+        trained, _ = split_trained(shapes, spec)
+        plain, model_ = build.abstract(architecture), rebuild(shapes)
+        return read_work(plain, model_, shapes, set(trained), remat=remat, dtype="bfloat16")
+
+
+def measured() -> Iterator[tuple[dict, Estimate]]:
+    """(a row of the benchmarks' results, what the model says of it)."""
+    for name in RESULTS:
+        found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for run in found if isinstance(found, list) else [found]:
+            for row in run["rows"]:
+                if row.get("note") or "failed" in row:
+                    continue
+                work = describe(
+                    row["model"],
+                    row.get("layers", 0),
+                    json.dumps(row["adapter"] or {}),
+                    row["param_dtype"],
+                    row["remat"],
+                )
+                mesh = Sizes({axis: row["mesh"].get(axis, 1) for axis in AXES})
+                rows = Rows(row["tokens"], row["rows"])
+                yield row, estimate(work, mesh, rows, DEVICES["h200"])
+
+
+def compare() -> list[str]:
+    lines = [
+        "| model, tokens of a row | mesh | step, s | estimate | | GiB | estimate | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    times, memories = [], []
+    for row, found in measured():
+        times.append(found.seconds / row["step_s"] - 1)
+        memories.append(found.memory / row["plan_gib"] - 1)
+        adapter = row["adapter"] or {}
+        how = ", NF4 + LoRA" if "quantize" in adapter else ", LoRA" if adapter else ""
+        cut = f", {row['layers']} layers" if row.get("layers") else ""
+        lines.append(
+            f"| {row['model']}{cut}, {row['rows']} x {row['tokens']}{how} |"
+            f" {name_mesh(row['mesh'])} | {row['step_s']:.3f} | {found.seconds:.3f} |"
+            f" {times[-1]:+.0%} | {row['plan_gib']:.1f} | {found.memory:.1f} | {memories[-1]:+.0%} |"
+        )
+    for name, errors in [("time", times), ("memory", memories)]:
+        sizes = [abs(one) for one in errors]
+        lines += [
+            "",
+            f"{name}: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}",
+        ]
+    return lines
+
+
+def plan(device: str) -> list[str]:
+    lines = [
+        f"| {DEVICES[device].name}s | " + " | ".join(f"{one[0]}, {one[1]}" for one in PLANS) + " |",
+        "|---|" + "---|" * len(PLANS),
+    ]
+    for count in COUNTS:
+        cells = []
+        for model, tokens, rows in PLANS:
+            work = describe(model, 0, "{}", "float32", "save_attention")
+            found = find_meshes(work, Wanted(tokens, rows, None), DEVICES[device], count)
+            if not found:
+                cells.append("does not fit")
+                continue
+            mesh, one = found[0]
+            rate, gib = f"{one.tokens_per_second:,.0f} ({one.mfu:.0%})", f"{one.memory:.0f} GiB"
+            cells.append(f"{rate}, {name_mesh(mesh)}, {gib}")
+        lines.append(f"| {count} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def tables() -> dict[str, list[str]]:
+    """Lines between the marks of the page."""
+    return {"measured": compare()} | {name: plan(name) for name in ("h200", "h100", "v5p")}
+
+
+def render(page: str) -> str:
+    for name, lines in tables().items():
+        head, mark, rest = page.partition(f"<!-- {name} -->\n")
+        assert mark, f"docs/scale.md has no mark {name}"
+        _, end, tail = rest.partition(f"<!-- end of {name} -->")
+        page = head + mark + "\n".join(lines) + "\n" + end + tail
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
