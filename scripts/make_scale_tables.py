@@ -97,10 +97,11 @@ def compare() -> list[str]:
         adapter = row["adapter"] or {}
         how = ", NF4 + LoRA" if "quantize" in adapter else ", LoRA" if adapter else ""
         cut = f", {row['layers']} layers" if row.get("layers") else ""
+        time, memory = f"{times[-1]:+.0%}", f"{memories[-1]:+.0%}"
         lines.append(
             f"| {row['model']}{cut}, {row['rows']} x {row['tokens']}{how} |"
             f" {name_mesh(row['mesh'])} | {row['step_s']:.3f} | {found.seconds:.3f} |"
-            f" {times[-1]:+.0%} | {row['plan_gib']:.1f} | {found.memory:.1f} | {memories[-1]:+.0%} |"
+            f" {time} | {row['plan_gib']:.1f} | {found.memory:.1f} | {memory} |"
         )
     for name, errors in [("time", times), ("memory", memories)]:
         sizes = [abs(one) for one in errors]

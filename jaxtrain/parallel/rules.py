@@ -13,12 +13,12 @@ activations are named where they are constrained. Nothing outside this file name
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
@@ -48,8 +48,8 @@ class Axes(Protocol):
     """What the table reads of a mesh, be it there, abstract or only thought of."""
 
     @property
-    def shape(self) -> Mapping[Any, int]:
-        """Devices along each axis."""
+    def shape(self) -> Any:
+        """{axis: devices along it}."""
         ...
 
 

@@ -85,8 +85,8 @@ class _Steps:
 
 
 def divides(work: Work, mesh: Sizes) -> bool:
-    """Whether each axis cuts what it is for: what it does not divide would lie whole on its devices,
-    or be computed twice."""
+    """Whether each axis cuts what it is for: what it does not divide would lie whole on its
+    devices, or be computed twice."""
     shape = mesh.shape
     return (
         work.heads % shape["tensor"] == 0
