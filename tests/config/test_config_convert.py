@@ -265,6 +265,12 @@ def test_every_key_that_the_tables_name_exists_here():
     assert inner and inner <= ours
 
 
+def test_optimizers_in_8_bits_and_paged_ones_keep_what_they_save():
+    made = Conversion({})
+    made.run(trl.RULES, {"optim": "paged_adamw_8bit"})
+    assert made.table["optim"] == {"name": "adamw", "moments": "int8", "offload": True}
+
+
 def test_values_without_counterpart_are_told():
     made = Conversion({})
     made.run(trl.RULES, {"optim": "galore_adamw", "lr_scheduler_type": "polynomial"})
