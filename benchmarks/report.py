@@ -53,7 +53,8 @@ class Report:
             self.add(**row, failed=" ".join(str(reason).split())[:200])
             return
         rate = work / found["ms"] / 1e9
-        share = {"share": rate / PEAK_TFLOPS} if unit == "tflops" else {}
+        known = unit == "tflops" and "H200" in self.header["hardware"]
+        share = {"share": rate / PEAK_TFLOPS} if known else {}
         self.add(**row, **found, **{unit: rate}, **share)
 
 

@@ -13,6 +13,7 @@ import pytest
 import test_kernels_logp_of_logits as logits_test
 import test_kernels_weighted_logp as weighted_test
 from jaxtrain_kernels import (
+    autotune,
     grouped_matmul,
     logp_gather,
     logp_of_logits,
@@ -239,15 +240,15 @@ def test_a_failed_guess_is_repaired(interpreter):
 
 def call_of(op, dtype="bfloat16", width=64, block=16):
     """A call of an op by name, as small as it gets."""
-    x, head = jnp.zeros((32, width), dtype), jnp.zeros((64, width), dtype)
-    y = jnp.zeros((32,), jnp.int32)
+    x, head = (np.zeros((n, width), jnp.dtype(dtype)) for n in (32, 64))
+    y, ones = np.zeros((32,), np.int32), np.ones((32,), np.float32)
     if op == "grouped_matmul":
-        segments = routing.route(y[:, None], 2, block).segments
-        rows = jnp.zeros((segments.group.shape[0] * block, width), dtype)
-        return lambda: grouped_matmul(rows, jnp.zeros((2, width, 64)), segments, impl="triton")
+        segments = routing.Segments(*(np.zeros(n, np.int32) for n in (2, 1, 2, 2)))
+        rows, w = np.zeros((2 * block, width), jnp.dtype(dtype)), np.zeros((2, width, 64))
+        return lambda: grouped_matmul(rows, w, segments, impl="triton")
     return {
         "logp_gather": lambda: logp_gather(x, head, y, impl="triton"),
-        "weighted_logp": lambda: weighted_logp(x, head, y, jnp.ones((32,)), impl="triton"),
+        "weighted_logp": lambda: weighted_logp(x, head, y, ones, impl="triton"),
         "logp_of_logits": lambda: logp_of_logits(x, y, impl="triton"),
     }[op]
 
@@ -334,3 +335,39 @@ def test_kernels_compile_for_five_generations(tmp_path):
     assert not [row for row in rows if row["spills"]]
     matmuls = [row for row in rows if row["kernel"] != "row_statistics"]
     assert all(row["tensor_cores"] and row["in_flight"] for row in matmuls)
+
+
+def test_a_sweep_fills_the_table(monkeypatch, tmp_path):
+    """benchmarks/sweep_triton.py with times by formula instead of by a GPU."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(autotune, "TABLES", tmp_path)
+    autotune.table.cache_clear()
+    try:
+        import sweep_triton as sweep
+
+        def milliseconds(run, budget_s):
+            config = run()
+            if config.columns == 256:
+                raise RuntimeError("out of resource: shared memory")
+            return {"ms": 1.0 if config.warps == 4 and config.columns == 128 else 2.0}
+
+        monkeypatch.setattr(sweep, "jax_ms", milliseconds)
+        report = sweep.Report(None)
+        with triton_call.compile_for(89):
+            work = sweep.find_work(["product"], ["t8192"])
+            assert [w.near for w in work] == [{"K": 2048, "N": 768}, {"K": 768, "N": 2048}]
+            work = work[0]._replace(run=lambda config: config, arrays=tuple)
+            entry = sweep.measure(work, report)
+            autotune.save(work.table, autotune.device_kind(), "here", [entry])
+            found = grouped_triton.choose(grouped_triton.PRODUCT, 128, K=2048, N=768)
+            other = grouped_triton.choose(grouped_triton.PRODUCT, 64, K=2048, N=768)
+            assert other == grouped_triton.heuristic(64), "an entry is for its block alone"
+        assert entry["config"] == {"warps": 4} and found.warps == 4
+        assert sum("failed" in row for row in report.rows) == 2
+    finally:
+        autotune.table.cache_clear()
+        for name in set(sys.modules) - before:
+            if str(folder) in (getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]

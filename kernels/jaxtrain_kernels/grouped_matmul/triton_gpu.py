@@ -16,6 +16,8 @@ from jaxtrain_kernels.triton_call import capability, fitting, launch, require_tr
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 BLOCKS = (16, 32, 64, 128)
+PRODUCT, GRADIENT = "grouped_matmul_triton", "grouped_matmul_gradient_triton"
+"""Tables of tuned configs."""
 WIDTH = 16  # widths are multiples of it: 16-byte loads, whole steps of a matmul
 
 
@@ -46,9 +48,6 @@ def choose(op: str, block: int, **near) -> Config:
     rows = block if op == PRODUCT else config.columns
     stage_bytes = 2 * config.step * (rows + config.columns)
     return dataclasses.replace(config, stages=fitting(config.stages, stage_bytes))
-
-
-PRODUCT, GRADIENT = "grouped_matmul_triton", "grouped_matmul_gradient_triton"
 
 
 def check(x, w, segments) -> int:

@@ -17,6 +17,7 @@ from jaxtrain_kernels.triton_call import capability, fitting, launch, require_tr
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDTH = 16
+TABLE = "logp_gather_triton"  # of tuned configs
 TILE_T = 1  # callers pad tokens to a multiple of it
 
 
@@ -34,14 +35,14 @@ class Config:
     stages: int = 3
 
 
+def heuristic() -> Config:
+    """By what each generation's matmuls read; nobody has timed it."""
+    return Config() if capability() in (90, 100, 103) else Config(block_d=32, stages=4)
+
+
 def choose(T: int, D: int, V: int) -> Config:
-    """The device's tuned config or the heuristic, as shared memory allows; nobody has timed it."""
-    wide = capability() in (90, 100, 103)
-    config = tuned(
-        "logp_gather_triton",
-        Config() if wide else Config(block_d=32, stages=4),
-        near={"T": T, "D": D, "V": V},
-    )
+    """The device's tuned config or the heuristic, as tokens, width and shared memory allow."""
+    config = tuned(TABLE, heuristic(), near={"T": T, "D": D, "V": V})
     step = min(config.block_d, D & -D)  # a power of two that divides the width
     tile_t = min(config.tile_t, max(16, 1 << (T - 1).bit_length()))
     stages = fitting(config.stages, 2 * step * (tile_t + config.tile_v))

@@ -17,6 +17,7 @@ from jaxtrain_kernels.mosaic import num_cores
 from jaxtrain_kernels.triton_call import launch, require_triton
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+TABLE = "logp_of_logits_triton"  # of tuned configs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ def logp_of_logits(logits, targets, *, temperature=None):
     if logits.dtype not in DTYPES:
         raise NotImplementedError(f"takes bfloat16, float16 or float32, got {logits.dtype}")
     T, V = logits.shape
-    config = tuned("logp_of_logits_triton", Config(), near={"T": T, "V": V})
+    config = tuned(TABLE, Config(), near={"T": T, "V": V})
     return logp_of_logits_with(config, logits, targets, temperature)
 
 
