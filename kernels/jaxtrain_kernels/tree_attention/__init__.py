@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.dispatch import dispatch
-from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, xla
+from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, triton_gpu, xla
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
@@ -13,6 +13,8 @@ BACKENDS = {
     "xla": xla.attention,
     "mosaic_gpu_fused": mosaic_gpu.attention_fused,
     "cudnn": cudnn.attention,
+    # Behind "xla", so that "auto" does not take it: it has never run on a GPU. Its place is before.
+    "triton": triton_gpu.attention,
     "reference": reference.attention,
 }
 

@@ -1,7 +1,6 @@
 """The Hopper backend of tree attention: what it takes, padding, block lists, and its vjp."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from jaxtrain_kernels.tree_attention import (
 from jaxtrain_kernels.tree_attention import sinks as sink_rule
 
 HEAD_DIMS = (64, 128, 256)
-LN2 = math.log(2.0)  # the kernels' log-sum-exp is to base 2
 
 
 class Options(NamedTuple):
@@ -113,10 +111,7 @@ def _attention_fwd(options, q, k, v, context, sinks):
     # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
     out, lse = lax.optimization_barrier((out, lse))
     if sinks is not None:
-        lse, share_BNT = sink_rule.absorb(lse * LN2, _by_head(sinks))
-        share_BTN1 = share_BNT.swapaxes(1, 2)[..., None]
-        out = (out.astype(jnp.float32) * share_BTN1).astype(out.dtype)
-        lse = lse / LN2
+        out, lse = sink_rule.absorb_into(out, lse, sinks)
     # A remat policy that saves these names spares the backward a second forward.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, context, sinks, arrangement, out, lse)
@@ -153,16 +148,8 @@ def _attention_bwd(options, residuals, d_out):
         dq = gpu_dq.dq(queries, keys._replace(lists=lists), settings, options.dq)
     if arrangement is not None:
         dk, dv = gpu_gather.gather(arrangement.back, None, dk, dv)
-    d_sinks = None
-    if sinks is not None:
-        each_BNT = sink_rule.gradient(_by_head(sinks), lse * LN2, delta)
-        d_sinks = each_BNT.sum((0, 2)).astype(sinks.dtype)
+    d_sinks = None if sinks is None else sink_rule.total_gradient(sinks, lse, delta)
     return dq, dk, dv, None, d_sinks
-
-
-def _by_head(sinks):
-    """[N] -> [1, N, 1]."""
-    return sinks.astype(jnp.float32)[None, :, None]
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -1,0 +1,211 @@
+"""The Triton backend of tree attention, for NVIDIA GPUs that Mosaic declines: what it takes, block
+sizes, block lists, and its vjp.
+
+Three kernels (`triton_kernels.py`): the forward; dQ; dK and dV, whose programs go through all query
+heads that share their keys. Each program adds up its own tile: deterministic.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain_kernels.autotune import tuned
+from jaxtrain_kernels.context import Context
+from jaxtrain_kernels.tree_attention import blocks
+from jaxtrain_kernels.tree_attention import sinks as sink_rule
+from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
+from jaxtrain_kernels.triton_call import SHARED_MEMORY, capability, launch, require_triton
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+MOST = 256  # dims of a head
+LEAST = 16  # of a matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a kernel; powers of two, blocks at least 16."""
+
+    q_block: int
+    k_block: int
+    warps: int = 4
+    stages: int = 2
+    """Blocks in flight, about."""
+
+
+class Configs(NamedTuple):
+    """Of the three kernels."""
+
+    forward: Config
+    dq: Config
+    dkv: Config
+
+
+class Options(NamedTuple):
+    """What the kernels are compiled for, beside shapes."""
+
+    settings: Settings
+    configs: Configs
+    arrange: bool = True
+    """Read keys in an order that leaves fewer blocks, where there is one."""
+
+
+def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
+    """See `jaxtrain_kernels.attention`; bfloat16, float16 or float32, dims up to 256, one GPU per
+    call. Float32 is multiplied in three TF32 products, which keep its precision."""
+    require_triton()
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"takes bfloat16, float16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if max(q.shape[-1], v.shape[-1]) > MOST:
+        raise NotImplementedError(f"head dim {max(q.shape[-1], v.shape[-1])} is above {MOST}")
+    settings = Settings(scale, softcap, window)
+    configs = choose(sum(parts(q.shape[-1])), q.dtype.itemsize, window is not None, q.shape[1])
+    return run(Options(settings, configs), q, k, v, context, sinks)
+
+
+def parts(dim: int) -> tuple[int, int]:
+    """The columns that a head dim is read in: a power of two, and a smaller one or 0. Dims that are
+    no such sum are filled with zeros up to it."""
+    first = max(LEAST, 1 << dim.bit_length() - 1)
+    rest = max(0, dim - first)
+    rest = rest and max(LEAST, 1 << (rest - 1).bit_length())
+    return (2 * first, 0) if rest == first else (first, rest)
+
+
+def heuristic(capability: int, dim: int, itemsize: int) -> Configs:
+    """By registers and shared memory of programs compiled for each generation, nobody has timed
+    it: the largest tiles that neither spill nor leave a multiprocessor with one small program."""
+    if itemsize == 4:
+        small = Config(32, 32, warps=4, stages=1)
+        return Configs(small, small, small)
+    if dim <= 64:
+        return Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 2), Config(64, 128, 8, 2))
+    if dim <= 128:
+        return Configs(Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2))
+    return Configs(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2))
+
+
+def choose(dim: int, itemsize: int, windowed: bool, tokens: int) -> Configs:
+    """The device's tuned configs, else the heuristic's."""
+    found = heuristic(capability(), dim, itemsize)
+    key = {"head_dim": dim, "itemsize": itemsize, "window": windowed}
+    near = {"tokens": tokens}
+    return Configs(
+        *(
+            tuned(f"tree_attention_triton_{op}", config, near=near, **key)
+            for op, config in found._asdict().items()
+        )
+    )
+
+
+def run(options: Options, q, k, v, context, sinks=None):
+    """`attention` behind its checks: fills up head dims and calls the kernels."""
+    T, S, V = q.shape[1], k.shape[1], v.shape[-1]
+    q, k = (_filled(x, sum(parts(x.shape[-1]))) for x in (q, k))
+    v = _filled(v, max(LEAST, 1 << (V - 1).bit_length()))
+    # No row behind the last: what is wholly visible is then whole in the arrays, too.
+    context = blocks.prepare(
+        context._replace(until=jnp.minimum(context.until, T)), blocks.ARRANGED, blocks.ARRANGED
+    )
+    order = None
+    if options.arrange:
+        padded = T + -T % blocks.ARRANGED
+        context, arrangement = blocks.arrange(context, padded, options.settings.window)
+        order = arrangement.order[:, :S]
+    lengths = Context(S, S, T, S)
+    cut = (None if x is None else x[:, :n] for x, n in zip(context, lengths, strict=True))
+    return _attention(options, q, k, v, Context(*cut), order, sinks)[..., :V]
+
+
+def _filled(x, dim: int):
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, dim - x.shape[-1]),)) if dim > x.shape[-1] else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options, q, k, v, context, order, sinks):
+    return _attention_fwd(options, q, k, v, context, order, sinks)[0]
+
+
+def _attention_fwd(options, q, k, v, context, order, sinks):
+    B, T, N, _ = q.shape
+    shapes = (
+        jax.ShapeDtypeStruct((B, T, N, v.shape[-1]), q.dtype),
+        jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+    )
+    config = options.configs.forward
+    found = _launch("forward", config, options, (q, k, v), shapes, context, order)
+    # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
+    out, lse = lax.optimization_barrier(found)
+    if sinks is not None:
+        out, lse = sink_rule.absorb_into(out, lse, sinks)
+    # A remat policy that saves these names spares the backward a second forward.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, context, order, sinks, out, lse)
+
+
+def _attention_bwd(options, residuals, d_out):
+    q, k, v, context, order, sinks, out, lse = residuals
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    inputs = (q, k, v, d_out, lse, delta)
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    configs = options.configs
+    (dq,) = _launch("queries_gradient", configs.dq, options, inputs, like[:1], context, order)
+    dk, dv = _launch("keys_gradient", configs.dkv, options, inputs, like[1:], context, order)
+    d_sinks = None if sinks is None else sink_rule.total_gradient(sinks, lse, delta)
+    return dq, dk, dv, None, None, d_sinks
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _launch(name, config: Config, options: Options, inputs, out_shapes, context: Context, order):
+    """One of the three kernels: its block lists, and what it is compiled for."""
+    from jaxtrain_kernels.tree_attention import triton_kernels
+
+    q, k, v, *_ = inputs
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    settings, by_key = options.settings, name == "keys_gradient"
+    context = blocks.prepare(context, config.q_block, config.k_block)
+    order = context.until if order is None else blocks.padded(order, config.k_block)
+    some, every = blocks.meet(
+        context, T + -T % config.q_block, config.q_block, config.k_block, settings.window
+    )
+    if by_key:
+        some, every = some.swapaxes(1, 2), every.swapaxes(1, 2)
+    whole, part = blocks.lists(some & every, every), blocks.lists(some & ~every, every)
+    longest = jnp.argsort(-(whole.counts + part.counts), stable=True).astype(jnp.int32)
+    positions = [context.until if x is None else x for x in context[2:4]]
+    arrays = (*inputs, context.since, context.until, *positions, order, longest)
+    arrays += (whole.counts, whole.codes, part.counts, part.codes)
+    dim, rest = parts(H)
+    constants = {"SCALE": settings.scale} if name != "forward" else {}
+    return launch(
+        getattr(triton_kernels, name),
+        arrays,
+        list(out_shapes),
+        grid=longest.size * (K if by_key else N),
+        warps=config.warps,
+        stages=config.stages,
+        T=T,
+        S=S,
+        HEADS=N,
+        KEY_HEADS=K,
+        DIM=dim,
+        REST=rest,
+        VALUE=v.shape[-1],
+        Q_BLOCK=config.q_block,
+        K_BLOCK=config.k_block,
+        CAP=settings.scale / settings.softcap if settings.softcap else 0.0,
+        LOGIT=settings.logit_scale,
+        WINDOW=settings.window or 0,
+        ORDERED=options.arrange,
+        PRECISION="tf32x3" if q.dtype == jnp.float32 else "tf32",
+        **constants,
+    )
