@@ -1,5 +1,6 @@
 """Kernels are compiled for their tests as they are for users: how they round is what is tested."""
 
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -33,3 +34,15 @@ def usual_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton kernels called inside run on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: pip install 'jaxtrain[triton]'")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    import triton
+
+    if not isinstance(triton.language.max, triton.runtime.interpreter.InterpretedFunction):
+        pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")

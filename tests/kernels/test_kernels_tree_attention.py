@@ -39,8 +39,8 @@ def numpy_attention(q, k, v, d_out, mask, softcap=None, scale=None):
     dq = np.einsum("bnts,bsnh->btnh", d_score, keys) * scale
     dk = np.einsum("bnts,btnh->bsnh", d_score, q) * scale
     dv = np.einsum("bnts,btnh->bsnh", weight, d_out)
-    shape = (*k.shape[:3], G, k.shape[3])
-    return out, dq, dk.reshape(shape).sum(3), dv.reshape(shape).sum(3)
+    dk, dv = (d.reshape(*x.shape[:3], G, x.shape[3]).sum(3) for d, x in ((dk, k), (dv, v)))
+    return out, dq, dk, dv
 
 
 def run(q, k, v, d_out, dtype, function, jit=True):

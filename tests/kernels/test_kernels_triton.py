@@ -13,6 +13,8 @@ import pytest
 import test_kernels_logp_of_logits as logits_test
 import test_kernels_weighted_logp as weighted_test
 from jaxtrain_kernels import (
+    Context,
+    attention,
     autotune,
     grouped_matmul,
     logp_gather,
@@ -37,18 +39,6 @@ from test_kernels_logp_gather import NAMES, numpy_logp_gather, options_of
 from test_kernels_logp_gather import run as run_gather
 
 LOW = ["bfloat16", "float16"]
-
-
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Triton kernels called inside run on the CPU."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: pip install 'jaxtrain[triton]'")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    import triton
-
-    if not isinstance(triton.language.max, triton.runtime.interpreter.InterpretedFunction):
-        pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")
 
 
 @pytest.mark.parametrize("block, D, F", [(128, 128, 192), (32, 192, 80), (16, 64, 64)])
@@ -242,6 +232,8 @@ def call_of(op, dtype="bfloat16", width=64, block=16):
     """A call of an op by name, as small as it gets."""
     x, head = (np.zeros((n, width), jnp.dtype(dtype)) for n in (32, 64))
     y, ones = np.zeros((32,), np.int32), np.ones((32,), np.float32)
+    if op == "attention":
+        return lambda: attention(*[x[None, :, None]] * 3, Context(y[None]), impl="triton")
     if op == "grouped_matmul":
         segments = routing.Segments(*(np.zeros(n, np.int32) for n in (2, 1, 2, 2)))
         rows, w = np.zeros((2 * block, width), jnp.dtype(dtype)), np.zeros((2, width, 64))
@@ -253,7 +245,7 @@ def call_of(op, dtype="bfloat16", width=64, block=16):
     }[op]
 
 
-OPS = ("grouped_matmul", "logp_gather", "weighted_logp", "logp_of_logits")
+OPS = ("attention", "grouped_matmul", "logp_gather", "weighted_logp", "logp_of_logits")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -278,6 +270,8 @@ def test_declines_without_a_gpu(monkeypatch, op):
 @pytest.mark.parametrize(
     "op, options, reason",
     [
+        ("attention", {"dtype": "float64"}, "takes bfloat16, float16 or float32, got float64"),
+        ("attention", {"width": 320}, "head dim 320 is above 256"),
         ("grouped_matmul", {"dtype": "float32"}, "takes bfloat16 or float16 rows, got float32"),
         ("grouped_matmul", {"block": 8}, "rows, got 8"),
         ("grouped_matmul", {"width": 24}, "must be multiples of 16"),
@@ -296,7 +290,7 @@ def test_declines(monkeypatch, op, options, reason):
 
 def test_auto_does_not_take_them(monkeypatch):
     """Until they have run on a GPU, even where they would take the call."""
-    for package in (grouped_matmul, logp_gather, weighted_logp, logp_of_logits):
+    for package in (attention, grouped_matmul, logp_gather, weighted_logp, logp_of_logits):
         names = list(sys.modules[package.__module__].BACKENDS)
         assert names.index("xla") < names.index("triton")
 

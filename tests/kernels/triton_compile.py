@@ -111,7 +111,30 @@ def rows(dtype, T=4096, V=151936):
     return step, shape(T, V, dtype=dtype), shape(T, dtype="int32")
 
 
+def attended(H, V=None, dtype="bfloat16", T=1000, N=4, K=2, **options):
+    """Forward, dq, dk and dv of a packed row."""
+    from jaxtrain_kernels import Context, attention
+
+    def step(q, k, v, until, positions):
+        def total(q, k, v):
+            context = Context(until, positions=positions)
+            out = attention(q, k, v, context, impl="triton", **options)
+            return out.astype(jnp.float32).sum()
+
+        return jax.value_and_grad(total, (0, 1, 2))(q, k, v)
+
+    heads = [shape(1, T, *each, dtype=dtype) for each in ((N, H), (K, H), (K, V or H))]
+    return step, *heads, *[shape(1, T, dtype="int32")] * 2
+
+
 def cases():
+    for H in (64, 128, 256):
+        yield f"attention d{H}", attended(H)
+        yield f"attention softcap d{H}", attended(H, softcap=30.0)
+        yield f"attention window d{H}", attended(H, window=100)
+        yield f"attention float32 d{H}", attended(H, dtype="float32")
+    yield "attention d192 v128", attended(192, 128)
+    yield "attention float16 d128 even", attended(128, dtype="float16", T=1024)
     yield "moe 2048 768", grouped(2048, 768)
     yield "moe 2880 2880", grouped(2880, 2880)
     yield "moe 2048 768 float16", grouped(2048, 768, dtype="float16")

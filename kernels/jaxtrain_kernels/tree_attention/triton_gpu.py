@@ -78,17 +78,27 @@ def parts(dim: int) -> tuple[int, int]:
     return (2 * first, 0) if rest == first else (first, rest)
 
 
-def heuristic(capability: int, dim: int, itemsize: int) -> Configs:
-    """By registers and shared memory of programs compiled for each generation, nobody has timed
-    it: the largest tiles that neither spill nor leave a multiprocessor with one small program."""
+def heuristic(number: int, dim: int, itemsize: int) -> Configs:
+    """By the registers and the shared memory of what compilers make of them for compute capability
+    `number` / 10: large tiles that do not spill. Nobody has timed them."""
+    small = SHARED_MEMORY[number] < 128
     if itemsize == 4:
-        small = Config(32, 32, warps=4, stages=1)
-        return Configs(small, small, small)
+        least = Config(32, 32, 4, 1)
+        return Configs(least, least, least)
+    if number in (90, 100, 103):  # matmuls that read shared memory
+        if dim <= 64:
+            return Configs(Config(128, 128, 8, 3), Config(128, 64, 8), Config(64, 128, 8))
+        if dim <= 128:
+            dkv = Config(64, 64 if number == 90 else 128, 8)
+            return Configs(Config(128, 128, 8), Config(128, 64, 8), dkv)
+        return Configs(Config(128, 64, 8), Config(64, 32, 8), Config(32, 64, 8))
     if dim <= 64:
-        return Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 2), Config(64, 128, 8, 2))
+        return Configs(Config(128, 64, 4, 3), Config(128, 64, 8), Config(64, 128, 8))
     if dim <= 128:
-        return Configs(Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2))
-    return Configs(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2))
+        return Configs(Config(128, 64, 8, 3), Config(64, 64, 4), Config(64, 64, 8))
+    if small:
+        return Configs(Config(64, 32, 4), Config(32, 32, 4), Config(32, 32, 8))
+    return Configs(Config(64, 32, 4), Config(64, 32, 8), Config(32, 64, 8))
 
 
 def choose(dim: int, itemsize: int, windowed: bool, tokens: int) -> Configs:

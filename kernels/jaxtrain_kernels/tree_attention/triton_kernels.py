@@ -1,9 +1,9 @@
 """The bodies of tree attention's Triton kernels; imported only where Triton is.
 
-A program has one tile of queries (of keys in `keys_gradient`) of one head and two lists of blocks of
-the other side: those that are wholly visible, and those that want the mask. Each list has its loop,
-so that neither branches. Keys may stand in another order than the row's (`blocks.arrange`): `order`
-says where each is read, and where its gradient goes. Scores and the log-sum-exp are to base 2.
+A program has one tile of queries (of keys in `keys_gradient`) of one head and two lists of blocks
+of the other side: what is wholly visible, and what wants the mask. Each list has its loop, so that
+neither branches. Keys may stand in another order than the row's (`blocks.arrange`): `order` says
+where each is read, and where its gradient goes. Scores and the log-sum-exp are to base 2.
 
 Head dims are DIM + REST (192 = 128 + 64): a tile has a power of two of columns. All arrays are
 row-major [B, T, heads, dims]; offsets that grow with the batch or the row are 64 bits wide.
@@ -63,7 +63,7 @@ def product(a, b, rest_a, rest_b, REST: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def capped(score, CAP: tl.constexpr):
     """tanh(score * CAP) to 1e-6 where there is a softcap: the hardware's own has 11 bits."""
-    if CAP:
+    if CAP != 0.0:
         return 1.0 - 2.0 / (1.0 + tl.exp2(score * (CAP * 2.885390081777927)))  # 2 / ln 2
     else:
         return score
@@ -72,7 +72,7 @@ def capped(score, CAP: tl.constexpr):
 @triton.jit
 def slope(weight, score, CAP: tl.constexpr):
     """`weight` times the derivative of capped scores, up to a constant factor."""
-    if CAP:
+    if CAP != 0.0:
         return weight * (1.0 - score * score)
     else:
         return weight
@@ -520,9 +520,7 @@ def keys_gradient(
     batch, number, tile, key_head = tile_of(tiles_ptr, KEY_HEADS, TILES)
     key = number * K_BLOCK + tl.arange(0, K_BLOCK)
     used, at_key = key < S, batch * TILES * K_BLOCK + key
-    place = place_of(order_ptr, at_key, ORDERED)
-    if not ORDERED:
-        place = key.to(tl.int64)
+    place = place_of(order_ptr + batch * TILES * K_BLOCK, key, ORDERED)
     at_k = batch * S * K_STRIDE + key_head * (DIM + REST)
     at_v = batch * S * V_STRIDE + key_head * VALUE
     k = read(k_ptr + at_k, place, K_STRIDE, DIM, used, CUT)
