@@ -6,6 +6,10 @@
 `trusted` is the share of right answers that were called right, `caught` that of wrong ones called
 wrong: a verifier that always says the same has one of them at 1 and the other at 0.
 
+A solver that is mostly right teaches its verifier to say so whatever it sees. With `planted` the
+verifier is shown a wrong number in every second game of a solver that was right, as a proofreader
+is tested with mistakes that somebody put there.
+
 An example of section policies, over rows of builtin:calculator: env.kind =
 "jaxtrain.envs.solver_verifier:solve_and_verify".
 """
@@ -21,7 +25,10 @@ from jaxtrain.rollout.types import Episode
 
 
 async def solve_and_verify(
-    row: Mapping[str, Any], chat: Conversation, verifier: str = "verifier"
+    row: Mapping[str, Any],
+    chat: Conversation,
+    verifier: str = "verifier",
+    planted: bool = False,
 ) -> list[Episode]:
     """The row's first question; its other ones are not asked. Where the solver gives no number,
     nothing is verified, and the game is one episode."""
@@ -33,10 +40,14 @@ async def solve_and_verify(
     numbers = NUMBER.findall(answer)
     if not answer.finished or not numbers:
         return [solved]
+    shown = numbers[-1]
+    if planted and right and chat.index % 2:
+        shown = plant(row["answers"][0], chat.index // 2)
+        right = False
     judge = chat.other(verifier)
     assert isinstance(judge, Conversation), "the verifier is trained"
     judge.say(SYSTEM, "system")
-    judge.say(ask_whether(prompt[-1]["content"], numbers[-1]))
+    judge.say(ask_whether(prompt[-1]["content"], shown))
     verdict = read_verdict(await work(judge))
     agrees = verdict is not None and verdict == right
     said = judge.finish(
@@ -45,6 +56,13 @@ async def solve_and_verify(
         caught=(agrees and not right, not right),
     )
     return [solved, said]
+
+
+def plant(answer: str, number: int) -> str:
+    """A wrong number near the right one."""
+    right = int(answer)
+    near = (right + step for step in (1, -1, 10, -10)[number % 4 :] + (1,))
+    return str(next(one for one in near if one >= 0))
 
 
 async def work(chat: Conversation) -> Answer:
