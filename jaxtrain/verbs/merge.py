@@ -9,8 +9,11 @@ from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import write_peft
 from jaxtrain.adapters.peft_folder import CONFIG, open_peft
 from jaxtrain.core.assemble import find_folder
-from jaxtrain.core.export import replace_folder
+from jaxtrain.core.export import find_ends, replace_folder
+from jaxtrain.data.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.hf.files import read_object
+from jaxtrain.hf.generation import write_generation
 from jaxtrain.run.belongings import require_replaceable
 from jaxtrain.train.trained import open_trained
 
@@ -80,6 +83,18 @@ def merge(
     """Number of tensors that the adapter changed."""
     with replace_folder(output) as unfinished:
         folder = find_folder(base, weights=True)
-        return merge_adapter(
+        changed = merge_adapter(
             folder, adapter, unfinished, dtype, quantize=quantize, family=family, keys=keys
         )
+        scores = any("Classification" in name for name in read_architectures(unfinished))
+        if not scores and (adapter / "tokenizer_config.json").is_file():
+            # The adapter was trained with another template than the base's, perhaps, and answers
+            # end as that one ends them.
+            write_generation(unfinished, unfinished, find_ends(load_tokenizer(str(unfinished))))
+        return changed
+
+
+def read_architectures(folder: Path) -> list[str]:
+    """Names of config.json; of any family, also one that nothing here trains."""
+    found = read_object(folder / "config.json").get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+from jaxtrain.data.template import load_tokenizer
 from jaxtrain.hf.safetensors import Folder
 from jaxtrain.main import main
 from jaxtrain.models import build
@@ -148,6 +149,11 @@ def test_export_merge_and_eval_give_the_same_loss(config, base, trained, tmp_pat
     for name, stored in one.tensors.items():
         everything = tuple(slice(0, size) for size in stored.shape)
         np.testing.assert_array_equal(one.fetch(name, everything), two.fetch(name, everything))
+    # Answers end as the adapter's own template ends them, whatever the base's files say.
+    end = load_tokenizer(str(tmp_path / "adapter")).convert_tokens_to_ids("<|im_end|>")
+    for folder in ("merged", "merged2"):
+        told = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert end in told["eos_token_id"]
 
 
 def test_merge_overwrites_neither_base_nor_adapter(trained, base, tmp_path, monkeypatch, capsys):
