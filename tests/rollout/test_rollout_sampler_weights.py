@@ -44,7 +44,7 @@ def run(parts, params, mesh):
 @pytest.mark.parametrize(
     ("own", "cut"),
     [
-        pytest.param(False, {"fsdp": 2}, id="shared"),
+        pytest.param(False, {"fsdp": 2}, id="shared", marks=pytest.mark.slow),
         pytest.param(True, {"tensor": 2}, id="set aside"),
     ],
 )
