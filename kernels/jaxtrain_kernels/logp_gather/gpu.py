@@ -225,7 +225,7 @@ def exponentials(
 
     z the logits after softcap; factor and base float32 [T]. With a softcap the first result is
     w (1 - tanh^2), the derivative by the raw logit, and there are three: the sums of w and of
-    w log2 w, and the largest w, which the first result does not tell then. With
+    w log2 w, and the largest raw logit, for the first result does not tell the largest w then. With
     `active` (int32 [1]) and a Ref `into`, w is written there, or nothing where that is 0.
     """
     T, V = hidden.shape[0], head.shape[0]
@@ -242,25 +242,22 @@ def exponentials(
             of_rows = _row_reader(rows, width)
             store = _storer(out_ref, out_smem, group, rows, config)
             scale, shift = of_rows(factor_ref), of_rows(base_ref)
-            total, moment, peak = 0.0, 0.0, None
+            tile = lax.div(first, jnp.int32(tv))
+            if softcap is not None:
+                sums_ref[2, tile, rows] = logits.max(axis=1)
+            total, moment = 0.0, 0.0
             for piece, column in enumerate(range(0, tv, width)):  # in pieces: registers
                 z, t = _capped(logits[:, column : column + width], softcap)
                 power = z * scale - shift
                 weight = jnp.exp2(power)
                 store(piece, start + column, weight if t is None else weight * (1.0 - t * t))
-                if t is not None:
-                    high = weight.max(axis=1)
-                    peak = high if peak is None else jnp.maximum(peak, high)
                 sums = weight.sum(axis=1), (weight * power).sum(axis=1)
                 if V % tv:  # an overlap begins with a piece, and counts once
                     owned = jnp.where(start + column >= first, 1.0, 0.0)
                     sums = sums[0] * owned, sums[1] * owned
                 total, moment = total + sums[0], moment + sums[1]
-            tile = lax.div(first, jnp.int32(tv))
             sums_ref[0, tile, rows] = total
             sums_ref[1, tile, rows] = moment
-            if peak is not None:
-                sums_ref[2, tile, rows] = peak
 
         _tiles(epilogue, hidden_ref, head_ref, (0, V), config, runs)
         plgpu.wait_smem_to_gmem(0)

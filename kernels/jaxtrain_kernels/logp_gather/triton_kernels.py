@@ -109,8 +109,11 @@ def exponentials(
     t = row * TILE_T + tl.arange(0, TILE_T)
     v = column * TILE_V + tl.arange(0, TILE_V)
     z = logits(hidden_ptr, head_ptr, t, v, T, V, D, TILE_T, TILE_V, TILE_D)
+    sums_ptrs = sums_ptr + column * T + t
     slope = 1.0
     if SOFTCAP is not None:
+        raw = tl.where((v < V)[None, :], z, -1e30)
+        tl.store(sums_ptrs + 2 * TILES * T, tl.max(raw, 1), mask=t < T)
         tanh = bent(z, SOFTCAP)
         z = SOFTCAP * tanh
         slope = 1.0 - tanh * tanh
@@ -125,11 +128,8 @@ def exponentials(
     inside = (t < T)[:, None] & (v < V)[None, :]
     into_ptrs = into_ptr + t.to(tl.int64)[:, None] * V + v[None, :]
     tl.store(into_ptrs, (weight * slope).to(into_ptr.dtype.element_ty), mask=inside)
-    sums_ptrs = sums_ptr + column * T + t
     tl.store(sums_ptrs, tl.sum(weight, 1), mask=t < T)
     tl.store(sums_ptrs + TILES * T, tl.sum(moment, 1), mask=t < T)
-    if SOFTCAP is not None:
-        tl.store(sums_ptrs + 2 * TILES * T, tl.max(weight, 1), mask=t < T)
 
 
 @triton.jit

@@ -131,16 +131,16 @@ def _chunk(backend, low, d_head, head_dtype, hidden, targets, weights, factor):
     w_TV = jax.freeze(kept)
     exact = across(lax.psum, true[:2].sum(1), backend.axis)
     total, moment = jnp.where(failed[None], exact, jnp.stack([total, moment]))
-    if backend.softcap is None:
-        peak = w_TV.max(1).astype(f32)
-    else:  # w_TV is the derivative by the raw logit
-        peak = jnp.where(failed, true[2].max(0), sums[2].max(0))
 
     log_total = jnp.log2(total)
     power = z_target * factor - base  # the target's own
     logp = (power - log_total) / LOG2E
-    highest = across(lax.pmax, peak, backend.axis)
-    top = (jnp.log2(highest) - log_total) / LOG2E
+    if backend.softcap is None:
+        highest = jnp.log2(w_TV.max(1).astype(f32))
+    else:  # w_TV is the derivative by the raw logit
+        raw = sums[2].max(0) / backend.softcap
+        highest = backend.softcap * jnp.tanh(raw) * factor - base
+    top = (across(lax.pmax, highest, backend.axis) - log_total) / LOG2E
     scores = LogProbs(
         logp,
         (log_total - moment / total) / LOG2E,
