@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtrain_kernels import autotune, triton_call
+from jaxtrain_kernels import Context, autotune, triton_call
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.grouped_matmul import routing
 from jaxtrain_kernels.grouped_matmul import triton_gpu as grouped
@@ -22,6 +22,9 @@ from jaxtrain_kernels.logp_gather import cases as gather_cases
 from jaxtrain_kernels.logp_gather import triton_gpu as gather
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
 from jaxtrain_kernels.logp_of_logits import triton_gpu as of_logits
+from jaxtrain_kernels.tree_attention import cases as attention_cases
+from jaxtrain_kernels.tree_attention import triton_gpu as tree
+from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
 from report import Report
 from timing import jax_ms
 
@@ -40,6 +43,18 @@ GATHER = [
 ROWS = [
     *({}, {"tile": 2048}, {"tile": 8192}, {"tile": 2048, "warps": 4}, {"warps": 16}),
     *({"programs": 4}, {"programs": 64}, {"stages": 1}, {"stages": 3}),
+]
+BLOCKS = [
+    {},
+    *(
+        {"q_block": q, "k_block": k, "warps": warps, "stages": stages}
+        for q, k, warps in (
+            *((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 8), (64, 128, 4)),
+            *((64, 64, 8), (64, 64, 4), (128, 32, 8), (32, 128, 8), (64, 32, 4), (32, 64, 4)),
+            (32, 32, 4),
+        )
+        for stages in (2, 3)
+    ),
 ]
 
 
@@ -128,7 +143,40 @@ def given(case) -> Iterator[Work]:
     yield Work(of_logits.TABLE, case.name, {}, near, start, ROWS, size, "tb_s", run, arrays)
 
 
+def attention(case) -> Iterator[Work]:
+    """Forward, dq, dk and dv of a packed row."""
+    dim, settings = case.head_dim, Settings(case.head_dim**-0.5, case.softcap, case.window)
+    options = tree.Options(settings, tree.heuristic(triton_call.capability(), dim, 2))
+    key, near = tree.key_of(dim, 2, case.window is not None), {"tokens": case.tokens}
+    kernels = {"forward": "forward", "dq": "queries_gradient", "dkv": "keys_gradient"}
+
+    def arrays():
+        inputs = {n: jnp.asarray(x) for n, x in case.inputs().items()}
+        q, k, v, d_out = (inputs[n].astype(jnp.bfloat16) for n in ("q", "k", "v", "d_out"))
+        context = Context(*map(inputs.get, ("until", "since", "positions", "key_positions")))
+        context, order = tree.find_order(options, context, q.shape[1], k.shape[1])
+        lse = delta = jnp.zeros((case.rows, case.heads, q.shape[1]))
+        return q, k, v, d_out, lse, delta, context, order
+
+    for table, name in kernels.items():
+
+        def run(config, q, k, v, d_out, lse, delta, context, order, name=name):
+            inputs = (q, k, v) if name == "forward" else (q, k, v, d_out, lse, delta)
+            like = {"forward": (d_out, lse), "queries_gradient": (q,), "keys_gradient": (k, v)}
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like[name]]
+            return tree.launch_kernel(name, config, options, inputs, shapes, context, order)
+
+        amount = case.flops() * {"forward": 1.0, "dq": 1.5, "dkv": 2.0}[table]
+        start = getattr(options.configs, table)
+        of_case = (amount, "tflops", run, arrays)
+        yield Work(tree.TABLE + table, case.name, key, near, start, BLOCKS, *of_case)
+
+
 KERNELS = {
+    **{
+        f"attention_{op}": (attention, attention_cases, tree.TABLE + op)
+        for op in ("forward", "dq", "dkv")
+    },
     "product": (experts, moe_cases, grouped.PRODUCT),
     "gradient": (experts, moe_cases, grouped.GRADIENT),
     "logp_gather": (vocabulary, gather_cases, gather.TABLE),

@@ -127,7 +127,7 @@ def attended(H, V=None, dtype="bfloat16", T=1000, N=4, K=2, **options):
     return step, *heads, *[shape(1, T, dtype="int32")] * 2
 
 
-def cases():
+def attention_cases():
     for H in (64, 128, 256):
         yield f"attention d{H}", attended(H)
         yield f"attention softcap d{H}", attended(H, softcap=30.0)
@@ -135,6 +135,9 @@ def cases():
         yield f"attention float32 d{H}", attended(H, dtype="float32")
     yield "attention d192 v128", attended(192, 128)
     yield "attention float16 d128 even", attended(128, dtype="float16", T=1024)
+
+
+def cases():
     yield "moe 2048 768", grouped(2048, 768)
     yield "moe 2880 2880", grouped(2880, 2880)
     yield "moe 2048 768 float16", grouped(2048, 768, dtype="float16")
@@ -153,7 +156,7 @@ def cases():
 
 def main():
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, call in cases():
+    for name, call in attention_cases() if wanted.startswith("attention") else cases():
         if wanted in name:
             report(name, *call)
 

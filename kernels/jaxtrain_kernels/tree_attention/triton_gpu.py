@@ -19,11 +19,12 @@ from jaxtrain_kernels.context import Context
 from jaxtrain_kernels.tree_attention import blocks
 from jaxtrain_kernels.tree_attention import sinks as sink_rule
 from jaxtrain_kernels.tree_attention.gpu_tiles import Settings
-from jaxtrain_kernels.triton_call import SHARED_MEMORY, capability, launch, require_triton
+from jaxtrain_kernels.triton_call import capability, launch, require_triton
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MOST = 256  # dims of a head
 LEAST = 16  # of a matmul
+TABLE = "tree_attention_triton_"  # of tuned configs: forward, dq, dkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,56 +82,57 @@ def parts(dim: int) -> tuple[int, int]:
 def heuristic(number: int, dim: int, itemsize: int) -> Configs:
     """By the registers and the shared memory of what compilers make of them for compute capability
     `number` / 10: large tiles that do not spill. Nobody has timed them."""
-    small = SHARED_MEMORY[number] < 128
     if itemsize == 4:
-        least = Config(32, 32, 4, 1)
-        return Configs(least, least, least)
+        least = Config(16, 16, 4, 1) if dim > 128 else Config(32, 32, 4 if dim <= 64 else 8, 1)
+        return Configs(least, least, dataclasses.replace(least, warps=4 if dim > 128 else 8))
     if number in (90, 100, 103):  # matmuls that read shared memory
         if dim <= 64:
             return Configs(Config(128, 128, 8, 3), Config(128, 64, 8), Config(64, 128, 8))
         if dim <= 128:
             dkv = Config(64, 64 if number == 90 else 128, 8)
             return Configs(Config(128, 128, 8), Config(128, 64, 8), dkv)
-        return Configs(Config(128, 64, 8), Config(64, 32, 8), Config(32, 64, 8))
+        return Configs(Config(128, 64, 8), Config(64, 32, 8), Config(32, 32, 8))
     if dim <= 64:
         return Configs(Config(128, 64, 4, 3), Config(128, 64, 8), Config(64, 128, 8))
     if dim <= 128:
         return Configs(Config(128, 64, 8, 3), Config(64, 64, 4), Config(64, 64, 8))
-    if small:
-        return Configs(Config(64, 32, 4), Config(32, 32, 4), Config(32, 32, 8))
-    return Configs(Config(64, 32, 4), Config(64, 32, 8), Config(32, 64, 8))
+    return Configs(Config(64, 32, 4), Config(32, 32, 4), Config(32, 32, 8))
 
 
 def choose(dim: int, itemsize: int, windowed: bool, tokens: int) -> Configs:
     """The device's tuned configs, else the heuristic's."""
-    found = heuristic(capability(), dim, itemsize)
-    key = {"head_dim": dim, "itemsize": itemsize, "window": windowed}
-    near = {"tokens": tokens}
-    return Configs(
-        *(
-            tuned(f"tree_attention_triton_{op}", config, near=near, **key)
-            for op, config in found._asdict().items()
-        )
-    )
+    key, near = key_of(dim, itemsize, windowed), {"tokens": tokens}
+    found = heuristic(capability(), dim, itemsize)._asdict()
+    return Configs(*(tuned(TABLE + op, each, near=near, **key) for op, each in found.items()))
+
+
+def key_of(dim: int, itemsize: int, windowed: bool) -> dict:
+    """Of a table's entry."""
+    return {"head_dim": dim, "itemsize": itemsize, "window": windowed}
 
 
 def run(options: Options, q, k, v, context, sinks=None):
     """`attention` behind its checks: fills up head dims and calls the kernels."""
-    T, S, V = q.shape[1], k.shape[1], v.shape[-1]
+    V = v.shape[-1]
+    context, order = find_order(options, context, q.shape[1], k.shape[1])
     q, k = (_filled(x, sum(parts(x.shape[-1]))) for x in (q, k))
     v = _filled(v, max(LEAST, 1 << (V - 1).bit_length()))
+    return _attention(options, q, k, v, context, order, sinks)[..., :V]
+
+
+def find_order(options: Options, context: Context, T: int, S: int):
+    """The context, its keys in the order in which blocks take them, and that order int32 [B, S],
+    None for the row's own."""
     # No row behind the last: what is wholly visible is then whole in the arrays, too.
-    context = blocks.prepare(
-        context._replace(until=jnp.minimum(context.until, T)), blocks.ARRANGED, blocks.ARRANGED
-    )
-    order = None
+    context = context._replace(until=jnp.minimum(context.until, T))
+    context, order = blocks.prepare(context, blocks.ARRANGED, blocks.ARRANGED), None
     if options.arrange:
-        padded = T + -T % blocks.ARRANGED
-        context, arrangement = blocks.arrange(context, padded, options.settings.window)
+        whole = T + -T % blocks.ARRANGED
+        context, arrangement = blocks.arrange(context, whole, options.settings.window)
         order = arrangement.order[:, :S]
     lengths = Context(S, S, T, S)
     cut = (None if x is None else x[:, :n] for x, n in zip(context, lengths, strict=True))
-    return _attention(options, q, k, v, Context(*cut), order, sinks)[..., :V]
+    return Context(*cut), order
 
 
 def _filled(x, dim: int):
@@ -149,7 +151,7 @@ def _attention_fwd(options, q, k, v, context, order, sinks):
         jax.ShapeDtypeStruct((B, N, T), jnp.float32),
     )
     config = options.configs.forward
-    found = _launch("forward", config, options, (q, k, v), shapes, context, order)
+    found = launch_kernel("forward", config, options, (q, k, v), shapes, context, order)
     # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
     out, lse = lax.optimization_barrier(found)
     if sinks is not None:
@@ -165,8 +167,8 @@ def _attention_bwd(options, residuals, d_out):
     inputs = (q, k, v, d_out, lse, delta)
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     configs = options.configs
-    (dq,) = _launch("queries_gradient", configs.dq, options, inputs, like[:1], context, order)
-    dk, dv = _launch("keys_gradient", configs.dkv, options, inputs, like[1:], context, order)
+    (dq,) = launch_kernel("queries_gradient", configs.dq, options, inputs, like[:1], context, order)
+    dk, dv = launch_kernel("keys_gradient", configs.dkv, options, inputs, like[1:], context, order)
     d_sinks = None if sinks is None else sink_rule.total_gradient(sinks, lse, delta)
     return dq, dk, dv, None, None, d_sinks
 
@@ -174,8 +176,11 @@ def _attention_bwd(options, residuals, d_out):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _launch(name, config: Config, options: Options, inputs, out_shapes, context: Context, order):
-    """One of the three kernels: its block lists, and what it is compiled for."""
+def launch_kernel(
+    name, config: Config, options: Options, inputs, out_shapes, context: Context, order
+):
+    """One of the three kernels: its block lists, and what it is compiled for. `context` and `order`
+    as `find_order` has them."""
     from jaxtrain_kernels.tree_attention import triton_kernels
 
     q, k, v, *_ = inputs
