@@ -68,7 +68,7 @@ class RealServer:
     def start(self) -> None:
         command = [PYTHON, "-m", "jaxtrain_vllm.serve", "--model", str(self.model)]
         command += ["--port", str(self.port), "--sync", self.sync, "--"]
-        command += [*self.extra, "--enforce-eager", "--max-model-len", "512"]
+        command += ["--enforce-eager", "--max-model-len", "512", *self.extra]
         paths = [str(ROOT), *filter(None, [os.environ.get("JAXTRAIN_VLLM_PATH")])]
         env = {**os.environ, "PYTHONPATH": ":".join(paths), "VLLM_CPU_KVCACHE_SPACE": "1"}
         self.process = subprocess.Popen(
