@@ -6,10 +6,6 @@
 `trusted` is the share of right answers that were called right, `caught` that of wrong ones called
 wrong: a verifier that always says the same has one of them at 1 and the other at 0.
 
-A solver that is mostly right teaches its verifier to say so whatever it sees. With `planted` the
-verifier is shown a wrong number in every second game of a solver that was right, as a proofreader
-is tested with mistakes that somebody put there.
-
 An example of section policies, over rows of builtin:calculator: env.kind =
 "jaxtrain.envs.solver_verifier:solve_and_verify".
 """
@@ -25,10 +21,7 @@ from jaxtrain.rollout.types import Episode
 
 
 async def solve_and_verify(
-    row: Mapping[str, Any],
-    chat: Conversation,
-    verifier: str = "verifier",
-    planted: bool = False,
+    row: Mapping[str, Any], chat: Conversation, verifier: str = "verifier"
 ) -> list[Episode]:
     """The row's first question; its other ones are not asked. Where the solver gives no number,
     nothing is verified, and the game is one episode."""
@@ -40,14 +33,10 @@ async def solve_and_verify(
     numbers = NUMBER.findall(answer)
     if not answer.finished or not numbers:
         return [solved]
-    shown = numbers[-1]
-    if planted and right and chat.index % 2:
-        shown = plant(row["answers"][0], chat.index // 2)
-        right = False
     judge = chat.other(verifier)
     assert isinstance(judge, Conversation), "the verifier is trained"
     judge.say(SYSTEM, "system")
-    judge.say(ask_whether(prompt[-1]["content"], shown))
+    judge.say(ask_whether(prompt[-1]["content"], numbers[-1]))
     verdict = read_verdict(await work(judge))
     agrees = verdict is not None and verdict == right
     said = judge.finish(
@@ -56,13 +45,6 @@ async def solve_and_verify(
         caught=(agrees and not right, not right),
     )
     return [solved, said]
-
-
-def plant(answer: str, number: int) -> str:
-    """A wrong number near the right one."""
-    right = int(answer)
-    near = (right + step for step in (1, -1, 10, -10)[number % 4 :] + (1,))
-    return str(next(one for one in near if one >= 0))
 
 
 async def work(chat: Conversation) -> Answer:

@@ -18,18 +18,14 @@ ROW = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answers": [
 
 @pytest.fixture(scope="module")
 def env():
-    return make_env()
-
-
-def make_env(**options):
     kind = "jaxtrain.envs.solver_verifier:solve_and_verify"
-    return open_guarded(EnvConfig(kind=kind, options=options), load_tokenizer("builtin"))
+    return open_guarded(EnvConfig(kind=kind), load_tokenizer("builtin"))
 
 
-def play(env, solver, verifier, row=ROW, index=0):
+def play(env, solver, verifier, row=ROW):
     tokenizer = load_tokenizer("builtin")
     engine = Script(tokenizer, solver, {"verifier": Script(tokenizer, verifier)})
-    return asyncio.run(env.run(row, engine, SamplingConfig(max_new_tokens=400), index))
+    return asyncio.run(env.run(row, engine, SamplingConfig(max_new_tokens=400), 0))
 
 
 @pytest.mark.parametrize(
@@ -57,22 +53,6 @@ def test_each_is_rewarded_for_its_own(env, claim, verdict, rewards):
     assert second.prompt[-1]["content"] == asked
     drawn = load_tokenizer("builtin").decode(second.drawn_tokens)
     assert verdict in drawn and "Somebody" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("index", "claim", "shown", "caught"),
-    [(0, "5", "5", (0, 0)), (1, "5", "6", (1, 1)), (7, "5", "6", (1, 1)), (5, "5", "15", (1, 1))],
-)
-def test_mistakes_are_planted_in_every_second_game(index, claim, shown, caught):
-    """The solver is rewarded for its own answer, the verifier for what it was shown."""
-    verdict = "right" if shown == "5" else "wrong"
-    first = play(make_env(planted=True), [f"It is {claim}."], [f"It is {verdict}."], index=index)
-    (second,) = first.others
-    assert first.all_rewards == {"solved": 1.0} and second.all_rewards == {"verified": 1.0}
-    assert f"says {shown}." in second.prompt[-1]["content"]
-    assert second.metrics["caught"] == caught
-    wrong = play(make_env(planted=True), ["It is 7."], ["It is wrong."], index=index)
-    assert "says 7." in wrong.others[0].prompt[-1]["content"]
 
 
 def test_the_duet_of_the_page(tmp_path):
