@@ -15,6 +15,7 @@ PEAK_TFLOPS_BF16 = {
     "B200": 2250.0,
     "A100": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,  # before L4, which is a part of its name, as it is of L40S
     "L4": 121.0,
     "TPU v4": 275.0,
     "TPU v5 lite": 197.0,

@@ -1,6 +1,7 @@
 """Accelerators as their makers describe them: what `estimate.py` reckons with."""
 
 import dataclasses
+import re
 
 from jaxtrain.core.metrics import PEAK_TFLOPS_BF16
 from jaxtrain.errors import UserError
@@ -51,8 +52,8 @@ def find_device(kind: str) -> Device | None:
     """That of a jax device_kind, such as "NVIDIA H200"; None for others."""
     kind = kind.lower().replace("tpu v5 lite", "tpu v5e").replace("tpu v6 lite", "tpu v6e")
     kind = "tpu v5p" if kind == "tpu v5" else kind
-    found = [one for one in DEVICES.values() if one.name.lower() in kind.split("-")[0]]
-    return max(found, key=lambda one: len(one.name), default=None)
+    found = (one for one in DEVICES.values() if re.search(rf"\b{one.name.lower()}\b", kind))
+    return next(found, None)
 
 
 def read_devices(text: str) -> tuple[Device, int]:

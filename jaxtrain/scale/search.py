@@ -4,13 +4,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.parallel.rules import count_ways, mesh_axes
 from jaxtrain.scale.devices import Device
 from jaxtrain.scale.estimate import Estimate, Rows, Sizes, estimate
 from jaxtrain.scale.work import Work
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""In the order of parallel.mesh.AXES."""
 ROOM = 0.92
 """Of a device's memory: what is left for its runtime and for what lies between arrays."""
 ALIKE = 0.01

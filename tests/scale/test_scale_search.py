@@ -4,11 +4,13 @@ import math
 
 import pytest
 
+from jaxtrain.core.metrics import peak_flops
 from jaxtrain.errors import UserError
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.scale import estimate as model
 from jaxtrain.scale.devices import DEVICES, find_device, read_devices
 from jaxtrain.scale.estimate import GIB, Rows, Sizes, collective_seconds, estimate
-from jaxtrain.scale.search import AXES, ROOM, Wanted, factorise, find_meshes, name_mesh
+from jaxtrain.scale.search import ROOM, Wanted, factorise, find_meshes, name_mesh
 from jaxtrain.scale.work import Array, Work
 
 H200 = DEVICES["h200"]
@@ -145,4 +147,7 @@ def test_devices_by_name():
     assert {kind: find_device(kind) for kind in kinds} == {
         kind: DEVICES[name] for kind, name in kinds.items()
     }
-    assert find_device("cpu") is None and find_device("NVIDIA GeForce RTX 4090") is None
+    for unknown in ("cpu", "NVIDIA GeForce RTX 4090", "NVIDIA L40"):
+        assert find_device(unknown) is None, unknown
+    assert peak_flops("NVIDIA L40", "bfloat16", None) == 181e12
+    assert peak_flops("NVIDIA L4", "bfloat16", None) == 121e12
