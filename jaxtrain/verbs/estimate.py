@@ -102,6 +102,7 @@ def show_one(work: Work, wanted: Wanted, mesh: Sizes, device: Device, console: S
     table.add_column(justify="right")
     fits = found.memory <= ROOM * device.memory_gib
     for name, value in [
+        ("of", "the trained model's step: no rollouts, no other models"),
         ("mesh", named),
         ("optimizer step, s", f"{found.seconds:.3g}"),
         ("tokens/s per device", f"{found.tokens_per_second:,.0f}"),

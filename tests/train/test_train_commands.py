@@ -250,6 +250,7 @@ def test_dry_run_estimates_steps_on_other_devices(config, capsys):
     assert run(*words, "--on", "h200:16", "parallel.tensor=2") == 0
     shown = capsys.readouterr().out
     assert "estimate for 16 x H200" in shown and "fsdp=8 tensor=2" in shown
+    assert "no rollouts, no other models" in shown
     assert "fastest meshes by this estimate" in shown and "waits for launches" in shown
     assert run(*words, "--on", "abacus:16") == 2
     assert "'abacus' is unknown; choose one of h200" in capsys.readouterr().err
