@@ -102,7 +102,6 @@ def show_one(work: Work, wanted: Wanted, mesh: Sizes, device: Device, console: S
     table.add_column(justify="right")
     fits = found.memory <= ROOM * device.memory_gib
     for name, value in [
-        ("of", "the trained model's step: no rollouts, no other models"),
         ("mesh", named),
         ("optimizer step, s", f"{found.seconds:.3g}"),
         ("tokens/s per device", f"{found.tokens_per_second:,.0f}"),
@@ -115,6 +114,7 @@ def show_one(work: Work, wanted: Wanted, mesh: Sizes, device: Device, console: S
         if value:
             table.add_row(name, value)
     console.print(table)
+    console.print("counted is the trained model's step: no rollouts, no other models")
 
 
 def describe_parts(found: Estimate) -> str:
