@@ -2,7 +2,9 @@
 
 flash-linear-attention knows packed documents (cu_seqlens) and no trees: its rows of `branches` are
 every branch of the case's forest alone, which for documents is the forest itself. Queries and keys
-come normalised to both, so that neither side's own normalisation is in the figures.
+come normalised to both, so that neither side's own normalisation is in the figures. `chunks` says
+whether a forward of the Hopper kernels finds the row's chunks ("found") or is handed them
+("given"), as by a model, which finds them once for all layers.
 """
 
 import functools
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtrain_kernels import gated_delta
+from jaxtrain_kernels.gated_delta import find_chunks
 from timing import jax_ms, torch_ms
 
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -55,14 +58,22 @@ def run_gated_delta(case, impls, report):
     for impl in (impl for impl in impls if impl != "torch"):
         labels = {"op": "gated_delta", "case": case.name, "impl": impl}
 
-        def function(*inputs, impl=impl):
-            return gated_delta(*inputs, *context, impl=impl)[0]
+        def function(*inputs, chunks=None, impl=impl):
+            return gated_delta(*inputs, *context, chunks=chunks, impl=impl)[0]
 
         def backward(function=function):
             _, pull = jax.vjp(jax.jit(function), *inputs)
             return jax_ms(lambda pull, d_out: pull(d_out), pull, arrays["d_out"])
 
-        report.timed(flops, lambda f=function: jax_ms(f, *inputs), **labels, step="forward")
+        def with_chunks(function=function):
+            given = lambda chunks, *inputs: function(*inputs, chunks=chunks)  # noqa: E731
+            return jax_ms(given, find_chunks(*context), *inputs)
+
+        forward = functools.partial(jax_ms, function, *inputs)
+        found = {"chunks": "found"} if impl == "mosaic_gpu" else {}
+        report.timed(flops, forward, **labels, **found, step="forward")
+        if found:
+            report.timed(flops, with_chunks, **labels, chunks="given", step="forward")
         report.timed(2 * flops, backward, **labels, step="backward")
     if "torch" in impls:
         index, ends = branch_tokens(case)

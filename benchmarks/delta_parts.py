@@ -1,80 +1,104 @@
-"""The parts of gated_delta's Hopper backend one by one: times, and errors beside XLA's.
+"""Where a call of gated_delta's Hopper backend spends its time: its GPU kernels, from a profile.
 
     python benchmarks/delta_parts.py [--cases one8k_h16_32 tree8k_h16_32] [--out parts.json]
 
-Errors are relative norms beside XLA with float32 operands; `plain_relative` is XLA with bfloat16
-operands, whose error a kernel may reach twice.
+A line for each case and step, microseconds a call: `call` the time of many calls queued together,
+then the longest kernels, the others, and `waits`, the rest, in which no kernel ran. Steps:
+
+    find            `find_chunks`, which a model does once for all layers
+    forward         packed rows, with `chunks=` as a model hands them over
+    forward, finds  the same, finding the chunks itself
+    backward        of packed rows; their chunks are the forward's
+    chain, forward  without prev, for cases of one document
 """
 
 import argparse
-import functools
+import collections
+import re
+import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from delta import INPUTS, low_inputs
-from jaxtrain_kernels.gated_delta import (
-    gpu_order,
-    gpu_prepare,
-    gpu_walk,
-    mosaic_gpu,
-    xla,
-)
+from gpu_profile import read_events
+from jaxtrain_kernels.gated_delta import find_chunks, gated_delta
 from jaxtrain_kernels.gated_delta.cases import CASES
 from report import Report
 from timing import jax_ms
 
+CALLS, LONGEST = 5, 7
 
-def time_parts(case, report):
+
+def make_steps(case) -> dict:
+    """{name of the step: (function, arguments)}."""
     arrays = low_inputs(case)
-    until, prev = arrays["until"], arrays["prev"]
-    prev = None if len(case.forest()) == 1 else prev
     inputs = [arrays[name] for name in INPUTS]
-    options = mosaic_gpu.choose_options(inputs[0], inputs[2], prev is None)
-    links, slots = gpu_order.order_rows(prev, until, options.lanes)
-    ordered = jax.jit(functools.partial(mosaic_gpu._in_order, options, links))(*inputs)
-    T, P = jax.jit(gpu_prepare.prepare)(ordered, links)
-    bare, ordered = ordered, ordered._replace(T=T, P=P)
-    labels = {"op": "gated_delta", "case": case.name, "chunks": int(links.total.sum())}
+    rows = arrays["until"], arrays["prev"]
+    chunks = jax.jit(find_chunks)(*rows)
 
-    def walk(states, links, ordered):
-        return gpu_walk.walk(links, ordered, None, slots, states=states)
+    def forward(inputs, rows, chunks=None):
+        return gated_delta(*inputs, *rows, chunks=chunks, impl="mosaic_gpu")[0]
 
+    def backward(pull, d_out):
+        return pull(d_out)
+
+    _, pull = jax.vjp(jax.jit(lambda *inputs: forward(inputs, rows, chunks)), *inputs)
     steps = {
-        "cut": lambda: jax_ms(
-            lambda u: tuple(gpu_order.order_rows(prev, u, options.lanes)[0]), until
-        ),
-        "order": lambda: jax_ms(functools.partial(mosaic_gpu._in_order, options, links), *inputs),
-        "prepare": lambda: jax_ms(gpu_prepare.prepare, bare, links),
-        "walk": lambda: jax_ms(functools.partial(walk, False), links, ordered),
-        "walk states": lambda: jax_ms(functools.partial(walk, True), links, ordered),
+        "find": (find_chunks, rows),
+        "forward": (forward, (inputs, rows, chunks)),
+        "forward, finds": (forward, (inputs, rows)),
+        "backward": (backward, (pull, arrays["d_out"])),
     }
-    for name, measure in steps.items():
-        report.timed(1.0, measure, **labels, step=name)
+    if len(case.forest()) == 1:
+        steps["chain, forward"] = (forward, (inputs, rows[:1]))
+    return steps
 
-    def whole(*inputs, function):
-        return function(*inputs, until, prev)[0]
 
-    measure = functools.partial(whole, function=mosaic_gpu.gated_delta)
-    report.timed(1.0, lambda: jax_ms(measure, *inputs), **labels, step="forward")
-    return measure, whole, inputs, labels
+def profile(function, arguments) -> dict[str, tuple[float, float]]:
+    """{kernel: (microseconds, launches) a call}, the longest first."""
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(*arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                found = compiled(*arguments)
+            jax.block_until_ready(found)
+        events = read_events(Path(folder))
+    spent, launches = collections.Counter(), collections.Counter()
+    for event in events:
+        name = re.sub("_mosaic_gpu_kernel|^gated_delta_", "", event["name"])
+        spent[name] += event["dur"] / CALLS
+        launches[name] += 1 / CALLS
+    return {name: (time, launches[name]) for name, time in spent.most_common()}
+
+
+def measure(step) -> dict:
+    """Of one line; see above."""
+    found = jax_ms(*step[:1], *step[1])
+    kernels, call = profile(*step), 1e3 * found["ms"]
+    others = list(kernels.values())[LONGEST:]
+    busy = sum(time for time, _ in kernels.values())
+    return {
+        "call": call,
+        **{name: time for name, (time, _) in list(kernels.items())[:LONGEST]},
+        "others": sum(time for time, _ in others),
+        "launches": sum(count for _, count in kernels.values()),
+        "waits": call - busy,
+        "temp_mib": found["temp_mib"],
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES if "bench" in c.tags])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="*", default=["one8k_h16_32", "tree8k_h16_32"])
+    parser.add_argument("--steps", nargs="*", help="instead of all")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    report = Report(given.out)
-    for case in (case for case in CASES if case.name in given.cases):
-        kernels, whole, inputs, labels = time_parts(case, report)
-        if case.tokens > 10_000:
-            continue
-        plain = jax.jit(functools.partial(whole, function=xla.gated_delta))
-        wide = [x.astype(jnp.float32) for x in inputs]
-        exact = plain(*wide)
-        found, beside = (f(*inputs).astype(jnp.float32) for f in (jax.jit(kernels), plain))
-        report.errors(["o"], [found], [exact], [beside], **labels)
+    options = parser.parse_args()
+    report = Report(options.out)
+    for case in (case for case in CASES if case.name in options.cases):
+        for name, step in make_steps(case).items():
+            if options.steps is None or name in options.steps:
+                report.add(case=case.name, step=name, **measure(step))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import moe
 import numpy as np
+import rotate
 import vocabulary
 from jaxtrain_kernels import Context, attention, logp_gather
 from jaxtrain_kernels.decode_attention import cases as decode_cases
@@ -26,6 +27,7 @@ from jaxtrain_kernels.gated_delta import cases as delta_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
 from jaxtrain_kernels.logp_gather import cases as logp_cases
 from jaxtrain_kernels.logp_of_logits import cases as logits_cases
+from jaxtrain_kernels.rotate_heads import cases as rotate_cases
 from jaxtrain_kernels.tree_attention import cases as attention_cases
 from jaxtrain_kernels.tree_attention import cudnn
 from report import Report
@@ -153,6 +155,7 @@ def main():
             "weighted_logp",
             "logp_of_logits",
             "moe",
+            "rotate_heads",
         ],
         nargs="+",
         required=True,
@@ -181,6 +184,10 @@ def main():
         "gated_delta": (
             delta_cases,
             delta.gated_delta_errors if options.errors else delta.run_gated_delta,
+        ),
+        "rotate_heads": (
+            rotate_cases,
+            rotate.rotate_heads_errors if options.errors else rotate.run_rotate_heads,
         ),
         "moe": (moe_cases, moe.moe_errors if options.errors else moe.run_moe),
     }

@@ -1,9 +1,11 @@
 """Speed of the local sampler: prompts read, tokens drawn, and how far from the memory's bound.
 
 python benchmarks/sampling.py --model qwen3-0.6b --rows 128 --prompt 256 --new 1024
+python benchmarks/sampling.py --weights int8 --cache int8
 
-Random weights and prompts, bf16; all answers run to their limit. Everything is compiled by a first,
-short round.
+Random weights and prompts, bf16; all answers run to their limit. --weights and --cache are config
+keys rollout.local.weights and .cache: what makes the local engine's model makes this one.
+Everything is compiled by a first, short round.
 
 prompt ms     reading all prompts and drawing the first token
 ms/token      a token of all rows, in the first and the last chunk and on average
@@ -21,20 +23,38 @@ import jax
 import numpy as np
 from step_work import MODELS
 
+from jaxtrain.core.assemble import Parts
+from jaxtrain.layers.attention import store_cache
 from jaxtrain.models import build
+from jaxtrain.models.parameters import split_model
+from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.rollout.local.sampler import LocalSampler
-from jaxtrain.rollout.local.slots import CHUNK, unstack
+from jaxtrain.rollout.local.slots import CHUNK
+from jaxtrain.rollout.local.weights import Copier
 from jaxtrain.rollout.types import Sampling
 
 BYTES_PER_SECOND = 4.8e12
 
 
-def measure(model, rows: int, groups: int, prompt: int, new: int, trace: Path | None) -> dict:
+def open_model(name: str, weights: str, cache: str, stacked: bool, mesh: jax.sharding.Mesh):
+    """The sampler's model of random weights; stacked: with its layers as one array."""
+    config = build.config_from_hf(MODELS[name])
+    options = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
+    model = build.init(config, 0, **options)
+    if stacked:
+        store_cache(model, cache)
+        return model
+    params, rebuild = split_model(model)
+    copy = Copier(Parts(None, config, mesh, None, options), mesh, weights, cache)
+    return copy.build(copy(params), rebuild)
+
+
+def measure(model, mesh, rows: int, groups: int, prompt: int, new: int, trace: Path | None) -> dict:
     """Numbers of one round of `rows` answers to `groups` different prompts."""
     vocab = model.head().shape[0]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, prompt).tolist() for _ in range(groups)]
-    sampler = LocalSampler(model, (), max_len=prompt + new, max_batch=rows)
+    sampler = LocalSampler(model, (), max_len=prompt + new, max_batch=rows, mesh=mesh)
     for _ in range(2):
         requests = [
             sampler.request(prompts[i * groups // rows], Sampling(**DRAW | {"max_new_tokens": new}))
@@ -83,19 +103,25 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens of an answer")
     parser.add_argument("--stacked", action="store_true", help="layers stored as one array")
+    parser.add_argument("--weights", default="default", choices=["default", "int8"])
+    parser.add_argument("--cache", default="default", choices=["default", "int8", "fp8"])
     parser.add_argument("--trace", type=Path, help="folder for a profile of one chunk")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
-    config = build.config_from_hf(MODELS[args.model])
-    model = build.init(config, 0, param_dtype="bfloat16", dtype="bfloat16")
-    if not args.stacked:
-        model = unstack(model)
+    if args.stacked and args.weights != "default":
+        parser.error("--stacked is for weights as they are")
+    mesh = make_mesh(jax.devices()[:1])
+    model = open_model(args.model, args.weights, args.cache, args.stacked, mesh)
+    stored = {"weights": args.weights, "cache": args.cache}
     found = []
     for rows in args.rows:
         groups = min(args.prompts, rows)
-        found.append(measure(model, rows, groups, args.prompt, args.new, args.trace))
-        line = {name: round(value, 2) for name, value in found[-1].items()}
-        print(args.model, "  ".join(f"{name} {v:g}" for name, v in line.items()))
+        found.append(stored | measure(model, mesh, rows, groups, args.prompt, args.new, args.trace))
+        cells = (
+            f"{name} {v if isinstance(v, str) else f'{round(v, 2):g}'}"
+            for name, v in found[-1].items()
+        )
+        print(args.model, "  ".join(cells))
     if args.out:
         device = jax.devices()[0].device_kind
         args.out.write_text(json.dumps({"device": device, "cases": found}, indent=1) + "\n")

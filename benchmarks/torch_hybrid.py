@@ -1,7 +1,8 @@
 """The PyTorch side of train_step.py for Qwen3.5: linear attention by flash-linear-attention.
 
 Its Triton kernels do the convolution with silu, the rule with unit length, gates and decay inside,
-and the gated norm; torch.compile what stands around them; full layers are torch_model's, with
+and the gated norm; torch.compile what stands around them (without it, norms, gates and the
+cross-entropy are its kernels, too); full layers are torch_model's, with
 gates and partial rotation. flash-linear-attention knows documents (cu_seqlens), no trees, so trees
 are measured as branches. On a CPU, where Triton does not run, plain loops stand in for it.
 """
@@ -16,11 +17,17 @@ from torch_model import Linear, rotate
 class Norm(nn.Module):
     """RMSNorm times 1 + weight, rounded at the end."""
 
+    fused = False
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
 
     def forward(self, x):
+        if self.fused:
+            from fla.modules.norm.layernorm import rms_norm
+
+            return rms_norm(x, 1 + self.weight, None, eps=self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * (1 + self.weight)).to(x.dtype)
@@ -28,6 +35,8 @@ class Norm(nn.Module):
 
 class MLP(nn.Module):
     """x + mlp(norm(x))."""
+
+    fused = False
 
     def __init__(self, raw: dict):
         super().__init__()
@@ -37,6 +46,10 @@ class MLP(nn.Module):
 
     def forward(self, x):
         gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        if self.fused:
+            from fla.modules.activations import swiglu
+
+            return x + self.down(swiglu(gate, up))
         return x + self.down(F.silu(gate) * up)
 
 
@@ -170,6 +183,12 @@ class Decoder(torch_model.Decoder):
     """Three layers of linear attention, one of full attention, and so on."""
 
     norm_kind = Norm
+
+    def __init__(self, raw: dict, frequency: tuple[float, ...], options: torch_model.Options):
+        super().__init__(raw, frequency, options)
+        for module in self.modules():
+            if isinstance(module, (Norm, MLP)):
+                module.fused = options.fused
 
     def make_block(self, raw: dict, layer: int):
         every = raw.get("full_attention_interval", 4)

@@ -4,10 +4,12 @@ Qwen3 and Llama decoders with q, k, v and gate, up as one matrix each; float32 w
 the compute dtype where they multiply; FlexAttention with a block mask of the same intervals (built
 once, outside the timing); torch.compile of each block, of the head's cross-entropy, and of the
 norms; fused AdamW with clipping by the global norm. Inductor's partitioner recomputes cheap
-operations in the backward pass by itself; `remat="full"` also checkpoints whole blocks.
+operations in the backward pass by itself; `remat="full"` also checkpoints whole blocks. Without
+torch.compile, which needs the Triton that PyTorch came with, documents are attended one by one.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 
@@ -31,6 +33,11 @@ class Options:
     """none | full: checkpoint every block."""
     compile: bool = True
     device: str = "cuda"
+
+    @property
+    def fused(self) -> bool:
+        """By flash-linear-attention's kernels where torch.compile would have fused."""
+        return self.device == "cuda" and not self.compile
 
 
 class Linear(nn.Module):
@@ -93,6 +100,14 @@ def attend(q, k, v, mask):
     """[B, heads, T, H] by what fits the mask."""
     if mask is None:  # rows of one document
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if isinstance(mask, list):  # where each document begins, and the end
+        documents = [
+            F.scaled_dot_product_attention(
+                *(x[:, :, first:end] for x in (q, k, v)), is_causal=True, enable_gqa=True
+            )
+            for first, end in itertools.pairwise(mask)
+        ]
+        return torch.cat(documents, 2)
     if isinstance(mask, torch.Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -148,8 +163,13 @@ class Decoder(nn.Module):
         x = self.norm(x)
         index = prev.clamp(min=0)[..., None].expand(-1, -1, x.shape[-1])
         hidden = x.gather(1, index).flatten(0, 1)
-        logits = (hidden @ self.head.to(hidden.dtype).T).float()
-        nll = F.cross_entropy(logits, tokens.flatten(), reduction="none")
+        logits = hidden @ self.head.to(hidden.dtype).T
+        if self.options.fused:
+            from fla.modules.fused_cross_entropy import cross_entropy_loss
+
+            nll, _ = cross_entropy_loss(logits, tokens.flatten(), inplace_backward=True)
+        else:
+            nll = F.cross_entropy(logits.float(), tokens.flatten(), reduction="none")
         return (nll * weights.flatten()).sum()
 
 
@@ -166,8 +186,10 @@ class Rows:
     """Where each document of the first row begins, and the row's end; what pads it is one more."""
 
 
-def put_rows(batch, device: str) -> list[Rows]:
-    """The microsteps of a host Batch [A, B, T]."""
+def put_rows(batch, options: Options) -> list[Rows]:
+    """The microsteps of a host Batch [A, B, T]. Raises RuntimeError for trees without
+    torch.compile."""
+    device = options.device
 
     def one(index: int) -> Rows:
         def tensor(array, dtype=np.int64):
@@ -179,15 +201,20 @@ def put_rows(batch, device: str) -> list[Rows]:
         def visible(b, h, q, k):
             return (k <= q) & (q < until[b, k])
 
-        if device == "cuda":
+        host = find_ends(batch.prev[index, 0], batch.until[index, 0])
+        if options.fused:
+            jumps = (batch.prev[index] >= 0) & (batch.prev[index] != np.arange(length) - 1)
+            if rows > 1 or jumps.any():
+                raise RuntimeError("without torch.compile: one row of documents, no trees")
+            mask = host.tolist()
+        elif device == "cuda":
             mask = create_block_mask(visible, rows, None, length, length, _compile=True)
         else:  # FlexAttention has no backward pass on a CPU
             row, slot = torch.arange(rows)[:, None, None, None], torch.arange(length)
             mask = visible(row, 0, slot[:, None], slot)
         weights = tensor(batch.weights["nll"], np.float32)
         by_token = (tensor(x) for x in (batch.tokens, batch.positions, batch.prev))
-        ends = torch.from_numpy(find_ends(batch.prev[index, 0], batch.until[index, 0])).to(device)
-        return Rows(*by_token, weights, mask, ends)
+        return Rows(*by_token, weights, mask, torch.from_numpy(host).to(device))
 
     return [one(index) for index in range(len(batch.tokens))]
 
@@ -270,4 +297,4 @@ def build_step(raw: dict, frequency: tuple[float, ...], batch, options: Options)
     torch.manual_seed(0)
     with torch.device(options.device):
         model = kind(raw, frequency, options)
-    return Step(model, put_rows(batch, options.device))
+    return Step(model, put_rows(batch, options))

@@ -17,7 +17,9 @@ Every value of --impl, --remat and --layers is measured in turn with the others.
 reference path without kernels. `--mesh fsdp=4` runs on several devices, a row for each row shard.
 Peers (torch_model.py): `torch` is FlexAttention and torch.compile on the same rows, `torch-full`
 the same with every block checkpointed, `torch-branches` the tree's branches each alone, packed into
-rows of documents, as trainers without trees do it.
+rows of documents, one a microstep, as trainers without trees do it. Models with linear attention
+(torch_hybrid.py) are measured on branches by each of them, and without torch.compile where it
+fails or `--eager` says so; `how` says what ran.
 """
 
 import argparse
@@ -51,7 +53,7 @@ from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.train.step_metrics import count_matmul_params
 
 WARM_UP, TIMED = 3, 10
-ATTENTION_ONLY = ("mosaic_gpu_fused", "cudnn")
+ATTENTION_ONLY = ("cudnn",)
 SWITCH = {"true": True, "false": False}
 OPTIM = OptimConfig(learning_rate=1e-5)
 
@@ -239,6 +241,7 @@ def run(
     out: Path | None,
     command: str,
     trace: Path | None,
+    eager: bool = False,
 ) -> dict:
     """Measure each setting, then PyTorch on the work that was asked for; the report is written
     after each."""
@@ -249,7 +252,7 @@ def run(
         dataclasses.replace(s, impl="", remat="", layers="", flags=()) for s in asked
     )
     for setting, peer in itertools.product(works, peers):
-        add(report, measure_peer(setting, peer), out)
+        add(report, measure_peer(setting, peer, eager), out)
     return report
 
 
@@ -269,35 +272,48 @@ def measure_setting(setting: Setting, trace: Path | None = None) -> dict:
 PEERS = ("torch", "torch-full", "torch-branches")
 
 
-def measure_peer(setting: Setting, peer: str) -> dict:
-    """One row of the report by PyTorch, for the same model and work."""
+def measure_peer(setting: Setting, peer: str, eager: bool = False) -> dict:
+    """One row of the report by PyTorch, for the same model and work; what ran is in `how`. Where
+    torch.compile fails, a model with linear attention runs without it."""
     import torch
     import torch_model
 
     architecture = build.config_from_hf(setting.raw())
     work, vocabulary = WORKS[setting.work], architecture.vocab_size
     batch = work.batch(vocabulary, setting.rows, setting.microsteps)
-    row = {"by": "PyTorch", "how": "FlexAttention + compile", "torch": torch.__version__}
-    row |= dataclasses.asdict(setting)
-    packed = batch
+    hybrid = setting.raw()["model_type"] == "qwen3_5_text"
+    row = {"by": "PyTorch", "torch": torch.__version__} | dataclasses.asdict(setting)
+    packed, notes = batch, []
     if peer == "torch-full":
-        row["how"] += " remat=full"
-    if peer == "torch-branches":
+        notes.append("remat=full")
+    if peer == "torch-branches" or (hybrid and any(p >= 0 for _, p in work.forest())):
         packed = work.packed_branches(vocabulary)
-        row["how"] += f", branches alone, {len(packed.tokens)} rows"
+        notes.append(f"branches alone, {len(packed.tokens)} rows")
+    cuda = torch.cuda.is_available()
     options = torch_model.Options(
         dtype=getattr(torch, setting.dtype),
         remat="full" if peer == "torch-full" else "none",
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        compile=torch.cuda.is_available(),
+        device="cuda" if cuda else "cpu",
+        compile=cuda and not eager,
     )
-    try:
-        frequency, _ = architecture.encodings()["default"]
-        step = torch_model.build_step(setting.raw(), tuple(frequency), packed, options)
-        row |= step.measure()
-    except RuntimeError as reason:
-        return row | {"failed": " ".join(str(reason).split())[:300]}
-    return row | count_rates(build.abstract(architecture), batch, row["step_s"])
+    frequency, _ = architecture.encodings()["default"]
+    kernels = "flash-linear-attention" if hybrid else "FlexAttention"
+    kernels = kernels if cuda else "plain loops"
+    while True:
+        how = f"{kernels} + compile" if options.compile else f"{kernels}, eager"
+        row["how"] = ", ".join([how, *notes])
+        try:
+            step = torch_model.build_step(setting.raw(), tuple(frequency), packed, options)
+            row |= step.measure()
+        except (RuntimeError, ImportError, AttributeError) as reason:
+            why = " ".join(str(reason).split())[:300]
+            if not (hybrid and options.compile):
+                return row | {"failed": why}
+            print(f"torch.compile failed, so without it: {why}", flush=True)
+            row["compile_failed"] = why
+            options = dataclasses.replace(options, compile=False)
+            continue
+        return row | count_rates(build.abstract(architecture), batch, row["step_s"])
 
 
 def start_report(command: str) -> dict:
@@ -398,6 +414,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", nargs="*", default=[], help="axes, as fsdp=4 tensor=2")
     parser.add_argument("--flags", nargs="*", default=[], help="XLA flags, as xla_gpu_x=false")
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=[])
+    parser.add_argument("--eager", action="store_true", help="peers without torch.compile")
     parser.add_argument("--trace", type=Path, help="folder for profiles and compiled programs")
     parser.add_argument("--out", type=Path, help="path without suffix; .json, .txt, .png")
     return parser
@@ -411,9 +428,9 @@ def main(arguments: list[str] | None = None) -> dict:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
     settings = choose_settings(options)
     options.impl = options.impl or [""]
-    return run(
-        settings, choose_settings(options), options.peer, options.out, command, options.trace
-    )
+    asked = choose_settings(options)
+    files = {"out": options.out, "command": command, "trace": options.trace}
+    return run(settings, asked, options.peer, **files, eager=options.eager)
 
 
 if __name__ == "__main__":

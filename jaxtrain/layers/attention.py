@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtrain_kernels import rotate_heads
 
 from jaxtrain.layers.kv_cache import (
     FEW,
@@ -27,11 +28,16 @@ from jaxtrain.layers.kv_cache import (
     seen_slots,
     whole_context,
 )
-from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.linear import (
+    Dtype,
+    Linear,
+    multiply_side_by_side,
+    multiply_together,
+)
 from jaxtrain.layers.mixer import Decoding, Handed, LayerInputs, LayerSpec, Mixer, State
 from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
-from jaxtrain.layers.sharded_attention import attend, attend_cached
+from jaxtrain.layers.sharded_attention import attend, attend_cached, rotate_shards
 from jaxtrain.parallel.rules import constrain
 
 
@@ -190,6 +196,9 @@ class Attention(Mixer):
     def _project(self, x_BTD: jax.Array, angles: Angles | None):
         """The same and the gates [B, T, N, H]; None for what there is not."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
+        found = self._rotate_together(x_BTD, angles)
+        if found is not None:
+            return *found, None
         names = [name for name in ("q", "k", "v", "gate") if getattr(self, name) is not None]
         products = multiply_together(x_BTD, *(getattr(self, name) for name in names))
         made = dict(zip(names, products, strict=True))
@@ -211,12 +220,44 @@ class Attention(Mixer):
             v_BTKH = self.v_norm(v_BTKH)
         return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
 
+    def _rotate_together(
+        self, x_BTD: jax.Array, angles: Angles | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """What `project` says, in one pass over the product in which queries, keys and values lie
+        side by side; None where they do not, or more is done to them than norm and rotation."""
+        more = self.qk_norm == "all_heads" or self.clip is not None or self.output_gate
+        if more or self.v_norm is not None or self.k is None or self.v is None:
+            return None
+        if angles is None or not self._rotates_by_op:
+            return None
+        product_BTF = multiply_side_by_side(x_BTD, self.q, self.k, self.v)
+        if product_BTF is None:
+            return None
+        norms, counts = (self.q_norm, self.k_norm), (self.num_heads, self.num_kv_heads)
+        scales = [norm.scale[...] for norm in norms] if self.qk_norm else None
+        eps = self.q_norm.eps if self.qk_norm else 0.0
+        # `impl` names a backend of attention; of this op it only asks for what XLA runs alone.
+        impl = self.impl if self.impl in ("xla", "reference") else "auto"
+        return rotate_heads(product_BTF, *angles, counts, self.head_dim, scales, eps=eps, impl=impl)
+
+    @property
+    def _rotates_by_op(self) -> bool:
+        """Whether `rotate_heads` is what is done to queries and keys last."""
+        normed = self.qk_norm in ("head", "rotated_head")
+        plain = self.qk_norm == "head" and type(self.q_norm) is RMSNorm
+        return not self.adjacent and (plain or not normed)
+
     def _turn(
         self, x_BTNH: jax.Array | None, norm: RMSNorm | None, angles: Angles | None
     ) -> jax.Array | None:
         """Queries or keys, normed and rotated."""
         if x_BTNH is None:
             return None
+        if angles is not None and self._rotates_by_op and self.impl not in ("xla", "reference"):
+            scale, eps = (norm.scale[...], norm.eps) if self.qk_norm == "head" else (None, 0.0)
+            turned_BTNH = rotate_shards(x_BTNH, angles, scale, eps)
+            if turned_BTNH is not None:
+                return turned_BTNH
         if self.qk_norm == "head":
             x_BTNH = norm(x_BTNH)
         if angles is not None:
@@ -247,11 +288,12 @@ class Attention(Mixer):
         T, S = q_BTNH.shape[1], kept.before.k.shape[1]
         ring, positions_BT = is_ring(kept.before, window), inputs.context.positions
         if isinstance(kept.after, KV | StoredKV):
-            k_BSKH, v_BSKH = kept.after.read(q_BTNH.dtype)
             if T == 1 or (T <= FEW and not ring):
                 until_BT, since_BT = seen_slots(S, T, decoding, window)
-                return attend_cached(q_BTNH, k_BSKH, v_BSKH, until_BT, since_BT, **see)
+                cache, see = kept.after, see | kept.after.scales
+                return attend_cached(q_BTNH, cache.k, cache.v, until_BT, since_BT, **see)
             if not ring:
+                k_BSKH, v_BSKH = kept.after.read(q_BTNH.dtype)
                 context = whole_context(S, positions_BT, decoding)
                 return attend(q_BTNH, k_BSKH, v_BSKH, context, **far)
         # The last of the new tokens may take the slots that the first still look at.

@@ -37,6 +37,11 @@ class KV(NamedTuple):
         """(k, v) to be looked at."""
         return self.k, self.v
 
+    @property
+    def scales(self) -> dict[str, jax.Array]:
+        """What `decode_attention` must be told of k and v as they are stored."""
+        return {}
+
 
 class StoredKV(NamedTuple):
     """The same in 8 bits: a scale for each token and head, so that no token changes another's."""
@@ -54,12 +59,17 @@ class StoredKV(NamedTuple):
         return StoredKV(k, v, k_scale, v_scale)
 
     def read(self, dtype: Dtype) -> tuple[jax.Array, jax.Array]:
-        """See KV; in `dtype`."""
+        """See KV; widened to `dtype`."""
         k, v = (
             (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
             for codes, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
         return k, v
+
+    @property
+    def scales(self) -> dict[str, jax.Array]:
+        """See KV."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Dtype, stored: Stored) -> KV | StoredKV:

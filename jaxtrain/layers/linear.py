@@ -92,17 +92,32 @@ def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     be added. What the backward pass keeps is the product, not its pieces. Of few vectors, as in
     decoding, the product costs less than putting the kernels side by side.
     """
+    product = _multiply(x, linears)
+    if product is None:
+        return [linear(x) for linear in linears]
+    widths = [linear.kernel.shape[-1] for linear in linears]
+    pieces = jax.lax.split(product, widths, axis=x.ndim - 1)
+    return [linear.correct(x, y) for linear, y in zip(linears, pieces, strict=True)]
+
+
+def multiply_side_by_side(x: jax.Array, *linears: Linear) -> jax.Array | None:
+    """`multiply_together` in one array [..., out of all], for who reads the pieces in place; None
+    where they are no pieces of one matmul, or an adapter or a bias adds to them."""
+    bare = all(linear.adapter is None and linear.bias is None for linear in linears)
+    return _multiply(x, linears) if bare else None
+
+
+def _multiply(x: jax.Array, linears: Sequence[Linear]) -> jax.Array | None:
+    """x times all kernels, as one matmul; None where it is none."""
     mesh = jax.sharding.get_abstract_mesh()
     plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
     plain = plain and all(linear.product is None for linear in linears)
     # Pieces of a product that is split over devices would have to be moved.
     split = not mesh.empty and mesh.size > 1
     if not plain or split or math.prod(x.shape[:-1]) < MANY:
-        return [linear(x) for linear in linears]
+        return None
     kernels = [linear.kernel[...].astype(linear.dtype) for linear in linears]
-    product = _whole(x @ jnp.concatenate(kernels, axis=1))
-    pieces = jax.lax.split(product, [kernel.shape[1] for kernel in kernels], axis=x.ndim - 1)
-    return [linear.correct(x, y) for linear, y in zip(linears, pieces, strict=True)]
+    return _whole(x @ jnp.concatenate(kernels, axis=1))
 
 
 @jax.custom_vjp

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtrain_kernels.rotate_heads.reference import to_unit
+from jaxtrain_kernels.rotate_heads.xla import normalise
 
 from jaxtrain.layers.linear import Dtype
 
@@ -83,31 +85,24 @@ class GatedRMSNorm(RMSNorm):
         return normalise_gated(x, gate, self.scale[...], self.eps)
 
 
-# Rematerialised on its own: the backward keeps x, which is there anyway, and none of the float32
-# values in between, which take longer to store and load than to compute.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """The formula of RMSNorm, on arrays."""
-    return _to_unit(x, eps).astype(x.dtype) * scale.astype(x.dtype)
-
-
+# Each formula is rematerialised on its own, as `normalise`, that of RMSNorm.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
 def normalise_alone(x: jax.Array, eps: float) -> jax.Array:
     """The formula of UnitRMSNorm, on arrays."""
-    return _to_unit(x, eps).astype(x.dtype)
+    return to_unit(x, eps).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def normalise_zero_centred(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of ZeroCentredRMSNorm, on arrays."""
-    unit = _to_unit(x, eps)
+    unit = to_unit(x, eps)
     return (unit * (1 + scale.astype(unit.dtype))).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def normalise_precisely(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of PreciseRMSNorm, on arrays."""
-    unit = _to_unit(x, eps)
+    unit = to_unit(x, eps)
     return (unit * scale.astype(unit.dtype)).astype(x.dtype)
 
 
@@ -118,7 +113,7 @@ def normalise_groups(
     """The formula of GroupedRMSNorm, on arrays."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     gated = x.astype(wide) * jax.nn.silu(gate.astype(wide))
-    unit = _to_unit(gated.reshape(*x.shape[:-1], num_groups, -1), eps).reshape(x.shape)
+    unit = to_unit(gated.reshape(*x.shape[:-1], num_groups, -1), eps).reshape(x.shape)
     return (unit * scale.astype(wide)).astype(x.dtype)
 
 
@@ -126,12 +121,6 @@ def normalise_groups(
 def normalise_gated(x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """The formula of GatedRMSNorm, on arrays: rounded to x's dtype before the scale and at the
     end, as transformers does."""
-    unit = _to_unit(x, eps)
+    unit = to_unit(x, eps)
     scaled = unit.astype(x.dtype).astype(unit.dtype) * scale.astype(unit.dtype)
     return (scaled * jax.nn.silu(gate.astype(unit.dtype))).astype(x.dtype)
-
-
-def _to_unit(x: jax.Array, eps: float) -> jax.Array:
-    """x over the root of its mean square, in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

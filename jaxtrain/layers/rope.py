@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain_kernels.rotate_heads.reference import rotate as rotate_halves
+from jaxtrain_kernels.rotate_heads.reference import rotate_pairs
 
 from jaxtrain.errors import UserError
 
@@ -189,17 +191,12 @@ def rotate(x_BTNH: jax.Array, angles: Angles, adjacent: bool = False) -> jax.Arr
     adjacent: pairs are dims 2i and 2i + 1. They come out in the order above, which scores of
     queries and keys that were both turned so do not see.
     """
-    cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
-    if 2 * cos.shape[-1] < x_BTNH.shape[-1]:
-        turned, passed = jnp.split(x_BTNH, [2 * cos.shape[-1]], axis=-1)
-        return jnp.concatenate([rotate(turned, angles, adjacent), passed], axis=-1)
-    x_BTNH, dtype = x_BTNH.astype(cos.dtype), x_BTNH.dtype
-    if adjacent:
-        first, second = x_BTNH[..., 0::2], x_BTNH[..., 1::2]
-    else:
-        first, second = jnp.split(x_BTNH, 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(dtype)
+    if not adjacent:
+        return rotate_halves(x_BTNH, *angles)
+    R = 2 * angles.cos.shape[-1]
+    wide_BTNR = x_BTNH[..., :R].astype(angles.cos.dtype)
+    turned = rotate_pairs(wide_BTNR[..., 0::2], wide_BTNR[..., 1::2], *angles).astype(x_BTNH.dtype)
+    return jnp.concatenate([turned, x_BTNH[..., R:]], axis=-1) if R < x_BTNH.shape[-1] else turned
 
 
 class PositionScale(NamedTuple):

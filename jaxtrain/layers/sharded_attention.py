@@ -1,4 +1,4 @@
-"""The shard_map around the attention kernel: each device its rows, its heads, its queries.
+"""The shard_map around attention's kernels: each device its rows, its heads, its queries.
 
 Keys and values of a row are gathered over the context axis; the tree mask stays exact, because
 every key carries the interval of queries that see it and intervals are shifted, not cut. A causal
@@ -17,9 +17,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtrain_kernels import Context, decode_attention
+from jaxtrain_kernels import Context, decode_attention, rotate_heads
 from jaxtrain_kernels import attention as attention_op
+from jaxtrain_kernels.mosaic import on_hopper
 
+from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
 
 
@@ -83,17 +85,23 @@ def attend_cached(
     since_BT: jax.Array,
     *,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     **options,
 ) -> jax.Array:
     """`jaxtrain_kernels.decode_attention` on whatever mesh is set: a few queries a row, each of
-    which sees the slots from `since` to `until`. Returns [B, T, N, H], placed as q; 0 where one
-    sees none."""
+    which sees the slots from `since` to `until`; k_scale, v_scale [B, S, K] of a cache of 8 bits.
+    Returns [B, T, N, H], placed as q; 0 where one sees none."""
     op = functools.partial(decode_attention, **options)
 
-    def local(q_BTNH, k_BSKH, v_BSKH, sinks, until_BT, since_BT):
-        return op(q_BTNH, k_BSKH[None], v_BSKH[None], 0, until_BT, since_BT, sinks=sinks)
+    def local(q_BTNH, k_BSKH, v_BSKH, k_scale, v_scale, sinks, until_BT, since_BT):
+        k, v, k_scale, v_scale = (
+            None if x is None else x[None] for x in (k_BSKH, v_BSKH, k_scale, v_scale)
+        )
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return op(q_BTNH, k, v, 0, until_BT, since_BT, sinks=sinks, **scales)
 
-    inputs = (q_BTNH, k_BSKH, v_BSKH, sinks, until_BT, since_BT)
+    inputs = (q_BTNH, k_BSKH, v_BSKH, k_scale, v_scale, sinks, until_BT, since_BT)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(*inputs)
@@ -102,8 +110,34 @@ def attend_cached(
     if q_spec[2] != k_spec[2]:  # heads that do not divide: every device takes all of them
         q_spec, k_spec = PartitionSpec(q_spec[0]), PartitionSpec(k_spec[0])
     row = PartitionSpec(q_spec[0], None)
-    specs = (q_spec, k_spec, k_spec, heads_of(q_spec), row, row)
+    of_scale = PartitionSpec(*k_spec[:3])
+    specs = (q_spec, k_spec, k_spec, of_scale, of_scale, heads_of(q_spec), row, row)
     return jax.shard_map(local, in_specs=specs, out_specs=q_spec, check_vma=False)(*inputs)
+
+
+def rotate_shards(
+    x_BTNH: jax.Array, angles: Angles, scale: jax.Array | None, eps: float
+) -> jax.Array | None:
+    """`jaxtrain_kernels.rotate_heads` of heads that lie on several Hopper GPUs, placed as x; scale
+    [H] or None. None on one device, where the op reads what heads are cut from, and on others,
+    where the partitioner knows as much."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or not on_hopper():
+        return None
+    spec = partition_spec(("rows", "length", "act_heads", None), x_BTNH.shape, mesh)
+
+    def local(x_BTNH, cos, sin, scale):
+        flat_BTF, (*_, N, H) = x_BTNH.reshape(*x_BTNH.shape[:2], -1), x_BTNH.shape
+        scales = None if scale is None else [scale]
+        return rotate_heads(flat_BTF, cos, sin, (N,), H, scales, eps=eps)[0]
+
+    by_token = PartitionSpec(*spec[:2])
+    return jax.shard_map(
+        local,
+        in_specs=(spec, by_token, by_token, PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )(x_BTNH, *angles, scale)
 
 
 def heads_of(q_spec: PartitionSpec) -> PartitionSpec:

@@ -9,6 +9,7 @@ from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
 from jaxtrain_kernels.logp_of_logits import logp_of_logits
 from jaxtrain_kernels.recurrence.conv import causal_conv
+from jaxtrain_kernels.rotate_heads import rotate_heads
 from jaxtrain_kernels.ssd import ssd
 from jaxtrain_kernels.tree_attention import attention
 from jaxtrain_kernels.weighted_logp import weighted_logp
@@ -27,6 +28,7 @@ __all__ = [
     "logp_gather",
     "logp_of_logits",
     "moe_ffn",
+    "rotate_heads",
     "ssd",
     "weighted_logp",
 ]

@@ -3,9 +3,12 @@
 The Mosaic GPU interface changes between jax releases, so kernels take its names from here only.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 try:
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,6 +16,7 @@ except ImportError:  # a jax without Mosaic GPU: `require_hopper` declines
     plgpu = None
 
 TESTED = (0, 11)  # the jax series that the kernels are written and tested for
+ZERO_BYTES = 32768  # of one copy in `zeros`
 TARGETS = ("H100", "H200", "H800", "GH200", "H20")
 
 
@@ -21,10 +25,14 @@ def require_hopper() -> None:
     if plgpu is None or jax.__version_info__[:2] != TESTED:
         series = ".".join(map(str, TESTED))
         raise NotImplementedError(f"written for jax {series}, found {jax.__version__}")
-    kind = device_kind()
-    if not any(target in kind for target in TARGETS):
-        raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {kind!r}")
+    if not on_hopper():
+        raise NotImplementedError(f"needs an NVIDIA Hopper GPU, the device is {device_kind()!r}")
     require_local()
+
+
+def on_hopper() -> bool:
+    """Whether the program being traced is for GPUs of that generation."""
+    return any(target in device_kind() for target in TARGETS)
 
 
 def require_local() -> None:
@@ -60,12 +68,15 @@ def launch(
     grid: dict[str, int],
     warpgroups: int,
     by_lane: bool = False,
+    onto: tuple[jax.Array, ...] = (),
 ):
     """`kernel` on arrays, over a grid of one named axis of thread blocks.
 
     Each has `warpgroups` that compute and one more that moves memory: axis "group". `arrays` and
     `scratch` are lists of trees; the kernel gets references to the arrays, to the results and to
-    the scratch memory in the same trees.
+    the scratch memory in the same trees. Returns the tree of `out_type`; with `onto`, which is what
+    the first results hold before (the others begin undefined), a list of these and those of
+    `out_type`.
     """
     ((axis, size),) = grid.items()
     semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if by_lane else {}
@@ -81,12 +92,72 @@ def launch(
         # exp2, log and divisions are the hardware's own approximations.
         compiler_params=plgpu.CompilerParams(approx_math=True, **semantics),
     )
-    return run(*arrays)
+    if not onto:
+        return run(*arrays)
+    held = [jax.new_ref(x) for x in onto]
+    found = run(*arrays, *held)
+    return [*map(jax.freeze, held), *found]
+
+
+def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
+    """jnp.zeros of whole pieces of 32 KiB, written by TMA."""
+    size = math.prod(shape)
+    lanes = ZERO_BYTES // jnp.dtype(dtype).itemsize
+    assert size % lanes == 0, (shape, dtype)
+    pieces = size // lanes
+    programs = min(pieces, 2 * num_cores())
+
+    def kernel(out, piece):
+        piece[...] = jnp.zeros(lanes, dtype)
+        plgpu.commit_smem()
+
+        @pl.loop(0, pl.cdiv(pieces - lax.axis_index("program"), jnp.int32(programs)))
+        def _(i):
+            place = lax.axis_index("program") + i * programs
+            plgpu.copy_smem_to_gmem(piece, out.at[place])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    out_type, scratch = jax.ShapeDtypeStruct((pieces, lanes), dtype), plgpu.SMEM((lanes,), dtype)
+    grid = {"program": programs}
+    return launch(kernel, "zeros", out_type, [scratch], [], grid=grid, warpgroups=0).reshape(shape)
 
 
 def tanh(x):
     """In float32 to 1e-6: the hardware's own instruction has only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * 2.885390081777927))  # 2 / ln 2
+
+
+def nearest_int(x, layout):
+    """int32 nearest to float32 in [-2^31, 2^31), for an array in `layout`: one instruction for the
+    four of jnp.round and astype."""
+
+    # Names what it does: tests interpret it.
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout),
+    )
+    def nearest_int(context, array):
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        instruction = i32, "cvt.rni.s32.f32 $0, $1;", "=r,f"
+
+        def convert(register):
+            shape = ir.VectorType(register.type).shape
+            found = llvm.mlir_undef(ir.VectorType.get(shape, i32))
+            for i in range(*shape):
+                place = {"dynamic_position": [], "static_position": [i]}
+                number = vector.extract(register, **place)
+                kind, text, constraints = instruction
+                number = llvm.inline_asm(kind, [number], text, constraints, has_side_effects=False)
+                found = vector.insert(number, found, **place)
+            return found
+
+        return array._pointwise(convert, output_is_signed=True)
+
+    return nearest_int(x)
 
 
 def opaque(number):
@@ -95,15 +166,17 @@ def opaque(number):
     return lax.optimization_barrier(number)
 
 
-def swizzled(shape, dtype):
-    """Shared memory in the 128-byte-swizzled layout of TMA and wgmma."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype))
+def swizzled(shape, dtype, columns: int | None = None):
+    """Shared memory in the swizzled layout of TMA and wgmma, whose rows are 128 bytes; or fewer,
+    where pieces of `columns` are read."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, columns))
 
 
-def swizzle(dtype):
+def swizzle(dtype, columns: int | None = None):
     """The transforms of that layout."""
-    lanes = 128 // jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
+    itemsize = jnp.dtype(dtype).itemsize
+    lanes = 128 // itemsize if columns is None else columns
+    return (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * itemsize))
 
 
 def device_kind() -> str:

@@ -9,6 +9,7 @@ import pytest
 NEWEST = "0.11"
 LONG = {
     "test_kernels_decode_attention",
+    "test_kernels_decode_attention_codes",
     "test_kernels_grouped_matmul",
     "test_kernels_logp_of_logits",
     "test_kernels_moe_gpu",

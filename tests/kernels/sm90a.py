@@ -155,11 +155,12 @@ def moe_step(
     return jax.grad(loss, trained), x, experts, gates, *weights, *factors
 
 
-def gated_delta_step():
+def gated_delta_step(packed: bool = False):
     from jaxtrain_kernels import gated_delta
 
-    def loss(q, k, v, g, beta, until):
-        out, _ = gated_delta(q, k, v, g, beta, until, impl="mosaic_gpu")
+    def loss(q, k, v, g, beta, until, prev):
+        rows = (until, prev if packed else None)
+        out, _ = gated_delta(q, k, v, g, beta, *rows, impl="mosaic_gpu")
         return out.astype(jnp.float32).sum()
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16) for n in (16, 16, 32)]
@@ -168,12 +169,33 @@ def gated_delta_step():
         jax.value_and_grad(loss, range(5)),
         *heads,
         *gates,
-        jax.ShapeDtypeStruct((1, 8192), jnp.int32),
+        *[jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2,
     )
 
 
+def rotate_heads_step(head_dim=128, rotated=None, normed=True):
+    from jaxtrain_kernels import rotate_heads
+
+    N, K = 16, 8
+
+    def loss(x, cos, sin, *scales):
+        parts = rotate_heads(x, cos, sin, (N, K), head_dim, scales or None, impl="mosaic_gpu")
+        return sum(part.astype(jnp.float32).sum() for part in parts)
+
+    x = jax.ShapeDtypeStruct((1, 8192, (N + 2 * K) * head_dim), jnp.bfloat16)
+    angles = [jax.ShapeDtypeStruct((1, 8192, (rotated or head_dim) // 2), jnp.float32)] * 2
+    scales = [jax.ShapeDtypeStruct((head_dim,), jnp.float32)] * (2 if normed else 0)
+    trained = (0, 3, 4) if normed else 0
+    return jax.value_and_grad(loss, trained), x, *angles, *scales
+
+
 def main():
+    for head_dim in (64, 128):
+        report(f"rotate_heads d{head_dim}", *rotate_heads_step(head_dim))
+        report(f"rotate_heads d{head_dim} bare", *rotate_heads_step(head_dim, normed=False))
+    report("rotate_heads d128 partial", *rotate_heads_step(rotated=64))
     report("gated_delta", *gated_delta_step())
+    report("gated_delta packed", *gated_delta_step(packed=True))
     report("moe", *moe_step())
     report("moe lora", *moe_step(rank=16))
     report("moe uneven", *moe_step(sizes=(2880, 2880, 32)))
@@ -190,9 +212,6 @@ def main():
             "window": {"window": 64},
         }.items():
             report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
-    for name, settings in {"": {}, "softcap": {"softcap": 30.0}}.items():
-        step = attention_step(128, impl="mosaic_gpu_fused", **settings)
-        report(f"attention d128 {name}".strip(), *step)
 
 
 if __name__ == "__main__":

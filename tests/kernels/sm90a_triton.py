@@ -39,22 +39,20 @@ def report(folder: Path, case: str, function, *shapes):
         print(json.dumps(row), flush=True)
 
 
-def decode_call(head_dim, dtype, heads=16, softcap=None, config=None):
-    from jaxtrain_kernels.decode_attention import decode_attention, gpu
+def decode_call(head_dim, dtype, heads=16, softcap=None, stored=None):
+    """stored: the dtype of the cache's codes, where it has these."""
+    from jaxtrain_kernels import decode_attention
 
     q = jax.ShapeDtypeStruct((128, heads, head_dim), dtype)
-    cache = jax.ShapeDtypeStruct((4, 128, 1280, 8, head_dim), dtype)
+    cache = jax.ShapeDtypeStruct((4, 128, 1280, 8, head_dim), stored or dtype)
+    scales = [jax.ShapeDtypeStruct(cache.shape[:-1], jnp.float32)] * 2 if stored else []
     layer, until = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (128,)))
 
-    def call(q, k, v, layer, until):
-        if config is None:
-            return decode_attention(q, k, v, layer, until, softcap=softcap, impl="gpu")
-        until = until[:, None]
-        return gpu.run(
-            config, q[:, None], k, v, layer, until, until * 0, scale=0.1, softcap=softcap
-        )
+    def call(q, k, v, layer, until, *scales):
+        named = dict(zip(("k_scale", "v_scale"), scales, strict=bool(scales)))
+        return decode_attention(q, k, v, layer, until, softcap=softcap, impl="gpu", **named)
 
-    return call, q, cache, cache, layer, until
+    return call, q, cache, cache, layer, until, *scales
 
 
 def delta_step():
@@ -78,6 +76,8 @@ def main():
             name = f"d{head_dim} {dtype}" + (" softcap" if softcap else "")
             report(folder, name, *decode_call(head_dim, dtype, softcap=softcap))
     report(folder, "d128 bfloat16 16 to 1", *decode_call(128, "bfloat16", heads=128))
+    for head_dim, stored in itertools.product((64, 128, 256), ("int8", "float8_e4m3fn")):
+        report(folder, f"d{head_dim} {stored}", *decode_call(head_dim, "bfloat16", stored=stored))
     report(folder, "delta", *delta_step())
 
 

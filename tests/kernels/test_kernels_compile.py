@@ -11,9 +11,12 @@ PTXAS = Path("/usr/local/cuda/bin/ptxas")
 
 ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are not named: none
     ("gated_delta", "gated_delta_prepare"): 16,
-    ("gated_delta", "gated_delta_walk"): 24,
+    ("gated_delta", "gated_delta_walk"): 4,
     ("gated_delta", "gated_delta_walk_back"): 24,
-    ("gated_delta", "gated_delta_gradients"): 216,
+    ("gated_delta", "gated_delta_gradients"): 228,
+    ("gated_delta packed", "gated_delta_prepare"): 16,
+    ("gated_delta packed", "gated_delta_walk_back"): 24,
+    ("gated_delta packed", "gated_delta_gradients"): 228,
     ("moe clamped", "grouped_gated_gradient"): 4,
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
@@ -47,11 +50,14 @@ def test_kernels_compile_for_hopper():
         "logp_exponentials",
         "logp_of_logits",
         "logp_statistics",
+        "rotate_heads",
+        "rotate_heads_back",
         "tree_attention_bwd",
         "tree_attention_dkv",
         "tree_attention_dq",
         "tree_attention_fwd",
         "tree_attention_gather",
+        "zeros",
     }
     spilled = {(row["case"], row["kernel"]): row["spills"] for row in rows}
     too_many = {what: n for what, n in spilled.items() if n > ALLOWED.get(what, 0)}

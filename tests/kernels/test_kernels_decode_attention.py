@@ -29,7 +29,7 @@ def numpy_decode_attention(q, k, v, until, since, scale, softcap=None):
     return out
 
 
-def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softcap=None):
+def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softcap=None, **more):
     """The GPU kernel on the CPU."""
     few = q.ndim == 4
     found = gpu.run(
@@ -42,6 +42,7 @@ def interpreted(config, q, k, v, layer, until, since=None, *, scale=None, softca
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         interpret=True,
+        **more,
     )
     return found.reshape(q.shape)
 

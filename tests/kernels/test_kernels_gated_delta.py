@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import causal_conv, gated_delta, testing
-from jaxtrain_kernels.gated_delta import gpu_decode, reference, xla
+from jaxtrain_kernels.gated_delta import gpu_decode, gpu_windows, reference, xla
 from jaxtrain_kernels.gated_delta.cases import CASES
 from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT, count_slots, cut_rows
 
@@ -135,6 +135,45 @@ def test_chunks_are_chains_and_states_are_where_they_are_looked_for(name):
             if leave_at < count_slots(T):
                 slots[leave_at] = last
     assert sorted(seen) == sorted({t for path in branches for t in path})
+
+
+@pytest.mark.parametrize(
+    "forest",
+    [
+        testing.random_forest(np.random.default_rng(3), 250, 40),
+        testing.documents([3, 130, 1, 64, 5, 40]),
+        testing.agent_tree(4, 50, 9),
+        [(64, -1), (64, -1), (100, 1), (13, 1), (9, -1)],
+    ],
+)
+def test_windows_of_the_hopper_kernels(forest):
+    """A chunk's tokens lie in its window, which TMA can move; every token is in one chunk; numbers
+    go to windows and back; blank is what no whole chunk writes."""
+    T, C, tile = 264, gpu_windows.C, gpu_windows.TILE  # not whole blocks of C
+    row, count = testing.pack(forest, T), sum(size for size, _ in forest)
+    until = np.where(np.arange(T) < count, row["until"], 0).astype(np.int32)[None]
+    prev = row["prev"].astype(np.int32)[None]
+    links, _ = gpu_windows.find_links(jnp.asarray(until), 2, gpu_windows.cut(prev, until))
+    window, offset, length = (np.asarray(x[0]) for x in (links.window, links.offset, links.length))
+    total = int(links.total[0])
+    assert 0 < total <= len(window) and (length[:total] > 0).all() and not length[total:].any()
+    assert (window % tile == 0).all() and (window + C <= T).all() and (window >= 0).all()
+    assert (offset >= 0)[:total].all() and (offset + length <= C)[:total].all()
+    first = (window + offset)[:total]
+    ranges = list(zip(first, length, strict=False))
+    tokens = np.concatenate([np.arange(s, s + n) for s, n in ranges])
+    assert sorted(tokens) == list(range(count))
+
+    x = np.random.default_rng(0).standard_normal((1, T, 3), np.float32)
+    by_chunk = gpu_windows.by_chunk(links, jnp.asarray(x), False)
+    assert by_chunk.shape == (1, len(window), 3, C)
+    back = gpu_windows.from_chunks(links, by_chunk, False, T)
+    np.testing.assert_array_equal(back[0], np.where(np.arange(T)[:, None] < count, x[0], 0.0))
+
+    whole = {t for s, n in ranges if n == C for t in range(s // tile, (s + n) // tile)}
+    bits = np.asarray(links.blank[0])
+    found = {t for t in range(T // tile) if bits[t * tile // C] >> (t % (C // tile)) & 1}
+    assert found == set(range(T // tile)) - whole
 
 
 def test_a_row_in_pieces_ends_in_the_same_state():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import testing
-from jaxtrain_kernels.gated_delta import gpu_gradients, gpu_order, mosaic_gpu, xla
+from jaxtrain_kernels.gated_delta import gpu_gradients, gpu_windows, mosaic_gpu, xla
 from jaxtrain_kernels.gated_delta.cases import Case
 from mosaic_interpreter import interpreted
 
@@ -41,7 +41,7 @@ def by_xla(*arrays):
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     """No thread blocks for chunks that are not there, and some that go through several."""
-    monkeypatch.setattr(gpu_order, "capacity", lambda tokens, chain: 5)
+    monkeypatch.setattr(gpu_windows, "capacity", lambda tokens, chain: 5)
     monkeypatch.setattr(gpu_gradients, "num_cores", lambda: 2)
 
 
@@ -101,7 +101,7 @@ def test_groups_of_heads_are_put_together_again(monkeypatch):
     arrays[3:] = [x[..., 0] for x in arrays[3:]]
     state = jnp.arange(16.0).reshape(2, 8, 1, 1)
     arrays += [state, arrays[2], state]
-    links = gpu_order.order_rows(None, jnp.full((2, 3), 3, jnp.int32), 1)[0]
+    links = gpu_windows.find_links(jnp.full((2, 3), 3, jnp.int32), 1, None)[0]
     monkeypatch.setattr(mosaic_gpu, "STATES", 32)
 
     def negative(options, links, slots, *part):

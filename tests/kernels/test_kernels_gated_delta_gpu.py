@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import testing
-from jaxtrain_kernels.gated_delta import gpu_order, gpu_prepare, mosaic_gpu, reference, xla
+from jaxtrain_kernels.gated_delta import gpu_windows, mosaic_gpu, reference, xla
 from jaxtrain_kernels.gated_delta.cases import Case
 from mosaic_interpreter import interpreted
 
@@ -59,7 +59,7 @@ def test_interpreted_outputs(order, gates):
     inputs, options = draw(order, gates)
 
     def kernels(*arrays):
-        chunks = gpu_order.cut(arrays[6], arrays[5]) if order == "two lists" else None
+        chunks = gpu_windows.cut(arrays[6], arrays[5]) if order == "two lists" else None
         return mosaic_gpu.run(options, *arrays, chunks)
 
     with interpreted(detect_races=gates != "slow"):
@@ -77,14 +77,16 @@ def test_interpreted_outputs(order, gates):
 def test_interpreted_inverses_where_keys_repeat():
     """T to the rounding of its bfloat16, beside float64: powers of A would have overflowed."""
     inputs, options = draw("tree", "hard")
-    links, _ = gpu_order.order_rows(*(jnp.asarray(inputs[n]) for n in ("prev", "until")), 1)
+    prev, until = (jnp.asarray(inputs[n]) for n in ("prev", "until"))
+    links, _ = gpu_windows.find_links(until, 1, gpu_windows.cut(prev, until))
     low = [jnp.asarray(inputs[n], jnp.bfloat16) for n in ("q", "k", "v")]
     high = [jnp.asarray(inputs[n]) for n in ("g", "beta")]
-    ordered = mosaic_gpu._in_order(options, links, *low, *high)
     with interpreted():
-        found, _ = gpu_prepare.prepare(ordered, links)
-    k = np.asarray(ordered.k[0, : gpu_order.C, 0], np.float64)
-    G, beta = (np.asarray(x[0, 0, 1], np.float64) for x in (ordered.G, ordered.beta))
+        chunked, _ = mosaic_gpu.make_chunks(options, links, *low, *high, blank=())
+    k = np.asarray(chunked.k[0, : gpu_windows.C, 0], np.float64)
+    G, beta = (np.asarray(x[0, 0, 1], np.float64) for x in (chunked.G, chunked.beta))
     A = np.tril(beta[:, None] * (k @ k.T) * np.exp(G[:, None] - G[None]), -1)
     exact = np.linalg.inv(np.eye(len(A)) + A)
-    np.testing.assert_allclose(np.asarray(found[0, 0, 1], np.float64), exact, rtol=2**-8, atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(chunked.T[0, 0, 1], np.float64), exact, rtol=2**-8, atol=1e-4
+    )

@@ -3,7 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtrain_kernels import Context, attention, logp_gather, logp_of_logits, weighted_logp
+from jaxtrain_kernels import (
+    Context,
+    attention,
+    logp_gather,
+    logp_of_logits,
+    rotate_heads,
+    weighted_logp,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +75,16 @@ def test_logp_of_logits(impl, dtype):
         return sum(x.sum() for x in jax.tree.leaves(found))
 
     assert jax.grad(loss)(logits).dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotate_heads(impl, dtype):
+    x, angle = jnp.ones((1, 4, 64), dtype), jnp.ones((1, 4, 4))
+
+    def loss(x, scale):
+        outs = rotate_heads(x, angle, angle, (2, 1), 16, [scale, scale], impl=impl)
+        return sum(out.astype(jnp.float32).sum() for out in outs)
+
+    gradient = jax.grad(loss, (0, 1))(x, jnp.ones((16,)))
+    assert [g.dtype for g in gradient] == [jnp.dtype(dtype), jnp.float32]

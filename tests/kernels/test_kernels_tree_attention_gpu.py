@@ -12,6 +12,7 @@ from jaxtrain_kernels.tree_attention import (
     blocks,
     gpu_dkv,
     gpu_dq,
+    gpu_fused,
     gpu_fwd,
     gpu_tiles,
     mosaic_gpu,
@@ -22,11 +23,12 @@ from mosaic_interpreter import interpreted, require
 from test_kernels_tree_attention import ancestor_mask, arguments, case_mask, compare
 
 
-def options(head_dim, window=None, softcap=None, programs=2, fused=False):
+def options(head_dim, window=None, softcap=None, programs=2):
     """Few thread blocks, so that each goes through several tiles."""
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
     dq = dataclasses.replace(gpu_dq.heuristic(head_dim, window is not None), programs=programs)
     settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
+    fused = gpu_fused.takes(head_dim, window)
     return mosaic_gpu.Options(settings, forward, gpu_dkv.heuristic(head_dim), dq, fused=fused)
 
 
@@ -106,17 +108,16 @@ def test_documents_keep_their_order():
 
 SETTINGS = {
     "d64_grouped": {"H": 64, "N": 2, "K": 1},
-    "d128": {"H": 128, "N": 1, "K": 1},
+    "d128_grouped": {"H": 128, "N": 2, "K": 1},
     "d256": {"H": 256, "N": 1, "K": 1},
     "d64_softcap": {"H": 64, "N": 1, "K": 1, "softcap": 2.0},
+    "d128_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0},
     "d256_softcap": {"H": 256, "N": 2, "K": 1, "softcap": 2.0, "T": 130, "used": 128},
     "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
-    "d128_fused": {"H": 128, "N": 2, "K": 1, "fused": True},
-    "d128_fused_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0, "fused": True},
 }
-SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_fused"}
+SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_interpreted_kernels(name, monkeypatch):
     Not under jit: interpreted kernels that run side by side starve a small thread pool.
     """
     monkeypatch.setattr(blocks, "WORTH", 2.0)  # keys are always put into another order
-    defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None, "fused": False}
+    defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None}
     case = defaults | SETTINGS[name]
     B, T, N, K, H = (case[n] for n in "BTNKH")
     rng = np.random.default_rng(7)
@@ -143,7 +144,7 @@ def test_interpreted_kernels(name, monkeypatch):
     until = jnp.asarray(np.stack([row["until"] for row in rows]))
     positions = None if case["window"] is None else jnp.asarray(depth)
     context = Context(until, None, positions, positions)
-    setting = options(H, case["window"], case["softcap"], fused=case["fused"])
+    setting = options(H, case["window"], case["softcap"])
 
     def kernels(q, k, v):
         return mosaic_gpu.run(setting, q, k, v, context)
@@ -227,16 +228,15 @@ def test_lowers_for_a_hopper_gpu(H):
 
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    kernels = {"mosaic_gpu": ["fwd", "gather", "dkv", "dq"], "mosaic_gpu_fused": ["fwd", "bwd"]}
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.sharding.use_abstract_mesh(mesh), strict[0], strict[1]:
         for settings in ({}, {"softcap": 30.0}, {"window": 100}):
-            for impl in list(kernels)[: 2 if H == 128 else 1]:
-                step = jax.grad(functools.partial(loss, impl=impl, **settings), (0, 1, 2))
-                traced = jax.jit(step).trace(*shapes(H, T=1000))
-                text = traced.lower(lowering_platforms=("cuda",)).as_text()
-                for kernel in kernels[impl]:
-                    assert f"tree_attention_{kernel}" in text
+            backward = ["bwd"] if gpu_fused.takes(H, settings.get("window")) else ["dkv", "dq"]
+            step = jax.grad(functools.partial(loss, **settings), (0, 1, 2))
+            traced = jax.jit(step).trace(*shapes(H, T=1000))
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            for kernel in ("fwd", "gather", *backward):
+                assert f"tree_attention_{kernel}" in text
 
 
 def test_several_devices_need_shard_map():
@@ -302,12 +302,6 @@ def test_other_dims_are_filled_with_zeros(monkeypatch):
         compared = [np.asarray(x, np.float32) for x in (actual, expected)]
         np.testing.assert_allclose(*compared, rtol=2**-7, atol=2**-7)
     assert seen == [(256,) * 3, (128,) * 3, (64,) * 3]
-
-
-def test_fused_takes_head_dim_128_only():
-    x, until = jnp.zeros((1, 128, 1, 64), jnp.bfloat16), jnp.full((1, 128), 128, jnp.int32)
-    with pytest.raises(NotImplementedError, match="head dim 64 is not 128"):
-        attention(x, x, x, Context(until), impl="mosaic_gpu_fused")
 
 
 def test_declines_without_a_hopper_gpu():

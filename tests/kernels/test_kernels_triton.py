@@ -288,11 +288,11 @@ def test_declines(monkeypatch, op, options, reason):
         call_of(op, **options)()
 
 
-def test_auto_does_not_take_them(monkeypatch):
-    """Until they have run on a GPU, even where they would take the call."""
-    for package in (attention, grouped_matmul, logp_gather, weighted_logp, logp_of_logits):
+def test_auto_takes_them_before_xla():
+    """Where they are installed and Mosaic declines."""
+    for package in (attention, grouped_matmul, moe_ffn, weighted_logp, logp_gather, logp_of_logits):
         names = list(sys.modules[package.__module__].BACKENDS)
-        assert names.index("xla") < names.index("triton")
+        assert names.index("mosaic_gpu") < names.index("triton") < names.index("xla")
 
 
 def test_blocks_of_a_small_layer():

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/plugin"
 SMALL = (
     *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64"),
     *("model.architecture.num_hidden_layers=1", "data.sequence_len=128"),
-    *("sampling.max_new_tokens=4", "run.max_steps=4", "rollout.reward_workers=1"),
+    *("sampling.max_new_tokens=16", "run.max_steps=4", "rollout.reward_workers=1"),
     *("log.report=false", "log.plot=false"),
 )
 

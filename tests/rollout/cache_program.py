@@ -13,6 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.layers.attention import store_cache
+from jaxtrain.layers.kv_cache import Stored
 from jaxtrain.models import build
 from jaxtrain.rollout.local import slots, speculation
 from jaxtrain.rollout.local.draws import Kind
@@ -38,10 +40,11 @@ RAW = {
 }
 
 
-def compile_chunk(scan: bool, dtype: str, sharding=None):
-    """(decode_chunk for 8 rows of 2,048 slots, shape of one layer's k)."""
+def compile_chunk(scan: bool, dtype: str, sharding=None, stored: Stored = "default"):
+    """(decode_chunk for 8 rows of 2,048 slots, shape of one layer's k); stored: how it is kept."""
     config = build.config_from_hf(RAW)
     model = build.abstract(config, param_dtype=dtype, dtype=dtype, scan_layers=scan)
+    store_cache(model, stored)
     return compile_rows(slots.decode_chunk, model, sharding)
 
 
@@ -99,6 +102,9 @@ def main():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for scan in (True, False):
             print(json.dumps(describe(*compile_chunk(scan, "bfloat16", whole))), flush=True)
+        for stored in ("int8", "fp8"):
+            found = describe(*compile_chunk(False, "bfloat16", whole, stored))
+            print(json.dumps(found), flush=True)
         print(json.dumps(describe(*compile_cycles("bfloat16", whole))), flush=True)
 
 

@@ -35,8 +35,8 @@ def test_on_a_hopper_gpu():
     script = Path(__file__).with_name("cache_program.py")
     printed = run_script(script, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert len(rows) == 3
-    for row in rows[:2]:
+    assert len(rows) == 5
+    for row in rows[:4]:  # the last two of them in 8 bits: never widened either
         check(row)
         assert row["temp"] < row["cache"] / 4  # not even a layer
-    assert set(rows[2]["made"]) <= IN_PLACE, "cycles with a draft"
+    assert set(rows[4]["made"]) <= IN_PLACE, "cycles with a draft"

@@ -127,16 +127,36 @@ def make_draw(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return Draw(*(jnp.full(rows, column) for column in columns))
 
 
-def test_drawn_frequencies_match_the_softmax():
+@pytest.mark.parametrize(
+    ("V", "bound"),
+    # 7 and 299 degrees of freedom: exceeded once in a thousand seeds
+    [(8, 24.3), (300, 380.0)],
+)
+@pytest.mark.parametrize("truncate", [False, True])
+def test_drawn_frequencies_match_the_softmax(V, bound, truncate):
+    """Also with tokens in several classes, the last of them short."""
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal(8).astype(np.float32)
+    logits = rng.standard_normal(V).astype(np.float32)
     draws = 20000
     keys = jax.random.split(jax.random.key(1), draws)
-    draw = make_draw(draws, 0.7)
-    tokens, _ = sample(jnp.tile(logits, (draws, 1)), keys, draw, Kind(random=True, truncate=False))
-    expected = draws * np.exp(log_softmax(logits / 0.7))
-    chi_square = ((np.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum()
-    assert chi_square < 24.3  # 7 degrees of freedom: exceeded once in a thousand seeds
+    draw = make_draw(draws, 0.7, min_p=1e-9 if truncate else 0.0)
+    tokens, logprobs = sample(
+        jnp.tile(logits, (draws, 1)), keys, draw, Kind(random=True, truncate=truncate)
+    )
+    exact = log_softmax(logits / 0.7)
+    expected = draws * np.exp(exact)
+    chi_square = ((np.bincount(tokens, minlength=V) - expected) ** 2 / expected).sum()
+    assert chi_square < bound
+    np.testing.assert_allclose(logprobs, exact[np.asarray(tokens)], atol=2e-6)
+
+
+def test_a_greedy_row_among_random_ones_takes_the_first_of_the_best():
+    logits = np.random.default_rng(0).integers(-3, 3, (9, 700)).astype(np.float32)
+    keys, draw = jax.random.split(jax.random.key(0), 9), make_draw(9, 0.0)
+    for truncate in (False, True):
+        tokens, logprobs = sample(logits, keys, draw, Kind(random=True, truncate=truncate))
+        np.testing.assert_array_equal(tokens, logits.argmax(1))
+        np.testing.assert_allclose(logprobs, log_softmax(logits).max(1), atol=2e-6)
 
 
 def keep_by_numpy(logits, top_k, top_p, min_p):

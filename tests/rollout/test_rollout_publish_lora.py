@@ -1,5 +1,6 @@
 """Adapters on their way to servers: a new name and folder a version, what becomes of old ones."""
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -109,6 +110,22 @@ def test_a_server_that_does_not_see_the_disk_is_sent_the_files(tmp_path, transpo
     assert sum("over HTTP" in line for line in said) == (transport == "auto")
     assert list(there.iterdir()) == list(tmp_path.iterdir()) == []
     assert (fakes[1].store._folder is None) == (transport == "auto")
+
+
+def test_a_version_is_sent_once_though_a_watcher_waits_to_bring_it_too(tmp_path):
+    fakes = [FakeVllm(), FakeVllm()]
+    take, sent = fakes[0].store.handle, []
+
+    async def take_slowly(method, name, *rest):
+        sent.append((method, name))
+        await asyncio.sleep(0.5)  # the other server is up by then, and a watcher looks at this one
+        return await take(method, name, *rest)
+
+    fakes[0].store.handle = take_slowly
+    with open_lora(fakes, tmp_path, adapter_transport="http") as (engine, publisher, _):
+        publisher.publish(0, 8)
+        time.sleep(0.5)
+        assert sent == [("PUT", next(tmp_path.iterdir()).name)]
 
 
 def test_a_server_that_dies_while_it_is_sent_an_adapter_is_dropped(tmp_path):

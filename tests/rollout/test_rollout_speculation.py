@@ -13,7 +13,7 @@ from toy_draft import ToyDraft
 from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.rollout.acceptance import Acceptance
 from jaxtrain.rollout.local import slots
-from jaxtrain.rollout.local.draws import Kind, read_draws
+from jaxtrain.rollout.local.draws import Kind, read_draws, sample
 from jaxtrain.rollout.local.sampler import LocalSampler
 from jaxtrain.rollout.local.speculation import Drafted, draw_all, speculate_chunk
 from jaxtrain.rollout.types import Sampling
@@ -108,7 +108,8 @@ def test_answers_are_those_of_plain_decoding(models, plain):
     found = ask(sampler, prompts)
     check_same(found, answers)
     assert sampler.acceptance.cycles == sum(len(one.lengths) for one in found)
-    assert {1, 3, K + 1} <= {length for one in found for length in one.lengths}
+    # No guess, some and all accepted.
+    assert {1, K + 1} < {length for one in found for length in one.lengths}
     assert 1.5 < sampler.acceptance.mean < 3.5
     for one in found:
         # Every token but the first is a guess that was accepted, or what a cycle drew behind them.
@@ -187,11 +188,14 @@ def test_noise_is_that_of_plain_draws(models):
     draws = read_draws([Sampling(temperature=1.0), Sampling(temperature=0.5)])
     keys = jax.random.split(jax.random.key(3), 2)
     rows = rows._replace(keys=keys, count=np.array([4, 9], np.int32), draw=draws)
-    tokens, _ = draw_all(np.zeros((2, 3, 61), np.float32), rows, Kind(True, False))
+    kind = Kind(True, False)
+    tokens, _ = draw_all(np.zeros((2, 3, 61), np.float32), rows, kind)
     for row, count in enumerate(rows.count):
+        draw = read_draws([Sampling(temperature=float(draws.temperature[row]))])
         for place in range(3):
             key = jax.random.fold_in(keys[row], count + place)
-            assert tokens[row, place] == jax.random.categorical(key, np.zeros(61, np.float32))
+            alone, _ = sample(np.zeros((1, 61), np.float32), key[None], draw, kind)
+            assert tokens[row, place] == alone[0]
 
 
 @pytest.mark.slow

@@ -99,6 +99,8 @@ class LoraPublisher:
         deadline = Deadline(self.servers.config.sync_seconds)
         with server.alone(deadline):
             epoch, version = server.epoch, self.version
+            if server.state == "up" and server.version == version and not self.servers.asleep:
+                return  # who had it alone before, a publish or a watcher, has just brought it
             if server.state in ("new", "down"):
                 self._loaded[server].clear()  # it was restarted, or its state is not known
             if self.servers.asleep:

@@ -24,6 +24,8 @@ def decode_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Softmax attention of one query per row, or of a few; returns q's shape and dtype.
@@ -34,8 +36,13 @@ def decode_attention(
     none outside of [0, S), and a query that sees none returns 0. Scores are q.k * scale (default
     H**-0.5), then softcap * tanh(score / softcap); sinks float [N] are one more score of each head,
     without a value. Products are in the cache's dtype, sums and the
-    softmax in float32 (float64 for float64 caches). On a GPU each of T queries is computed as it
-    is alone, bit for bit. For sampling: no gradients.
+    softmax in float32 (float64 for float64 caches).
+
+    A cache of 8 bits comes with its scales: k, v are codes in int8 or float8_e4m3fn, and k_scale,
+    v_scale float32 [L, B, S, K] are what the H codes of a slot and head are multiplied by. Products
+    are then in q's dtype, and no wider copy of the cache is made.
+
+    On a GPU each of T queries is computed as it is alone, bit for bit. For sampling: no gradients.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
     B, *few, N, H = q.shape
@@ -50,12 +57,21 @@ def decode_attention(
             f"decode_attention: q {q.shape}, k {k.shape}, v {v.shape}; want [B, N, H] or"
             " [B, T, N, H] and twice [L, B, S, K, H] with N a multiple of K"
         )
+    if (k_scale is None) != (v_scale is None) or (k.dtype.itemsize == 1) != (k_scale is not None):
+        raise ValueError(
+            "decode_attention: keys and values of 8 bits come with k_scale and v_scale, others"
+            f" with neither; k is {k.dtype}, k_scale {_named(k_scale)}, v_scale {_named(v_scale)}"
+        )
+    for name, array in {"k_scale": k_scale, "v_scale": v_scale}.items():
+        if array is not None and (array.shape != k.shape[:4] or array.dtype != jnp.float32):
+            raise ValueError(
+                f"decode_attention: {name} is {_named(array)}; want float32{list(k.shape[:4])}"
+            )
     shape = (B, *few)
     for name, array in {"until": until, "since": since}.items():
         if array is not None and (array.shape != shape or array.dtype != jnp.int32):
             raise ValueError(
-                f"decode_attention: {name} is {array.dtype}{list(array.shape)}; want"
-                f" int32{list(shape)}"
+                f"decode_attention: {name} is {_named(array)}; want int32{list(shape)}"
             )
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(
@@ -75,5 +91,11 @@ def decode_attention(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return found.reshape(q.shape)
+
+
+def _named(array: jax.Array | None) -> str:
+    return "None" if array is None else f"{array.dtype}{list(array.shape)}"

@@ -5,8 +5,11 @@ row's slots; a second kernel merges the parts of a row. The slots of several hea
 other in the cache, so a program takes as many heads as its queries fill the 16 rows of a matmul:
 each tile of keys, whatever their head, is multiplied with all of the program's queries, and pairs
 of different heads are masked. That costs no more than 16 padded rows per head, and what is read
-lies in one piece. Several queries of a row are programs of their own, cut up as one query alone is,
-so that each gives the same bits; all but the first read the cache's row from L2.
+lies in one piece. Codes of 8 bits are widened in registers, exactly; the scales of keys multiply
+scores, and the logarithms of those of values are added to them: weights are at most 1 with their
+scale, whatever that is. Several queries of a row are programs of
+their own, cut up as one query alone is, so that each gives the same bits; all but the first read
+the cache's row from L2.
 
 Shapes: B rows, T queries of a row, S slots, K kv heads, N query heads, H head dim, L layers, P
 parts of a row, R query rows of a program, J keys of a tile.
@@ -21,12 +24,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxtrain_kernels.mosaic import num_cores
-from jaxtrain_kernels.triton import plt, require_nvidia
+from jaxtrain_kernels.triton import plt, require_fp8, require_nvidia
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (jnp.bfloat16, jnp.float32)
+CODES = (jnp.int8, jnp.float8_e4m3fn)
 ROWS = 16  # of the smallest matmul
 MASKED = -1e30  # finite: what is masked against itself must not be NaN
+SMALLEST = 1e-20  # what scales are held above: there are keys without a value, but no -inf
 LOG2E = math.log2(math.e)
 
 
@@ -43,14 +48,18 @@ class Config:
 
 
 def heuristic(B: int, S: int, K: int, N: int, H: int, itemsize: int = 2) -> Config:
-    """16 KiB of keys a tile; the largest parts that give every core two programs of full rows."""
+    """16 KiB of keys a tile; the largest parts that give every core two programs of full rows.
+
+    Codes of 8 bits wait for their conversion, not for memory: four programs, so that cores whose
+    rows are short take over.
+    """
     keys = max(ROWS, 16384 // (H * itemsize))
     groups = K // heads_together(K, N)
-    part = 64
-    while part < S and B * groups * pl.cdiv(S, 2 * part) >= 2 * num_cores():
+    part, programs = 64, (4 if itemsize == 1 else 2) * num_cores()
+    while part < S and B * groups * pl.cdiv(S, 2 * part) >= programs:
         part *= 2
     # Float32 is multiplied without tensor cores: 4 warps would not have the registers.
-    return Config(keys=keys, part=part, warps=4 if itemsize == 2 else 8)
+    return Config(keys=keys, part=part, warps=4 if itemsize <= 2 else 8)
 
 
 def heads_together(K: int, N: int) -> int:
@@ -61,25 +70,48 @@ def heads_together(K: int, N: int) -> int:
     return together
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
-    """See `jaxtrain_kernels.decode_attention`; caches in bfloat16 or float32."""
+def decode_attention(
+    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None
+):
+    """See `jaxtrain_kernels.decode_attention`; caches in bfloat16, float32 or 8 bits."""
     require_nvidia()
     B, _, N, H = q.shape
     S, K = k.shape[2:4]
     if H not in HEAD_DIMS:
         raise NotImplementedError(f"head dim {H} is none of {HEAD_DIMS}")
-    if k.dtype not in DTYPES or v.dtype != k.dtype:
+    if v.dtype != k.dtype or k.dtype not in (DTYPES if k_scale is None else CODES):
         raise NotImplementedError(
-            f"takes caches in bfloat16 or float32, got {k.dtype} and {v.dtype}"
+            "takes caches in bfloat16 or float32, and with scales in int8 or float8_e4m3fn, got"
+            f" {k.dtype} and {v.dtype}"
         )
+    if k_scale is not None and q.dtype != jnp.bfloat16:  # float32 would spill registers
+        raise NotImplementedError(f"multiplies codes by queries in bfloat16, got {q.dtype}")
+    if k.dtype == jnp.float8_e4m3fn:
+        require_fp8()
     if N // K > ROWS:
         raise NotImplementedError(f"{N // K} query heads share a key, at most {ROWS} may")
     config = heuristic(B, S, K, N, H, k.dtype.itemsize)
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    return run(config, q, k, v, layer, until, since, **options)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return run(config, q, k, v, layer, until, since, **options, **scales)
 
 
-def run(config, q, k, v, layer, until, since, *, scale, softcap, sinks=None, interpret=False):
+def run(
+    config,
+    q,
+    k,
+    v,
+    layer,
+    until,
+    since,
+    *,
+    scale,
+    softcap,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    interpret=False,
+):
     """`decode_attention` behind its checks."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
@@ -111,7 +143,7 @@ def run(config, q, k, v, layer, until, since, *, scale, softcap, sinks=None, int
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), since, until, sinks if parts == 1 else None, q, k, v)
+    )(layer.reshape(1), since, until, sinks if parts == 1 else None, q, k, v, k_scale, v_scale)
     if parts == 1:
         return found.reshape(shape)
     merged = pl.pallas_call(
@@ -133,6 +165,8 @@ def _attend(
     q_ref,
     k_ref,
     v_ref,
+    k_scale_ref,
+    v_scale_ref,
     *out_refs,
     config: Config,
     few: int,
@@ -157,8 +191,12 @@ def _attend(
     real_R1 = (jnp.arange(R) < together * queries)[:, None]
     real_RH = jnp.broadcast_to(real_R1, (R, H))
 
+    compute = k_ref.dtype if k_scale_ref is None else q_ref.dtype
+    # GPUs convert e4m3 to float16 two by two, and to bfloat16 by way of it, one by one.
+    halves = k_ref.dtype == jnp.float8_e4m3fn and compute == jnp.bfloat16
+    compute = jnp.dtype(jnp.float16) if halves else compute
     # Without it, float32 would be multiplied with 10 bits.
-    precision = jax.lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
     dot = functools.partial(plt.dot, precision=precision)
 
     def fetch(ref, slot_J, head_J, inside_J):
@@ -166,7 +204,14 @@ def _attend(
             jnp.broadcast_to(x[:, None], (J, H)) for x in (slot_J, head_J, inside_J)
         )
         dim_JH = jax.lax.broadcasted_iota(jnp.int32, (J, H), 1)
-        return plt.load(ref.at[layer, owner, slot_JH, head_JH, dim_JH], mask=inside_JH, other=0.0)
+        none = jnp.zeros((), ref.dtype)
+        codes_JH = plt.load(
+            ref.at[layer, owner, slot_JH, head_JH, dim_JH], mask=inside_JH, other=none
+        )
+        return codes_JH.astype(compute)
+
+    def fetch_scale(ref, slot_J, head_J, inside_J):
+        return plt.load(ref.at[layer, owner, slot_J, head_J], mask=inside_J, other=0.0)[None, :]
 
     def step(tile, carry):
         sum_RH, total_R, top_R = carry
@@ -175,20 +220,30 @@ def _attend(
         inside_J = slot_J < stop
         k_JH = fetch(k_ref, slot_J, first + head_J, inside_J)
         score_RJ = dot(q_RH, k_JH, trans_b=True) * (scale if softcap else scale * LOG2E)
+        if halves:
+            score_RJ *= size_R1
+        if k_scale_ref is not None:
+            score_RJ *= fetch_scale(k_scale_ref, slot_J, first + head_J, inside_J)
         if softcap:
             # 2 / (1 + exp2) rather than tanh: the hardware's has only 11 bits
             ratio_RJ = jnp.exp2(score_RJ * (2 * LOG2E / softcap))
             score_RJ = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + ratio_RJ))
         owner_R = jnp.arange(R, dtype=jnp.int32) // queries
         seen_RJ = inside_J[None, :] & (owner_R[:, None] == head_J[None, :])
+        if v_scale_ref is not None:
+            value_1J = fetch_scale(v_scale_ref, slot_J, first + head_J, inside_J)
+            value_1J = jnp.maximum(value_1J, SMALLEST)
+            score_RJ += jnp.log2(value_1J)
         score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
         # Every query sees the first slot of a tile, but those of padding, which are not written.
         new_top_R = jnp.maximum(top_R, score_RJ.max(1))
         shrink_R = jnp.exp2(top_R - new_top_R)
         weight_RJ = jnp.exp2(score_RJ - new_top_R[:, None])
         v_JH = fetch(v_ref, slot_J, first + head_J, inside_J)
-        sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(v_JH.dtype), v_JH)
-        return sum_RH, total_R * shrink_R + weight_RJ.sum(1), new_top_R
+        bare_RJ = weight_RJ if v_scale_ref is None else weight_RJ * (1.0 / value_1J)
+        total_R = total_R * shrink_R + bare_RJ.sum(1)
+        sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(compute), v_JH)
+        return sum_RH, total_R, new_top_R
 
     def attend():
         tiles = jnp.maximum(0, pl.cdiv(stop - start, slots))
@@ -208,7 +263,12 @@ def _attend(
         lse_R = top_R + jnp.log2(total_R)
         plt.store(out_refs[1].at[row, part, here], lse_R, mask=real_R1[:, 0])
 
-    q_RH = plt.load(q_ref.at[row, here], mask=real_RH, other=0.0).astype(k_ref.dtype)
+    q_RH = plt.load(q_ref.at[row, here], mask=real_RH, other=0.0)
+    if halves:  # numbers of at most 1, or float16 would not hold those of bfloat16
+        wide_RH = q_RH.astype(jnp.float32)
+        size_R1 = jnp.maximum(jnp.abs(wide_RH).max(1), SMALLEST)[:, None]
+        q_RH = wide_RH / size_R1
+    q_RH = q_RH.astype(compute)
     if split:
         pl.when(start < stop)(attend)
     else:

@@ -5,12 +5,20 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
+def decode_attention(
+    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None
+):
     """See `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated."""
-    compute = accumulator(k.dtype)
+    compute = accumulator(k.dtype if k_scale is None else q.dtype)
     groups = q.shape[2] // k.shape[3]
-    k_BSNH = jnp.repeat(k[layer].astype(compute), groups, axis=2)
-    v_BSNH = jnp.repeat(v[layer].astype(compute), groups, axis=2)
+
+    def widen(codes, scales):
+        wide_BSKH = codes[layer].astype(compute)
+        if scales is not None:
+            wide_BSKH *= scales[layer, ..., None].astype(compute)
+        return jnp.repeat(wide_BSKH, groups, axis=2)
+
+    k_BSNH, v_BSNH = widen(k, k_scale), widen(v, v_scale)
     score_BTNS = jnp.einsum("BTNH,BSNH->BTNS", q.astype(compute), k_BSNH) * scale
     if softcap is not None:
         score_BTNS = softcap * jnp.tanh(score_BTNS / softcap)

@@ -10,17 +10,24 @@ import jax.numpy as jnp
 from jaxtrain_kernels.precision import accumulator
 
 
-def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None):
+def decode_attention(
+    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None
+):
     """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
-    compute = accumulator(k.dtype)
-    k_B1SK1H, v_B1SK1H = (
-        jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, None, :, :, None].astype(compute)
-        for x in (k, v)
-    )
-    q_BT1KGH = q.reshape(B, T, 1, K, N // K, H).astype(k.dtype).astype(compute)
+    product = k.dtype if k_scale is None else q.dtype
+    compute = accumulator(product)
+
+    def of_layer(x):
+        one = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        return one[:, None, :, :, None].astype(compute)
+
+    k_B1SK1H, v_B1SK1H = of_layer(k), of_layer(v)
+    q_BT1KGH = q.reshape(B, T, 1, K, N // K, H).astype(product).astype(compute)
     score_BTSKG = (q_BT1KGH * k_B1SK1H).sum(-1) * scale
+    if k_scale is not None:
+        score_BTSKG *= of_layer(k_scale)
     if softcap is not None:
         score_BTSKG = softcap * jnp.tanh(score_BTSKG / softcap)
     slot_11S = jnp.arange(S, dtype=jnp.int32)[None, None]
@@ -39,6 +46,8 @@ def decode_attention(q, k, v, layer, until, since, *, scale, softcap, sinks=None
     total_BTKG1 = weight_BTSKG.sum(2)[..., None]
     if sinks is not None:
         total_BTKG1 += jnp.exp(sink_111KG - top_BT1KG)[:, :, 0, ..., None]
+    if v_scale is not None:
+        weight_BTSKG *= of_layer(v_scale)
     out_BTKGH = (weight_BTSKG[..., None] * v_B1SK1H).sum(2)
     out_BTKGH = out_BTKGH / jnp.where(total_BTKG1 == 0, 1.0, total_BTKG1)
     return out_BTKGH.reshape(B, T, N, H).astype(q.dtype)

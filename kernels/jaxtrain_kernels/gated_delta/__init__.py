@@ -13,10 +13,9 @@ __all__ = ["find_chunks", "gated_delta"]
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.gated_delta,
+    "gpu_decode": gpu_decode.gated_delta,
     "xla": xla.gated_delta,
     "reference": reference.gated_delta,
-    # By name only (xla takes every call before it) until it has run on a GPU.
-    "gpu_decode": gpu_decode.gated_delta,
 }
 
 

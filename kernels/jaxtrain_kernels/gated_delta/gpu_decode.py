@@ -23,9 +23,9 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 class Config:
     """How a call is cut up."""
 
-    columns: int = 32
-    """Of V, of a program: 16 KiB of state at 128 dims of K."""
-    warps: int = 4
+    columns: int = 64
+    """Of V, of a program: 32 KiB of state at 128 dims of K."""
+    warps: int = 8
 
 
 def gated_delta(q, k, v, g, beta, until, prev=None, *, state=None, chunks=None):

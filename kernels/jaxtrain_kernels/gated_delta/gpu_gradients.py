@@ -23,7 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.gated_delta.gpu_windows import (
+    C,
+    Chunked,
+    Links,
+    own_rows,
+    put_rows,
+    window_of,
+)
 from jaxtrain_kernels.mosaic import launch, num_cores, opaque, plgpu, swizzled
 
 WARPGROUPS = 2
@@ -78,7 +85,6 @@ class Place(NamedTuple):
 
     row: jax.Array
     chunk: jax.Array
-    tokens: pl.Slice
     key_head: jax.Array
 
 
@@ -119,29 +125,33 @@ def make_scratch(K: int, V: int, dtype) -> Scratch:
 
 def gradients(
     links: Links,
-    ordered: Ordered,
+    chunked: Chunked,
     S: jax.Array,
     new: jax.Array,
     d_out: jax.Array,
     d_x: jax.Array,
     d_S: jax.Array,
+    *,
+    onto: tuple[jax.Array, ...] = (),
     config: Config = Config(),
 ) -> tuple[jax.Array, ...]:
-    """(dq, dk [B, n C, H, K], dv [B, n C, N, V], of the inputs' dtype; dg and dbeta float32
+    """(dq, dk [B, T, H, K], dv [B, T, N, V], of the inputs' dtype; dg and dbeta float32
     [B, n, N, C]).
 
-    S [B, n, N, V, K], transposed: the state before each chunk; new [B, n C, N, V]: v'; d_x
-    [B, n, N, V, C] and d_S [B, n, N, V, K]: what `gpu_walk_back.walk_back` gives. Nothing is
-    written for chunks behind a row's last; rows behind a chunk's tokens may be anything.
+    S [B, n, N, V, K], transposed: the state before each chunk; new [B, n, N, C, V]: v'; d_out
+    [B, T, N, V]; d_x [B, n, N, V, C] and d_S [B, n, N, V, K]: what `gpu_walk_back.walk_back`
+    gives. onto: what dq, dk and dv are written to, 0 in the tiles of `links.blank`; none: windows
+    do not overlap. Of dg and dbeta nothing is written for chunks behind a row's last, and what is
+    at tokens of others means nothing.
     """
-    B, tokens, H, K = ordered.q.shape
-    N, V = ordered.v.shape[2:]
-    n, heads, dtype = tokens // C, N // H, ordered.q.dtype
+    B, _, H, K = chunked.q.shape
+    N, V = chunked.v.shape[2:]
+    n, heads, dtype = chunked.G.shape[1], N // H, chunked.q.dtype
     items = B * n * H
     programs = min(num_cores(), items)
     f32, square = jnp.float32, (C, C)
 
-    def kernel(links, ordered, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, whole: Scratch):
+    def kernel(links, chunked, S, new, d_out, d_x, d_S, dq, dk, dv, d_g, d_beta, whole: Scratch):
         smem = whole._replace(**{name: getattr(whole, name).at[0] for name in WIDE})
         group = lax.axis_index("group")
         wgmma = plgpu.Layout.WGMMA
@@ -158,9 +168,8 @@ def gradients(
                 item = i * programs + lax.axis_index("program")
                 key_head, place = lax.rem(item, jnp.int32(H)), lax.div(item, jnp.int32(H))
                 row, c = lax.div(place, jnp.int32(n)), lax.rem(place, jnp.int32(n))
-                here = pl.ds(pl.multiple_of(c * C, C), C)
                 used = (item < items) & (c < links.total[lax.min(row, B - 1)])
-                pl.when(used)(lambda: work(Place(row, c, here, key_head), before))
+                pl.when(used)(lambda: work(Place(row, c, key_head), before))
                 return before + jnp.where(used, heads, 0)
 
             return lax.fori_loop(0, -(-items // programs), body, jnp.int32(0))
@@ -210,6 +219,16 @@ def gradients(
             i, j = (plgpu.broadcasted_iota(jnp.int32, square, a, layout=wgmma) for a in (0, 1))
             return i + opaque(jnp.int32(0)), j
 
+        def send(buffer, target, place, head):
+            """Of a chunk's window to its tokens."""
+            by_head = target.at[place.row, :, head]
+            put_rows(buffer, by_head, links, place.row, place.chunk, not onto)
+
+        def own_rows_here(place):
+            """bool [C]. Rows of others have gradients of o, too, from which they get a dq."""
+            index = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(1))
+            return own_rows(links, place.row, place.chunk)(index)
+
         def nearness():
             """e^-|G_i - G_j|."""
             apart = along(by_row(smem.G), C) - across(by_column(smem.G))
@@ -256,7 +275,7 @@ def gradients(
                     pull = (x * loaded(smem.v)).sum(axis=1)
                     smem.v[...] = (along(beta, V) * x).astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(smem.v, dv.at[place.row, place.tokens, head])
+                    send(smem.v, dv, place, head)
 
                     wait(D_STATE)
                     part = pl.ds(0, C)
@@ -265,7 +284,7 @@ def gradients(
                     give_back(D_STATE)
                     pl.when(done + r > 0)(lambda: plgpu.barrier_wait(smem.sums_free))
                     smem.sums[0] = pull
-                    smem.sums[1] = behind - before
+                    smem.sums[1] = jnp.where(own_rows_here(place), behind - before, 0.0)
                     smem.sums[2] = inner
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(smem.sums_ready)
@@ -276,9 +295,10 @@ def gradients(
                 start = zeros((C, K)), zeros((C,), wgmma.reduce(1))
                 total, _ = lax.fori_loop(0, heads, value_head, start)
                 meet()
+                total = jnp.where(along(own_rows_here(place), K), total, 0.0)
                 smem.q[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.q, dq.at[place.row, place.tokens, place.key_head])
+                send(smem.q, dq, place, place.key_head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(smem.shared_free)
 
@@ -300,7 +320,8 @@ def gradients(
                     wait(TOKENS)
                     i, j = index()
                     M = product(C, (smem.new, turned(smem.d_out)))  # its transpose
-                    low_M = jnp.where(i <= j, M * nearness(), 0.0).astype(dtype)
+                    is_own = own_rows(links, place.row, place.chunk)
+                    low_M = jnp.where((i <= j) & is_own(j), M * nearness(), 0.0).astype(dtype)
                     beta = by_row(smem.beta)
                     eG = jnp.exp(by_row(smem.G))
                     last = smem.G[C - 1]
@@ -353,7 +374,7 @@ def gradients(
                 meet()
                 smem.k[...] = total.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.k, dk.at[place.row, place.tokens, place.key_head])
+                send(smem.k, dk, place, place.key_head)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(smem.shared_free)
 
@@ -367,21 +388,22 @@ def gradients(
 
             def work(place: Place, done):
                 pl.when(done > 0)(lambda: plgpu.barrier_wait(smem.shared_free))
-                key = (place.row, place.tokens, place.key_head)
-                copy(ordered.q.at[key], smem.q, smem.shared_ready)
-                copy(ordered.k.at[key], smem.k, smem.shared_ready)
+                window = window_of(links, place.row, place.chunk)
+                key = (place.row, window, place.key_head)
+                copy(chunked.q.at[key], smem.q, smem.shared_ready)
+                copy(chunked.k.at[key], smem.k, smem.shared_ready)
 
                 @pl.loop(0, heads)
                 def _(r):
                     head = place.key_head * heads + r
-                    tokens = (place.row, place.tokens, head)
+                    tokens = (place.row, window, head)
                     chunk = (place.row, place.chunk, head)
                     sources = {
                         "d_out": d_out.at[tokens],
-                        "new": new.at[tokens],
-                        "v": ordered.v.at[tokens],
-                        "G": ordered.G.at[chunk],
-                        "beta": ordered.beta.at[chunk],
+                        "new": new.at[chunk],
+                        "v": chunked.v.at[tokens],
+                        "G": chunked.G.at[chunk],
+                        "beta": chunked.beta.at[chunk],
                         "d_x": d_x.at[chunk],
                         "S": S.at[chunk],
                         "d_S": d_S.at[chunk],
@@ -400,18 +422,17 @@ def gradients(
                 for group in range(len(GROUPS)):
                     plgpu.barrier_wait(smem.free[group])
 
+    by_token = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (chunked.q, chunked.k, chunked.v)]
+    by_chunk = [jax.ShapeDtypeStruct((B, n, N, C), f32)] * 2
     dq, dk, dv, d_g, d_beta = launch(
         kernel,
         "gated_delta_gradients",
-        [
-            *[jax.ShapeDtypeStruct(ordered.q.shape, dtype)] * 2,
-            jax.ShapeDtypeStruct(ordered.v.shape, dtype),
-            *[jax.ShapeDtypeStruct((B, n, N, C), f32)] * 2,
-        ],
+        by_chunk if onto else [*by_token, *by_chunk],
         [make_scratch(K, V, dtype)],
-        [links, ordered, S, new, d_out, d_x, d_S],
+        [links, chunked, S, new, d_out, d_x, d_S],
         grid={"program": programs},
         warpgroups=WARPGROUPS,
         by_lane=True,
+        onto=onto,
     )
     return dq, dk, dv, d_g, d_beta

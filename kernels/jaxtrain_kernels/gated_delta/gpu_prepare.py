@@ -9,6 +9,7 @@ A warpgroup does one chunk of one value head; several share a multiprocessor and
 waits.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.gated_delta.gpu_windows import (
+    TILE,
+    C,
+    Chunked,
+    Links,
+    own_rows,
+    window_of,
+)
 from jaxtrain_kernels.mosaic import plgpu, swizzled
 
 
@@ -30,25 +38,53 @@ class Scratch(NamedTuple):
     """[C, C]: the leading bits of a right side, at the end T; `low` the following ones."""
     low: jax.Ref
     P: jax.Ref
+    zeros: jax.Ref
+    """[TILE, K]."""
     ready: jax.Ref
 
 
-def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
+def prepare(
+    chunked: Chunked, links: Links, blank: tuple[tuple[int, ...], ...] = ()
+) -> tuple[jax.Array, ...]:
     """T and P [B, n, N, C, C] in q's dtype, not written where a row has no such chunk; rows of P
-    that are no tokens are 0."""
-    B, tokens, H, K = ordered.q.shape
-    n, N = ordered.G.shape[1:3]
-    dtype, f32 = ordered.q.dtype, jnp.float32
+    that are not its own tokens are 0. Behind them arrays [B, T, H or N, K] of the shapes `blank`
+    in that dtype, which are 0 in the tiles of `links.blank` and not written elsewhere."""
+    B, _, H, K = chunked.q.shape
+    n, N = chunked.G.shape[1:3]
+    dtype, f32 = chunked.q.dtype, jnp.float32
 
-    def kernel(total, length, q, k, beta, G, T_out, P_out, smem: Scratch):
+    def kernel(links, q, k, beta, G, T_out, P_out, *refs):
+        *targets, smem = refs
         program = lax.axis_index("program")
         head = lax.rem(program, jnp.int32(N))
         c = lax.rem(lax.div(program, jnp.int32(N)), jnp.int32(n))
         row = lax.div(program, jnp.int32(N * n))
 
-        @pl.when(c < total[row])
+        def clear():
+            blocks = links.blank.shape[1]
+            bits = jnp.where(c < blocks, links.blank[row, lax.min(c, jnp.int32(blocks - 1))], 0)
+
+            @pl.when(bits > 0)
+            def _():
+                smem.zeros[...] = jnp.zeros((TILE, K), dtype)
+                plgpu.commit_smem()
+
+                @pl.loop(0, C // TILE)
+                def _(i):
+                    tile = pl.ds(pl.multiple_of(c * C + i * TILE, TILE), TILE)
+                    is_blank = (lax.shift_right_logical(bits, i) & 1) > 0
+                    for target in targets:
+                        each = jnp.int32(N // target.shape[2])
+                        there = target.at[row, tile, lax.div(head, each)]
+                        copy = functools.partial(plgpu.copy_smem_to_gmem, smem.zeros, there)
+                        pl.when(is_blank & (lax.rem(head, each) == 0))(copy)
+
+        if targets:
+            clear()
+
+        @pl.when(c < links.total[row])
         def _():
-            here = pl.ds(pl.multiple_of(c * C, C), C)
+            here = window_of(links, row, c)
             key_head = lax.div(head, jnp.int32(N // H))
             plgpu.copy_gmem_to_smem(k.at[row, here, key_head], smem.k, smem.ready)
             plgpu.copy_gmem_to_smem(q.at[row, here, key_head], smem.q, smem.ready)
@@ -89,7 +125,7 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
                 return laid(kk[...]), laid(qk[...])
 
             kk, qk = pl.run_scoped(pairs, square, square)
-            P = jnp.where(i < length[row, c], laid(qk * D), 0.0)
+            P = jnp.where(own_rows(links, row, c)(i), laid(qk * D), 0.0)
             smem.P[...] = laid(P.astype(dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem.P, P_out.at[row, c, head])
@@ -118,7 +154,8 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
             smem.high[...] = laid(X.astype(dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem.high, T_out.at[row, c, head])
-            plgpu.wait_smem_to_gmem(0)
+
+        plgpu.wait_smem_to_gmem(0)
 
     square = swizzled((C, C), dtype)
     scratch = Scratch(
@@ -127,12 +164,13 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
         high=square,
         low=square,
         P=square,
+        zeros=plgpu.SMEM((TILE, K), dtype),
         ready=plgpu.Barrier(num_arrivals=2),
     )
     out = jax.ShapeDtypeStruct((B, n, N, C, C), dtype)
     run = plgpu.kernel(
         kernel,
-        out_type=[out, out],
+        out_type=[out, out, *(jax.ShapeDtypeStruct(shape, dtype) for shape in blank)],
         scratch_types=[scratch],
         grid=(B * n * N,),
         grid_names=("program",),
@@ -141,4 +179,4 @@ def prepare(ordered: Ordered, links: Links) -> tuple[jax.Array, jax.Array]:
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    return tuple(run(links.total, links.length, ordered.q, ordered.k, ordered.beta, ordered.G))
+    return tuple(run(links, chunked.q, chunked.k, chunked.beta, chunked.G))

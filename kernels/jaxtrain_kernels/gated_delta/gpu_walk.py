@@ -21,7 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.gpu_order import C, Links, Ordered
+from jaxtrain_kernels.gated_delta.gpu_windows import (
+    C,
+    Chunked,
+    Links,
+    own_rows,
+    put_rows,
+    window_of,
+)
 from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
 from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 
@@ -81,36 +88,36 @@ def make_scratch(key_dim: int, dtype, stages: int, states: bool) -> Scratch:
 
 def walk(
     links: Links,
-    ordered: Ordered,
+    chunked: Chunked,
     state: jax.Array | None,
     slots: int,
     *,
+    onto: jax.Array | None = None,
     states: bool = False,
     config: Config = Config(),
 ) -> tuple[jax.Array, jax.Array]:
-    """(o [B, n C, N, V], the state behind each list float32 [L, N, K, V]), or with `states` (v'
-    like o, the state before each chunk transposed [B, n, N, V, K], both in q's dtype).
+    """(o [B, T, N, V], the state behind each list float32 [L, N, K, V]), or with `states` (v' by
+    chunk [B, n, N, C, V], the state before each chunk transposed [B, n, N, V, K], both in q's
+    dtype).
 
-    `state` float32 [B, N, K, V]: before roots; None: zeros. Chunks of no list are left out.
+    `state` float32 [B, N, K, V]: before roots; None: zeros. onto: what o is written to, 0 in the
+    tiles of `links.blank`; None: windows do not overlap. Chunks of no list are left out.
     """
-    B, tokens, H, K = ordered.q.shape
-    N, V = ordered.v.shape[2:]
-    L, n, parts = len(links.count), tokens // C, V // ROWS
-    dtype, f32 = ordered.q.dtype, jnp.float32
+    B, _, H, K = chunked.q.shape
+    N, V = chunked.v.shape[2:]
+    L, n, parts = len(links.count), chunked.G.shape[1], V // ROWS
+    dtype, f32 = chunked.q.dtype, jnp.float32
     stages = config.stages
     if state is not None:
         state = state.swapaxes(2, 3)
 
-    def kernel(links, ordered, state, out, behind, kept, smem: Scratch):
+    def kernel(links, chunked, state, out, behind, kept, smem: Scratch):
         program = lax.axis_index("program")
         part = lax.rem(program, jnp.int32(parts))
         head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
         lane = lax.div(program, jnp.int32(parts * N))
         mine = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
         row, first, count = links.row[lane], links.first[lane], links.count[lane]
-
-        def tokens_of(c):
-            return pl.ds(pl.multiple_of(c * C, C), C)
 
         @pl.when(lax.axis_index("group") == 0)
         def compute():
@@ -134,7 +141,7 @@ def walk(
 
             def link(c):
                 c = lax.min(c, first + count - 1)
-                return links.source[row, c], links.keep[row, c], links.length[row, c]
+                return links.source[row, c], links.keep[row, c]
 
             column = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=wgmma.reduce(0))
 
@@ -144,10 +151,13 @@ def walk(
                 found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
                 smem.out.transpose((1, 0))[...] = found
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.out, out.at[row, tokens_of(c), head, mine])
+                if states:
+                    plgpu.copy_smem_to_gmem(smem.out, out.at[row, c, head, :, mine])
+                else:
+                    put_rows(smem.out, out.at[row, :, head, mine], links, row, c, onto is None)
 
             def step(i, carry):
-                S, held, source, keep, length = carry
+                S, held, source, keep = carry
                 c, slot = first + i, lax.rem(i, jnp.int32(stages))
                 following = link(c + 1)
 
@@ -187,7 +197,7 @@ def walk(
                     new = pl.run_scoped(solve, square)
                     asked = ()
                     if not states:
-                        own = jnp.where(column < length, eG, 0.0)  # behind them q is not cleared
+                        own = jnp.where(own_rows(links, row, c)(column), eG, 0.0)  # q is others'
                         asked = (laid(asked_ref[...] * per_column(own)),)
                     return before, rest, new, *asked
 
@@ -227,20 +237,20 @@ def walk(
             @pl.loop(0, count)
             def _(i):
                 c, slot = first + i, lax.rem(i, jnp.int32(stages))
-                here = tokens_of(c)
+                here = window_of(links, row, c)
 
                 @pl.when(i >= stages)
                 def _():
                     plgpu.barrier_wait(smem.free.at[slot])
 
                 for source, target in (
-                    (ordered.k.at[row, here, key_head], smem.k),
-                    (ordered.q.at[row, here, key_head], smem.q),
-                    (ordered.v.at[row, here, head, mine], smem.v),
-                    (ordered.T.at[row, c, head], smem.T),
-                    (ordered.P.at[row, c, head], smem.P),
-                    (ordered.beta.at[row, c, head], smem.beta),
-                    (ordered.G.at[row, c, head], smem.G),
+                    (chunked.k.at[row, here, key_head], smem.k),
+                    (chunked.q.at[row, here, key_head], smem.q),
+                    (chunked.v.at[row, here, head, mine], smem.v),
+                    (chunked.T.at[row, c, head], smem.T),
+                    (chunked.P.at[row, c, head], smem.P),
+                    (chunked.beta.at[row, c, head], smem.beta),
+                    (chunked.G.at[row, c, head], smem.G),
                 ):
                     if target is not None:
                         plgpu.copy_gmem_to_smem(source, target.at[slot], smem.ready.at[slot])
@@ -253,18 +263,19 @@ def walk(
         behind = jax.ShapeDtypeStruct((B, n, N, V, K), dtype)
     else:
         behind = jax.ShapeDtypeStruct((L, N, V, K), f32)
+    results = [behind, jax.ShapeDtypeStruct((L, slots, N, V, K), f32)]
+    if onto is None:
+        out = (B, n, N, C, V) if states else chunked.v.shape
+        results = [jax.ShapeDtypeStruct(out, dtype), *results]
     out, behind, _ = launch(
         kernel,
         "gated_delta_walk_states" if states else "gated_delta_walk",
-        [
-            jax.ShapeDtypeStruct(ordered.v.shape, dtype),
-            behind,
-            jax.ShapeDtypeStruct((L, slots, N, V, K), f32),
-        ],
+        results,
         [make_scratch(K, dtype, stages, states)],
-        [links, ordered, state],
+        [links, chunked, state],
         grid={"program": L * N * parts},
         warpgroups=1,
         by_lane=True,
+        onto=() if onto is None else (onto,),
     )
     return out, behind if states else behind.swapaxes(2, 3)

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.gpu_order import C as CHUNK
-from jaxtrain_kernels.gated_delta.gpu_order import Links, Ordered
-from jaxtrain_kernels.mosaic import launch, plgpu, swizzled
+from jaxtrain_kernels.gated_delta.gpu_windows import C as CHUNK
+from jaxtrain_kernels.gated_delta.gpu_windows import Chunked, Links, own_rows, window_of
+from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
 from jaxtrain_kernels.recurrence.chunks import NEIGHBOUR, ROOT
 
 ROWS = 64  # columns of V of a warpgroup: the rows of a wgmma
@@ -84,7 +84,7 @@ def make_scratch(key_dim: int, dtype, stages: int) -> Scratch:
 
 def walk_back(
     links: Links,
-    ordered: Ordered,
+    chunked: Chunked,
     d_out: jax.Array,
     d_last: jax.Array | None,
     slots: int,
@@ -93,20 +93,20 @@ def walk_back(
     """(dx [B, n, N, V, C], dS behind each chunk [B, n, N, V, K], both transposed and in q's dtype;
     what is owed to the states before the roots of each list, summed, float32 [L, N, K, V]).
 
-    d_out [B, n C, N, V], zero behind the tokens of a chunk; d_last float32 [L, N, K, V] or None:
+    d_out [B, T, N, V]; d_last float32 [L, N, K, V] or None:
     owed to the state behind the last chunk of each list. Chunks of no list are left out, and the
     sum of a list without chunks is not defined.
     """
-    B, tokens, H, K = ordered.q.shape
-    N, V = ordered.v.shape[2:]
-    L, n, parts = len(links.count), tokens // CHUNK, V // ROWS
-    dtype = ordered.q.dtype
+    B, _, H, K = chunked.q.shape
+    N, V = chunked.v.shape[2:]
+    L, n, parts = len(links.count), chunked.G.shape[1], V // ROWS
+    dtype = chunked.q.dtype
     stages = config.stages
     if d_last is not None:
         d_last = d_last.swapaxes(2, 3)
     f32 = jnp.float32
 
-    def kernel(links, ordered, d_out, d_last, d_x_out, d_S_out, d_state, kept, smem: Scratch):
+    def kernel(links, chunked, d_out, d_last, d_x_out, d_S_out, d_state, kept, smem: Scratch):
         program = lax.axis_index("program")
         part = lax.rem(program, jnp.int32(parts))
         head = lax.rem(lax.div(program, jnp.int32(parts)), jnp.int32(N))
@@ -134,6 +134,8 @@ def walk_back(
 
             def per_column(x):
                 return lax.broadcast_in_dim(x, square, [1])
+
+            column = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wgmma.reduce(0))
 
             def link(c):
                 c = lax.max(c, first)
@@ -167,7 +169,9 @@ def walk_back(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
                     smem.d_S[...] = low_S
                     G = plgpu.load(smem.G.at[slot], layout=wgmma.reduce(0))
-                    eG, rest = jnp.exp(G), jnp.exp(last - G)
+                    rest = jnp.exp(last - G)
+                    # Of others' gradients of o nothing counts.
+                    eG = jnp.where(own_rows(links, opaque(row), c)(column), jnp.exp(G), 0.0)
                     seen, own = (plgpu.wgmma_accumulator_load(x, wait_n=1) for x in (seen, own))
                     low_new = (own + seen * per_column(rest)).astype(dtype)
 
@@ -224,7 +228,7 @@ def walk_back(
             @pl.loop(0, count)
             def _(i):
                 c, slot = end - i, lax.rem(i, jnp.int32(stages))
-                here = pl.ds(pl.multiple_of(c * CHUNK, CHUNK), CHUNK)
+                here = window_of(links, row, c)
 
                 @pl.when(i >= stages)
                 def _():
@@ -232,12 +236,12 @@ def walk_back(
 
                 for source, target in (
                     (d_out.at[row, here, head, mine], smem.d_out),
-                    (ordered.k.at[row, here, key_head], smem.k),
-                    (ordered.P.at[row, c, head], smem.P),
-                    (ordered.T.at[row, c, head], smem.T),
-                    (ordered.q.at[row, here, key_head], smem.q),
-                    (ordered.beta.at[row, c, head], smem.beta),
-                    (ordered.G.at[row, c, head], smem.G),
+                    (chunked.k.at[row, here, key_head], smem.k),
+                    (chunked.P.at[row, c, head], smem.P),
+                    (chunked.T.at[row, c, head], smem.T),
+                    (chunked.q.at[row, here, key_head], smem.q),
+                    (chunked.beta.at[row, c, head], smem.beta),
+                    (chunked.G.at[row, c, head], smem.G),
                 ):
                     plgpu.copy_gmem_to_smem(source, target.at[slot], smem.ready.at[slot])
 
@@ -255,7 +259,7 @@ def walk_back(
             jax.ShapeDtypeStruct((L, slots, N, V, K), f32),
         ],
         [make_scratch(K, dtype, stages)],
-        [links, ordered, d_out, d_last],
+        [links, chunked, d_out, d_last],
         grid={"program": L * N * parts},
         warpgroups=1,
         by_lane=True,

@@ -1,7 +1,7 @@
-"""The Hopper backend of the gated delta rule: what it takes, the order of the walk, and its vjp.
+"""The Hopper backend of the gated delta rule: what it takes, the chunks, and its vjp.
 
 Forward: `gpu_prepare` makes T and P of every chunk, `gpu_walk` takes the states through the lists
-of chunks. A forest of more chunks than `gpu_order.capacity` is left to the loops of XLA: which of
+of chunks. A forest of more chunks than `gpu_windows.capacity` is left to the loops of XLA: which of
 the two is known when the program runs.
 """
 
@@ -15,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain_kernels.gated_delta import (
     gpu_gradients,
-    gpu_order,
     gpu_prepare,
     gpu_walk,
     gpu_walk_back,
+    gpu_windows,
     xla,
 )
 from jaxtrain_kernels.mosaic import num_cores, require_hopper
 
 DIM = 128  # of keys and of values
-STATES = 2**30 * 5 // 4
-"""Bytes of states, before and behind each chunk, that the backward holds: those of 32,768 tokens
-and 32 heads."""
+STATES = 2**30 * 11 // 8
+"""Bytes of states, before and behind each chunk, that the backward holds: those of 32 heads and as
+many chunks as 32,768 tokens of a forest have room for."""
 
 
 class Options(NamedTuple):
@@ -59,7 +59,7 @@ def find_chunks(until, prev):
         require_hopper()
     except NotImplementedError:
         return None
-    return None if prev is None else gpu_order.cut(prev, until)
+    return None if prev is None else gpu_windows.cut(prev, until)
 
 
 def choose_options(q, v, chain: bool) -> Options:
@@ -73,10 +73,19 @@ def choose_options(q, v, chain: bool) -> Options:
 def run(options, q, k, v, g, beta, until, prev, state, chunks=None):
     """`gated_delta` behind its checks."""
     B, T = until.shape
+    missing = gpu_windows.missing_tokens(T, options.chain)
+    if missing:
+        longer = (jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v))
+        q, k, v = longer
+        g, beta = (jnp.pad(x, [(0, 0), (0, missing), (0, 0)]) for x in (g, beta))
+        until, chunks = jnp.pad(until, [(0, 0), (0, missing)]), None
+        prev = None if prev is None else jnp.pad(prev, [(0, 0), (0, missing)], constant_values=-1)
+    if prev is not None and chunks is None:  # here, so that the backward need not find them again
+        chunks = gpu_windows.cut(prev, until)
     if state is None:
         state = jnp.zeros((B, v.shape[2], q.shape[-1], v.shape[-1]), jnp.float32)
     out, last = _gated_delta(options, q, k, v, g, beta, state, until, prev, chunks)
-    return out, last if options.chain else None
+    return out[:, :T] if missing else out, last if options.chain else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -86,26 +95,26 @@ def _gated_delta(options, q, k, v, g, beta, state, *rows):
 
 def _choose(options, kernels, loops, arrays, until, prev, chunks):
     """By the kernels, or by XLA where a forest has too many chunks for them."""
-    links, slots = gpu_order.order_rows(prev, until, options.lanes, chunks)
+    links, slots = gpu_windows.find_links(until, options.lanes, chunks)
     by_kernels = functools.partial(kernels, options, links, slots)
     if options.chain:
         return by_kernels(*arrays)
     by_loops = functools.partial(loops, until, prev)
-    return lax.cond(jnp.max(links.total) <= links.start.shape[1], by_kernels, by_loops, *arrays)
+    return lax.cond(jnp.max(links.total) <= links.window.shape[1], by_kernels, by_loops, *arrays)
 
 
 def _walked(options, links, slots, q, k, v, g, beta, state):
-    ordered = _in_order(options, links, q, k, v, g, beta)
-    T, P = gpu_prepare.prepare(ordered, links)
-    out, last = gpu_walk.walk(links, ordered._replace(T=T, P=P), state, slots)
-    last = last if options.chain else jnp.zeros_like(state)
-    return gpu_order.out_of_order(links, out, options.chain, q.shape[1]), last
+    chunked, blank = make_chunks(options, links, q, k, v, g, beta, blank=(v.shape,))
+    out, last = gpu_walk.walk(links, chunked, state, slots, onto=blank[0] if blank else None)
+    return out, last if options.chain else jnp.zeros_like(state)
 
 
-def _in_order(options, links, q, k, v, g, beta) -> gpu_order.Ordered:
-    q, k, v = (gpu_order.into_order(links, x, options.chain) for x in (q, k, v))
-    g, beta = (gpu_order.by_chunk(links, x, options.chain) for x in (g, beta))
-    return gpu_order.Ordered(q, k, v, beta, jnp.cumsum(g, -1))
+def make_chunks(options, links, q, k, v, g, beta, *, blank):
+    """(all that needs no state, arrays of the shapes `blank` for outputs of forests)."""
+    g, beta = (gpu_windows.by_chunk(links, x, options.chain) for x in (g, beta))
+    chunked = gpu_windows.Chunked(q, k, v, beta, jnp.cumsum(g, -1))
+    T, P, *blank = gpu_prepare.prepare(chunked, links, () if options.chain else blank)
+    return chunked._replace(T=T, P=P), tuple(blank)
 
 
 def _looped(until, prev, q, k, v, g, beta, state):
@@ -132,7 +141,7 @@ def _backward(options, residuals, cotangents):
 def _walked_back(options, links, slots, *arrays):
     """Some heads after the others where the states of all chunks would take too much memory."""
     q, _, v = arrays[:3]
-    count = count_groups(links.start.size, q.shape[2], v.shape[2], q.shape[3] * v.shape[3])
+    count = count_groups(links.window.size, q.shape[2], v.shape[2], q.shape[3] * v.shape[3])
     one_group = functools.partial(_group_back, options, links, slots)
     if count == 1:
         return one_group(*arrays)
@@ -161,20 +170,19 @@ def count_groups(chunks: int, key_heads: int, value_heads: int, size: int) -> in
 
 
 def _group_back(options, links, slots, q, k, v, g, beta, state, d_out, d_last):
-    ordered = _in_order(options, links, q, k, v, g, beta)
-    T, P = gpu_prepare.prepare(ordered, links)
-    ordered = ordered._replace(T=T, P=P)
-    new, S = gpu_walk.walk(links, ordered, state, slots, states=True)
-    d_out = gpu_order.into_order(links, d_out, options.chain, clear=True)
-    owed = d_last if options.chain else None
-    d_x, d_S, d_state = gpu_walk_back.walk_back(links, ordered, d_out, owed, slots)
+    chain = options.chain
+    shapes = (q.shape, k.shape, v.shape)
+    chunked, blank = make_chunks(options, links, q, k, v, g, beta, blank=shapes)
+    new, S = gpu_walk.walk(links, chunked, state, slots, states=True)
+    owed = d_last if chain else None
+    d_x, d_S, d_state = gpu_walk_back.walk_back(links, chunked, d_out, owed, slots)
     # A list without chunks owes nothing to its row's state.
     d_state = jnp.where((links.count > 0)[:, None, None, None], d_state, 0.0)
     d_state = d_state.reshape(*state.shape[:1], -1, *state.shape[1:]).sum(1)
-    *grads, d_g, d_beta = gpu_gradients.gradients(links, ordered, S, new, d_out, d_x, d_S)
-    place = {"chain": options.chain, "tokens": q.shape[1]}
-    grads = (gpu_order.out_of_order(links, x, **place) for x in grads)
-    return *grads, *(gpu_order.from_chunks(links, x, **place) for x in (d_g, d_beta)), d_state
+    left = (S, new, d_out, d_x, d_S)
+    *grads, d_g, d_beta = gpu_gradients.gradients(links, chunked, *left, onto=blank)
+    by_token = functools.partial(gpu_windows.from_chunks, links, chain=chain, tokens=q.shape[1])
+    return *grads, by_token(d_g), by_token(d_beta), d_state
 
 
 def _looped_back(until, prev, *arrays):

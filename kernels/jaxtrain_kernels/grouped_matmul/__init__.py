@@ -8,10 +8,9 @@ from jaxtrain_kernels.grouped_matmul.routing import Segments
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
+    "triton": triton_gpu.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
-    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
-    "triton": triton_gpu.grouped_matmul,
 }
 
 

@@ -17,10 +17,9 @@ from jaxtrain_kernels.grouped_matmul.routing import BLOCK, route
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.moe_ffn,
+    "triton": triton_gpu.moe_ffn,
     "xla": xla.moe_ffn,
     "reference": reference.moe_ffn,
-    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
-    "triton": triton_gpu.moe_ffn,
 }
 
 

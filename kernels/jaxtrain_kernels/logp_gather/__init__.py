@@ -11,10 +11,9 @@ from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.logp_gather,
+    "triton": triton_gpu.logp_gather,
     "xla": xla.logp_gather,
     "reference": reference.logp_gather,
-    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
-    "triton": triton_gpu.logp_gather,
 }
 
 

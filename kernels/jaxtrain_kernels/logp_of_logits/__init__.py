@@ -10,10 +10,9 @@ from jaxtrain_kernels.precision import accumulator
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.logp_of_logits,
+    "triton": triton_gpu.logp_of_logits,
     "xla": xla.logp_of_logits,
     "reference": reference.logp_of_logits,
-    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
-    "triton": triton_gpu.logp_of_logits,
 }
 
 

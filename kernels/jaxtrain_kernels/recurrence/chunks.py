@@ -53,14 +53,15 @@ def count_slots(tokens: int) -> int:
     return max(1, tokens.bit_length())
 
 
-def cut_rows(prev, until, size: int, lanes: int, pad: int) -> Chunks:
+def cut_rows(prev, until, size: int, lanes: int, pad: int, align: int = 1) -> Chunks:
     """Rows cut into chunks of at most `size` tokens, dealt at their roots to `lanes` lists a row;
-    n is a multiple of `pad`. prev None: each row is a chain. The ops say what both are."""
+    n is a multiple of `pad`. prev None: each row is a chain. The ops say what both are. A chunk
+    lies within `size` tokens from a multiple of `align` on, which divides `size`."""
     B, T = until.shape
     if prev is None:
         return _cut_chains(until, size, pad)
     slots, n = count_slots(T), -(-T // pad) * pad
-    cut = jax.vmap(lambda prev, until: _cut(prev, until, size, slots, lanes, n))
+    cut = jax.vmap(lambda prev, until: _cut(prev, until, size, align, slots, lanes, n))
     links, count = cut(prev, until)
     row = jnp.repeat(jnp.arange(B, dtype=jnp.int32), lanes)
     links = links.reshape(B * lanes, n, 4)
@@ -79,7 +80,7 @@ def _cut_chains(until, size: int, pad: int) -> Chunks:
     return Chunks(row, index * size, length, source, jnp.ones_like(index), -(-used // size), 1)
 
 
-def _cut(prev, until, size, slots, lanes, n):
+def _cut(prev, until, size, align, slots, lanes, n):
     """([lanes, n, 4] of start, length, source and keep; count [lanes]) of one row."""
     T = len(prev)
     index = jnp.arange(T, dtype=jnp.int32)  # of tokens, and of chunks in packed order
@@ -96,8 +97,8 @@ def _cut(prev, until, size, slots, lanes, n):
     jumps = used & (prev != index - 1)
     forks = total(jnp.where(jumps & (prev >= 0), prev, nowhere), 1) > 0
     fresh = used & (jumps | (index == 0) | jnp.roll(forks, 1))
-    offset = index - jax.lax.cummax(jnp.where(fresh, index, 0))
-    heads = used & (offset % size == 0)
+    begin = jax.lax.cummax(jnp.where(fresh, index, 0))
+    heads = fresh | (used & ((index - begin // align * align) % size == 0))
     chunk = jnp.cumsum(heads, dtype=jnp.int32) - 1
     count = chunk[-1] + 1
     there = index < count

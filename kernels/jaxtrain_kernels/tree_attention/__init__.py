@@ -10,11 +10,9 @@ from jaxtrain_kernels.tree_attention import cudnn, mosaic_gpu, reference, tpu, t
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.attention,
     "tpu": tpu.attention,
-    "xla": xla.attention,
-    "mosaic_gpu_fused": mosaic_gpu.attention_fused,
-    "cudnn": cudnn.attention,
-    # Behind "xla", so that "auto" does not take it: it has never run on a GPU. Its place is before.
     "triton": triton_gpu.attention,
+    "xla": xla.attention,
+    "cudnn": cudnn.attention,
     "reference": reference.attention,
 }
 

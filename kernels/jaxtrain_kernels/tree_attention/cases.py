@@ -137,6 +137,11 @@ def documents_8k():
     return testing.documents([700, 410, 880, 520, 300, 640, 760, 590, 450, 830, 370, 680, 560, 480])
 
 
+def group_20k():
+    """A prompt and sixteen answers to it."""
+    return [(1024, -1)] + [(1216, 0)] * 16
+
+
 def one_2k():
     return testing.documents([2048])
 
@@ -169,6 +174,7 @@ CASES = [
     Case("tree8k_h16_16_d192_v128", tree_8k, 8192, 16, 16, 192, BENCH, v_dim=128),
     Case("tree8k_h64_8_d64_sinks", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True),
     Case("tree8k_h64_8_d64_window", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True, window=128),
+    Case("group20k_h32_8_d128", group_20k, 20480, 32, 8, 128, BENCH),
     Case("documents32k_h16_8_d128", documents_32k, 32768, 16, 8, 128, BENCH),
     Case("documents8k_h16_8_d128", documents_8k, 8192, 16, 8, 128, BENCH),
     Case("causal32k_h16_8_d128", one_32k, 32768, 16, 8, 128, BENCH),

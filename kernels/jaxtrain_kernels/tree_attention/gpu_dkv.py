@@ -71,8 +71,10 @@ class Scratch(NamedTuple):
     """[q_stages * q_block, H], and d_out the same."""
     d_out: jax.Ref
     lse: jax.Ref
-    """[q_stages, q_block], and delta and positions the same."""
+    """[q_stages, q_block], and positions the same."""
     delta: jax.Ref
+    """[q_stages, q_block]; behind it may be as much for another number: every buffer begins at a
+    multiple of 1,024 bytes."""
     positions: jax.Ref | None
     kv_ready: jax.Ref
     """One for each half of the keys."""
@@ -86,7 +88,10 @@ class Scratch(NamedTuple):
     """Both compute warpgroups have come here."""
 
 
-def make_scratch(head_dim: int, dtype, window: int | None, config: Config) -> Scratch:
+def make_scratch(
+    head_dim: int, dtype, window: int | None, config: Config, more: int = 0
+) -> Scratch:
+    """more: further numbers of each query, which come with Q."""
     stages, block = config.q_stages, config.q_block
     per_query = plgpu.SMEM((stages, block), jnp.float32)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
@@ -98,11 +103,13 @@ def make_scratch(head_dim: int, dtype, window: int | None, config: Config) -> Sc
         q=queries,
         d_out=queries,
         lse=per_query,
-        delta=per_query,
+        delta=plgpu.SMEM(((1 + more) * stages, block), jnp.float32),
         positions=None if window is None else plgpu.SMEM((stages, block), jnp.int32),
         kv_ready=plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),  # K and V
         # One arrival for each copy: Q, lse, delta and, with a window, positions.
-        q_ready=plgpu.Barrier(num_barriers=stages, num_arrivals=3 if window is None else 4),
+        q_ready=plgpu.Barrier(
+            num_barriers=stages, num_arrivals=(3 if window is None else 4) + more
+        ),
         d_out_ready=plgpu.Barrier(num_barriers=stages),
         q_free=free,
         d_out_free=free,
@@ -285,8 +292,9 @@ class Tile(NamedTuple):
         plgpu.copy_smem_to_gmem(self.smem.k.at[own.held], dk_ref.at[place])
         plgpu.copy_smem_to_gmem(self.smem.v.at[own.held], dv_ref.at[place])
 
-    def serve(self):
-        """All that the memory warpgroup does: each step's queries into a slot that is free."""
+    def serve(self, more=None):
+        """All that the memory warpgroup does: each step's queries into a slot that is free.
+        more: float32 [B, N, T], which goes behind delta."""
         plgpu.set_max_registers(self.config.memory_registers, action="decrease")
         smem, queries, stages = self.smem, self.queries, self.config.q_stages
         block, row = self.config.q_block, self.row
@@ -309,8 +317,11 @@ class Tile(NamedTuple):
             def _():
                 plgpu.barrier_wait(smem.d_out_free.at[slot])
 
-            for source, target in ((queries.lse, smem.lse), (queries.delta, smem.delta)):
-                plgpu.copy_gmem_to_smem(source.at[row, head, rows], target.at[slot], ready)
+            numbers = [(queries.lse, smem.lse.at[slot]), (queries.delta, smem.delta.at[slot])]
+            if more is not None:
+                numbers.append((more, smem.delta.at[stages + slot]))
+            for source, target in numbers:
+                plgpu.copy_gmem_to_smem(source.at[row, head, rows], target, ready)
             if smem.positions is not None:
                 source = self.keys.query_positions.at[row, rows]
                 plgpu.copy_gmem_to_smem(source, smem.positions.at[slot], ready)

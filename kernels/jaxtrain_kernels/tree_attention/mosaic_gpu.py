@@ -34,7 +34,7 @@ class Options(NamedTuple):
     arrange: bool = True
     """Put the keys into an order that leaves fewer blocks, where there is one."""
     fused: bool = False
-    """One backward kernel, nondeterministic."""
+    """One backward kernel (gpu_fused.py) in place of two."""
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
@@ -45,20 +45,6 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None)
     settings, V = gpu_tiles.Settings(scale, softcap, window), v.shape[-1]
     q, k, v = _filled(q, k, v)
     return run(_options(q, k, v, settings), q, k, v, context, sinks)[..., :V]
-
-
-def attention_fused(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """The same with one backward kernel for dQ, dK and dV, which does 5 matmuls for the 7 of two.
-
-    Blocks add to dQ in float32 in whatever order they come: gradients differ from run to run in the
-    last bits, so nothing chooses this but its name. Head dim 128, or what is filled up to it.
-    """
-    settings, V = gpu_tiles.Settings(scale, softcap, window), v.shape[-1]
-    q, k, v = _filled(q, k, v)
-    if q.shape[-1] != gpu_fused.HEAD_DIM:
-        raise NotImplementedError(f"head dim {q.shape[-1]} is not {gpu_fused.HEAD_DIM}")
-    options = _options(q, k, v, settings)._replace(fused=True)
-    return run(options, q, k, v, context, sinks)[..., :V]
 
 
 def _filled(q, k, v):
@@ -84,7 +70,7 @@ def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
     forward = config("fwd", gpu_fwd.heuristic(H))
     dkv = config("dkv", gpu_dkv.heuristic(H))
     dq = config("dq", gpu_dq.heuristic(H, windowed))
-    return Options(settings, forward, dkv, dq)
+    return Options(settings, forward, dkv, dq, fused=gpu_fused.takes(H, settings.window))
 
 
 def run(options, q, k, v, context, sinks=None):
@@ -129,19 +115,17 @@ def _attention_bwd(options, residuals, d_out):
     # Moving keys again costs little, keeping them from the forward would cost memory. The barrier
     # keeps XLA from finding that it is the same copy.
     arrangement, d_out = lax.optimization_barrier((arrangement, d_out))
-    moved = _moved(arrangement, k, v)
     T, H = q.shape[1], q.shape[-1]
     # Not an einsum: XLA would transpose d_out and out for it.
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     settings, window = options.settings, options.settings.window
+    moved = _moved(arrangement, k, v)
     queries = gpu_tiles.Queries(q, d_out, lse, delta)
     some, every = blocks.meet(context, T, options.dkv.q_block, gpu_dkv.key_tile(H), window)
     lists = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))
     keys = gpu_tiles.describe_keys(k, v, context, lists, moved)
     if options.fused:
-        dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-        dk, dv = gpu_fused.backward(queries, keys, settings, options.dkv, dq_sum)
-        dq = (jax.freeze(dq_sum) * settings.scale).astype(q.dtype)
+        dq, dk, dv = gpu_fused.backward(queries, keys, settings, options.dkv)
     else:
         dk, dv = gpu_dkv.dkv(queries, keys, settings, options.dkv)
         lists = blocks.lists(*blocks.meet(context, T, gpu_tiles.TILE, options.dq.k_block, window))

@@ -16,10 +16,9 @@ from jaxtrain_kernels.weighted_logp import mosaic_gpu, reference, triton_gpu, xl
 
 BACKENDS = {
     "mosaic_gpu": mosaic_gpu.weighted_logp,
+    "triton": triton_gpu.weighted_logp,
     "xla": xla.weighted_logp,
     "reference": reference.weighted_logp,
-    # By name only: behind `xla`, which takes everything, until it has run on a GPU.
-    "triton": triton_gpu.weighted_logp,
 }
 
 
