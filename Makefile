@@ -5,6 +5,11 @@ RUN = $(VENV)/bin/python
 # A file's tests stay together, so that its fixtures and compilations are made once; who is done
 # first takes half of what the other has left.
 SPREAD = -n 2 --dist worksteal
+SLOW = slow
+
+# Half of what a short process does is to compile the Python of jax, torch and transformers: what one
+# has compiled is kept for the next, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs notebooks site clean
 
@@ -31,7 +36,7 @@ test: $(VENV)/installed-test style
 	$(RUN) -m pytest $(SPREAD)
 
 test-slow: $(VENV)/installed-test
-	$(RUN) -m pytest $(SPREAD) -m slow
+	$(RUN) -m pytest $(SPREAD) -m "$(SLOW)"
 
 # The Hopper kernels and their interpreter need one jax, which needs Python 3.12:
 # make test-kernels PYTHON=python3.12 VENV=.venv-3.12

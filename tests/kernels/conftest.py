@@ -18,7 +18,8 @@ LONG = {
     "test_kernels_tree_attention_gpu",
     "test_kernels_tree_attention_tpu",
 }
-"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax."""
+"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax: CI runs
+them there alone."""
 
 
 def pytest_collection_modifyitems(items):
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(item.path).stem in LONG:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.newest)
 
 
 @pytest.fixture(autouse=True, scope="module")
