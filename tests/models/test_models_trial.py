@@ -38,9 +38,8 @@ def toy(monkeypatch):
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;
     every kept token has the full forward's states, those of captured layers included."""
-    with jax.enable_x64(
-        True
-    ):  # in float32 sums in another order differ as much as by a small mistake
+    # In float32 sums in another order differ by as much as small mistakes do.
+    with jax.enable_x64(True):
         try_and_take_back(raw, apart)
 
 
