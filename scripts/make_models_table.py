@@ -30,6 +30,7 @@ ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
 }
 """Axes that other tests than those of all families have compared with one device."""
 SERVED = ROOT / "benchmarks" / "results" / "served_families_cpu.json"
+ADAPTED = ROOT / "benchmarks" / "results" / "served_adapters_cpu.json"
 CLOSE = {"float32": 1e-2, "bfloat16": 0.5}
 """What rounding makes of log-probs there; another weight or position gives more."""
 NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}
