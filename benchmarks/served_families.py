@@ -75,7 +75,12 @@ LATENT_EPS = {"rms_norm_eps": 1e-6}
 PUBLISHED = {
     "afmoe": {"attention_bias": False},
     "deepseek_v2": {**LATENT_EPS, "norm_topk_prob": False, "attention_bias": False},
-    "deepseek_v3": {**LATENT_EPS, "attention_bias": False, "rope_interleave": True},
+    "deepseek_v3": {
+        **LATENT_EPS,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+    },
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
     "glm4_moe_lite": {
@@ -208,9 +213,8 @@ def compare(answer: dict, prompts: list[list[int]], model: Any) -> float:
     texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
     theirs = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
     ours = score(model, texts)
-    return max(
-        float(np.abs(o[-len(t) :] - np.array(t)).max()) for o, t in zip(ours, theirs, strict=True)
-    )
+    off = [np.abs(o[-len(t) :] - np.array(t)).max() for o, t in zip(ours, theirs, strict=True)]
+    return float(np.max(off))
 
 
 def shorten(error: str) -> str:

@@ -109,9 +109,9 @@ def describe_served(found: list[dict]) -> str:
 
 
 def describe_difference(worst: dict) -> str:
-    unit = 10.0 ** math.floor(math.log10(worst["difference"]))
-    if worst["difference"] > CLOSE[worst["dtype"]]:
+    if not worst["difference"] <= CLOSE[worst["dtype"]]:  # or not a number
         return f"differ by {worst['difference']:.1g}"
+    unit = 10.0 ** math.floor(math.log10(worst["difference"]))
     said = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
     return said if worst["dtype"] == "float32" else f"{said} ({worst['dtype']})"
 
