@@ -20,6 +20,12 @@ from make_models_table import tiny_configs
 
 RAW = {name: raw for name, (_, raw) in tiny_configs().items()}
 
+RAW["towers"] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": RAW["qwen3_5_moe"],
+}
+
 
 def config_of(**vllm):
     table = {
@@ -60,9 +66,15 @@ def test_a_mixture_on_a_cpu_is_refused_whatever_is_adapted(monkeypatch, target):
     check("nemotron_h", LOCAL, target)
 
 
-@pytest.mark.parametrize("name", ["granitemoe", "granitemoehybrid"])
-def test_experts_of_one_tensor_are_refused_where_vllm_wants_a_pair_for_each(name):
-    with pytest.raises(UserError, match=r"experts\.gate.*one tensor for all.*adapter\.target"):
+@pytest.mark.parametrize(
+    "name, has, wants",
+    [
+        ("granitemoehybrid", "one pair for all experts", "a pair for each expert"),
+        ("towers", "a pair for each expert", "one pair for all experts"),
+    ],
+)
+def test_experts_in_the_form_that_vllm_refuses_are_refused(name, has, wants):
+    with pytest.raises(UserError, match=rf"experts\.gate.* has {has}.* takes {wants}.*target"):
         check(name, GIVEN)
     check(name, GIVEN, "attention")
 

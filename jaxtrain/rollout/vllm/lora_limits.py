@@ -2,8 +2,8 @@
 
 On a CPU no mixture of experts is served with an adapter, whatever has one: with adapters vLLM runs
 experts in kernels for GPUs alone, so that a server starts and its engine dies at the first request.
-Experts that a folder has as one tensor get one pair there (adapters/peft_experts.py), which two of
-vLLM's classes read; all others want a pair for each expert.
+Experts that a folder has as one tensor get one pair in PEFT (adapters/peft_experts.py), which two
+of vLLM's classes read; all others want a pair for each expert. Either refuses the other's form.
 """
 
 from jaxtrain.adapters.peft_experts import find_wrapped
@@ -37,7 +37,7 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
             "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
             " adapter.rank_pattern and adapter.alpha_pattern"
         )
-    architecture = parts.architecture.architecture
+    (architecture,) = parts.architecture.to_hf()["architectures"]
     if parts.architecture.experts_per_token is None:
         return
     if vllm.launch == "local" and not gpus.find_theirs(vllm):
@@ -47,11 +47,13 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
             ' (rollout.vllm.gpus), or set rollout.engine to "local"'
         )
     wrapped = find_wrapped(parts.architecture, find_linears(parts.architecture))
-    joint = [path for path in adapter.slots if path in wrapped and not wrapped[path].alone]
-    if joint and architecture not in JOINT:
+    experts = [path for path in adapter.slots if path in wrapped]
+    joint = any(not wrapped[path].alone for path in experts)
+    if experts and joint != (architecture in JOINT):
+        forms = ("a pair for each expert", "one pair for all experts")
         raise UserError(
-            f"rollout.vllm.sync lora: adapter.target reaches {', '.join(joint)}, which"
-            f" {architecture} stores as one tensor for all experts, and vLLM refuses such an"
-            ' adapter of it; leave experts out of adapter.target ("attention"), or train all'
+            f"rollout.vllm.sync lora: adapter.target reaches {', '.join(experts)}, of which an"
+            f" adapter of this folder has {forms[joint]}, and vLLM takes {forms[not joint]} of"
+            f' {architecture}; leave experts out of adapter.target ("attention"), or train all'
             ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
         )
