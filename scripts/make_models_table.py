@@ -101,15 +101,23 @@ def make_rows() -> list[str]:
 
 def describe_served(found: list[dict]) -> str:
     """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
-    up, and vLLM's words where it ran none of them, or not all."""
-    errors = [f"not run: {one['error']}" for one in found if "error" in one]
+    up, of those that agree and of those that do not, and vLLM's words where it did not run one."""
     asked = [one for one in found if "difference" in one]
-    words = [describe_difference(max(asked, key=lambda one: one["difference"]))] if asked else []
-    return "; another variant ".join([*words, *errors[:1]]) or "-"
+    close = [one for one in asked if is_close(one)]
+    words = []
+    for kind in (close, [one for one in asked if one not in close]):
+        if kind:
+            words.append(describe_difference(max(kind, key=lambda one: one["difference"])))
+    words += [f"not run: {one['error']}" for one in found if "error" in one][:1]
+    return "; another variant: ".join(words) or "-"
+
+
+def is_close(one: dict) -> bool:
+    return one["difference"] <= CLOSE[one["dtype"]]  # False for what is not a number
 
 
 def describe_difference(worst: dict) -> str:
-    if not worst["difference"] <= CLOSE[worst["dtype"]]:  # or not a number
+    if not is_close(worst):
         return f"differ by {worst['difference']:.1g}"
     unit = 10.0 ** math.floor(math.log10(worst["difference"]))
     said = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
