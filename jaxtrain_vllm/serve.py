@@ -109,7 +109,7 @@ def main() -> None:
     if options.sync == "lora" and runs_on_cpu() and has_experts(options.model):
         parser.error(
             f"--sync lora: {options.model} is a mixture of experts, which vLLM on a CPU does not"
-            " serve with an adapter (its engine dies at the first request); use GPUs, or sample"
+            " serve with an adapter (its engine fails at the first request); use GPUs, or sample"
             ' without vLLM: rollout.engine = "local"'
         )
     # Not removed: this process becomes the server, which reads it as long as it lives.

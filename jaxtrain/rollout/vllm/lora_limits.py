@@ -1,7 +1,8 @@
 """What vLLM 0.32 serves of an adapter, and what a run refuses before its servers would.
 
 On a CPU no mixture of experts is served with an adapter, whatever has one: with adapters vLLM runs
-experts in kernels for GPUs alone, so that a server starts and its engine dies at the first request.
+experts in kernels for GPUs alone, so that a server starts and its engine fails at the first
+request.
 Experts that a folder has as one tensor get one pair in PEFT (adapters/peft_experts.py), which two
 of vLLM's classes read; all others want a pair for each expert. Either refuses the other's form.
 """
