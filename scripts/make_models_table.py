@@ -6,8 +6,8 @@ python scripts/make_models_table.py --check  # says whether it is up to date
 A family is in it once tests/models/families_*.py have a tiny config of it. What the first columns
 say is asked of the model of that config; devices are the meshes on which test_models_families.py
 and the tests named below compare it with one device; vLLM's classes are those of its registry,
-which a test with a real server checks; what its log-probs were is in a file that
-benchmarks/served_families.py writes.
+which a test with a real server checks; what its log-probs were is in files that
+benchmarks/served_families.py and served_adapters.py write.
 """
 
 import argparse
@@ -78,6 +78,7 @@ def make_rows() -> list[str]:
         row["experts"] = row.get("experts", False) or config.experts_per_token is not None
         row["axes"] |= meshes_of(name, file) | ELSEWHERE.get(module, set())
     lines, served = [], json.loads(SERVED.read_text())
+    adapted = json.loads(ADAPTED.read_text())["all-linear"]
     for module, row in sorted(families.items()):
         path = f"jaxtrain.models.{module}"
         names = [a for a, own in ARCHITECTURES.items() if own == path]
@@ -94,6 +95,7 @@ def make_rows() -> list[str]:
             axes,
             "yes" if len(in_vllm) == len(names) else ("some" if in_vllm else "no"),
             describe_served([served[name] for name in row["names"] if name in served]),
+            describe_served([adapted[name] for name in row["names"] if name in adapted]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -134,6 +136,7 @@ def make_table() -> str:
         "sharded (tested)",
         "class in vLLM 0.32",
         "its log-probs on a CPU",
+        "and with an adapter",
     ]
     return "\n".join(
         [BEGIN, "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *make_rows(), END]
