@@ -79,6 +79,12 @@ def test_experts_in_the_form_that_vllm_refuses_are_refused(name, has, wants):
     check(name, GIVEN, "attention")
 
 
+def test_a_module_that_vllm_does_not_know_is_refused():
+    with pytest.raises(UserError, match=r"mlp\.gate.* Glm4ForCausalLM's gate_up_proj.*target"):
+        check("glm4", GIVEN)
+    check("glm4", GIVEN, "attention")
+
+
 @pytest.mark.parametrize("vllm", [GIVEN, LOCAL])
 def test_what_vllm_may_take_is_left_to_it(vllm):
     for name in ("qwen3_moe", "gpt_oss"):

@@ -17,6 +17,13 @@ from jaxtrain.rollout.vllm import gpus
 JOINT = {"GptOssForCausalLM", "Qwen3_5MoeForConditionalGeneration"}
 """Architectures of which vLLM reads one pair for all experts (is_3d_moe_weight)."""
 
+INSTEAD = (
+    'set adapter.target to "attention", or train all weights: adapter.kind "none" with'
+    ' rollout.vllm.sync "full" or "delta"'
+)
+UNREAD = {"Glm4ForCausalLM": ("gate_up_proj",)}
+"""Modules of folders, of which vLLM's class wants pairs under other names."""
+
 
 def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
     """Refuse an adapter that vLLM would not serve, or as something else; UserError."""
@@ -39,6 +46,14 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
             " adapter.rank_pattern and adapter.alpha_pattern"
         )
     (architecture,) = parts.architecture.to_hf()["architectures"]
+    linears = find_linears(parts.architecture)
+    for path in adapter.slots:
+        module = linears[path].modules[0].rpartition(".")[2]
+        if module in UNREAD.get(architecture, ()):
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, and vLLM refuses an"
+                f" adapter of {architecture}'s {module}; {INSTEAD}"
+            )
     if parts.architecture.experts_per_token is None:
         return
     if vllm.launch == "local" and not gpus.find_theirs(vllm):
@@ -47,7 +62,7 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
             " does not serve with an adapter, whatever adapter.target is; give the servers GPUs"
             ' (rollout.vllm.gpus), or set rollout.engine to "local"'
         )
-    wrapped = find_wrapped(parts.architecture, find_linears(parts.architecture))
+    wrapped = find_wrapped(parts.architecture, linears)
     experts = [path for path in adapter.slots if path in wrapped]
     joint = any(not wrapped[path].alone for path in experts)
     if experts and joint != (architecture in JOINT):
@@ -55,6 +70,5 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
         raise UserError(
             f"rollout.vllm.sync lora: adapter.target reaches {', '.join(experts)}, of which an"
             f" adapter of this folder has {forms[joint]}, and vLLM takes {forms[not joint]} of"
-            f' {architecture}; leave experts out of adapter.target ("attention"), or train all'
-            ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
+            f" {architecture}; {INSTEAD}"
         )
