@@ -68,7 +68,8 @@ def run(
     found = {}
     for name, answer in served.ask_vllm(folders, prompts, work, seconds).items():
         if "error" in answer:
-            found[name] = {"error": served.shorten(answer["error"])}
+            said = answer["error"].replace(f"{work / name / PLACE}, ", "")
+            found[name] = {"error": served.shorten(said)}
         else:
             texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
             base = served.score(build.load(work / name, param_dtype="float32"), texts)
