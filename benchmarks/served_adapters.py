@@ -68,7 +68,7 @@ def run(
     found = {}
     for name, answer in served.ask_vllm(folders, prompts, work, seconds).items():
         if "error" in answer:
-            said = answer["error"].replace(f"{work / name / PLACE}, ", "")
+            said = answer["error"].replace(str(work / name / PLACE), "it")
             found[name] = {"error": served.shorten(said)}
         else:
             texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
