@@ -48,6 +48,13 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
     (architecture,) = parts.architecture.to_hf()["architectures"]
     linears = find_linears(parts.architecture)
     for path in adapter.slots:
+        if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, which makes the values,"
+                " too, and vLLM corrects the keys alone; name the other Linears in adapter.target"
+                ' (such as ["mlp", "attention.q", "attention.v", "attention.out"]), or train all'
+                ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
+            )
         module = linears[path].modules[0].rpartition(".")[2]
         if module in UNREAD.get(architecture, ()):
             raise UserError(
