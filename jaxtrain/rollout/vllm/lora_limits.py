@@ -7,8 +7,10 @@ Experts that a folder has as one tensor get one pair in PEFT (adapters/peft_expe
 of vLLM's classes read; all others want a pair for each expert. Either refuses the other's form.
 """
 
+from collections.abc import Iterable
+
 from jaxtrain.adapters.peft_experts import find_wrapped
-from jaxtrain.adapters.spec import find_linears
+from jaxtrain.adapters.spec import Linears, find_linears
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.core.assemble import Parts
 from jaxtrain.errors import UserError
@@ -47,20 +49,7 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
         )
     (architecture,) = parts.architecture.to_hf()["architectures"]
     linears = find_linears(parts.architecture)
-    for path in adapter.slots:
-        if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
-            raise UserError(
-                f"rollout.vllm.sync lora: adapter.target reaches {path}, which makes the values,"
-                " too, and vLLM corrects the keys alone; name the other Linears in adapter.target"
-                ' (such as ["mlp", "attention.q", "attention.v", "attention.out"]), or train all'
-                ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
-            )
-        module = linears[path].modules[0].rpartition(".")[2]
-        if module in UNREAD.get(architecture, ()):
-            raise UserError(
-                f"rollout.vllm.sync lora: adapter.target reaches {path}, and vLLM refuses an"
-                f" adapter of {architecture}'s {module}; {INSTEAD}"
-            )
+    check_modules(architecture, linears, adapter.slots)
     if parts.architecture.experts_per_token is None:
         return
     if vllm.launch == "local" and not gpus.find_theirs(vllm):
@@ -79,3 +68,21 @@ def check_adapter(vllm: VllmConfig, parts: Parts) -> None:
             f" adapter of this folder has {forms[joint]}, and vLLM takes {forms[not joint]} of"
             f" {architecture}; {INSTEAD}"
         )
+
+
+def check_modules(architecture: str, linears: Linears, paths: Iterable[str]) -> None:
+    """Refuse Linears of which vLLM's class takes no adapter, or half of one; UserError."""
+    for path in paths:
+        if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, which makes the values,"
+                " too, and vLLM corrects the keys alone; name the other Linears in adapter.target"
+                ' (such as ["mlp", "attention.q", "attention.v", "attention.out"]), or train all'
+                ' weights: adapter.kind "none" with rollout.vllm.sync "full" or "delta"'
+            )
+        module = linears[path].modules[0].rpartition(".")[2]
+        if module in UNREAD.get(architecture, ()):
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, and vLLM refuses an"
+                f" adapter of {architecture}'s {module}; {INSTEAD}"
+            )
