@@ -2,13 +2,13 @@
 
 JAXTRAIN_VLLM_PYTHON=path/to/vllm/python python benchmarks/served_families.py [NAME ...]
 
-For each tiny config of tests/models/families_*.py whose class vLLM has, in sizes that its kernels
-have: a model with no norm, bias or decay at its neutral value is written by our exporter, opened by
-vLLM, and asked for the log-probs of prompts' tokens and of an answer drawn after them (so caches
-are seen, too). Those of our own model, read from the same folder, are compared. What was
-found goes into benchmarks/results/served_families_cpu.json, from which scripts/make_models_table.py
-makes a column of docs/models.md. JAXTRAIN_VLLM_PATH: a folder with what vLLM's environment lacks
-(torchvision for Qwen3.5's classes).
+For each tiny config of tests/models/families_*.py, in sizes that vLLM's kernels have: a model with
+no norm, bias or decay at its neutral value is written by our exporter, opened by vLLM, and asked
+for the log-probs of prompts' tokens and of an answer drawn after them (so caches are seen, too).
+Those of our own model, read from the same folder, are compared. What was found goes into
+benchmarks/results/served_families_cpu.json, from which scripts/make_models_table.py makes a column
+of docs/models.md. JAXTRAIN_VLLM_PATH: a folder with what vLLM's environment lacks (torchvision for
+Qwen3.5's classes).
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from make_models_table import CLOSE, NOT_IN_VLLM, SERVED, tiny_configs
+from make_models_table import CLOSE, SERVED, tiny_configs
 
 from jaxtrain.data.template import load_tokenizer
 from jaxtrain.models import build
@@ -74,7 +75,12 @@ LATENT_EPS = {"rms_norm_eps": 1e-6}
 PUBLISHED = {
     "afmoe": {"attention_bias": False},
     "deepseek_v2": {**LATENT_EPS, "norm_topk_prob": False, "attention_bias": False},
-    "deepseek_v3": LATENT_EPS,
+    "deepseek_v3": {
+        **LATENT_EPS,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+    },
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
     "glm4_moe_lite": {
@@ -85,8 +91,10 @@ PUBLISHED = {
     "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     "granitemoe": {"attention_bias": False},
     "lfm2_moe": {"tie_word_embeddings": True},
+    "mistral4": LATENT_EPS,
     "olmoe": {"clip_qkv": None, "attention_bias": False, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"use_sliding_window": False},
+    "qwen3": {"attention_bias": False},
 }
 """Options of a family that vLLM does not read, computing as the published models have them, and one
 that published folders alone say."""
@@ -150,11 +158,10 @@ def write_model(raw: dict, folder: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def score(folder: Path, texts: list[list[int]]) -> list[np.ndarray]:
+def score(model: Any, texts: list[list[int]]) -> list[np.ndarray]:
     """Our log-prob of each token of the texts behind its first."""
     from tiny_models import pack
 
-    model = build.load(folder, param_dtype="float32")
     length = max(map(len, texts))
     batch = pack([[np.array(text, np.int32)] for text in texts], length)
     run = jax.jit(lambda model, batch: jax.nn.log_softmax(model.logits(model.hidden(batch).hidden)))
@@ -201,12 +208,13 @@ MOST_WORDS = 120
 CHILD, ANSWERS = Path(__file__).parent / "served_logprobs.py", "answers.jsonl"
 
 
-def compare(answer: dict, prompts: list[list[int]], folder: Path) -> float:
-    """The largest difference between vLLM's log-probs and ours."""
+def compare(answer: dict, prompts: list[list[int]], model: Any) -> float:
+    """The largest difference between vLLM's log-probs and our model's."""
     texts = [p + a for p, a in zip(prompts, answer["answers"], strict=True)]
     theirs = [p + d for p, d in zip(answer["prompts"], answer["drawn"], strict=True)]
-    ours = score(folder, texts)
-    return max(float(np.abs(o - np.array(t)).max()) for o, t in zip(ours, theirs, strict=True))
+    ours = score(model, texts)
+    off = [np.abs(o[-len(t) :] - np.array(t)).max() for o, t in zip(ours, theirs, strict=True)]
+    return float(np.max(off))
 
 
 def shorten(error: str) -> str:
@@ -221,13 +229,8 @@ def make_prompts() -> list[list[int]]:
 
 
 def served_configs() -> dict[str, dict]:
-    """{name: config.json} of all that vLLM has a class for."""
-    found = {name: fit_to_vllm(raw) for name, (_, raw) in tiny_configs().items()}
-    return {
-        name: raw
-        for name, raw in found.items()
-        if build.config_from_hf(raw).architecture not in NOT_IN_VLLM
-    }
+    """{name: config.json} of all; what vLLM has no class for its transformers backend may run."""
+    return {name: fit_to_vllm(raw) for name, (_, raw) in tiny_configs().items()}
 
 
 def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, dict]:
@@ -243,7 +246,8 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
         if "error" in answer:
             found[name] = {"error": shorten(answer["error"])}
         else:
-            found[name] = {"difference": compare(answer, prompts, work / name)}
+            model = build.load(work / name, param_dtype="float32")
+            found[name] = {"difference": compare(answer, prompts, model)}
         found[name]["dtype"] = dtype
         print(f"{name}: {found[name]}", flush=True)
     return found
@@ -251,7 +255,7 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="tiny configs; all that vLLM has a class for")
+    parser.add_argument("names", nargs="*", help="tiny configs; all of them")
     parser.add_argument("--dtype", default="float32", choices=list(CLOSE), help="vLLM's")
     parser.add_argument("--seconds", type=float, default=450, help="for one process of vLLM")
     parser.add_argument("--keep", type=Path, help="write the folders here and leave them")

@@ -3,9 +3,11 @@
 path/to/vllm/python benchmarks/served_logprobs.py JOB.json ANSWERS.jsonl
 
 The job is {"prompts": [[ids]], "new": tokens of an answer, "folders": {name: {"path", "dtype"}}},
-and a line is added to the answers for each folder: {"name", "prompts": [[log-probs, from the second
-token on]], "answers": [[ids]], "drawn": [[log-probs]]}, or {"name", "error"}. Needs neither jax
-nor jaxtrain; served_families.py calls it.
+where a folder may have "adapter", a PEFT folder to be served beside it, and then "modules", those
+that vLLM is to prepare for one. A line is added to the answers for each folder: {"name", "prompts":
+[[log-probs, from the second token on; none with an adapter]], "answers": [[ids]], "drawn":
+[[log-probs]]}, or {"name", "error"}. Needs neither jax nor jaxtrain; served_families.py and
+served_adapters.py call it.
 """
 
 import gc
@@ -21,27 +23,40 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def ask(path: str, dtype: str, prompts: list[list[int]], new: int) -> dict:
+def ask(folder: dict, prompts: list[list[int]], new: int) -> dict:
     """What one folder's model says; the answers are its own, the likeliest token each time."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
+    adapter, options = None, {}
+    if "adapter" in folder:
+        adapter = LoRARequest("adapter", 1, folder["adapter"])
+        options = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+    if "modules" in folder:
+        options["lora_target_modules"] = folder["modules"]
     llm = LLM(
-        path,
-        dtype=dtype,
+        folder["path"],
+        dtype=folder["dtype"],
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=256,
         enable_prefix_caching=False,
         limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
+        **options,
     )
+    # With an adapter's head vLLM 0.32 on a CPU has no log-probs of prompts: "einsum(): ..."
+    prompted = None if adapter else 0
     how = SamplingParams(
-        temperature=0, max_tokens=new, ignore_eos=True, logprobs=0, prompt_logprobs=0
+        temperature=0, max_tokens=new, ignore_eos=True, logprobs=0, prompt_logprobs=prompted
     )
-    out = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
+    texts = [{"prompt_token_ids": p} for p in prompts]
+    out = llm.generate(texts, how, use_tqdm=False, lora_request=adapter)
     del llm
     return {
-        "prompts": [read(o.prompt_logprobs[1:], o.prompt_token_ids[1:]) for o in out],
+        "prompts": [
+            [] if adapter else read(o.prompt_logprobs[1:], o.prompt_token_ids[1:]) for o in out
+        ],
         "answers": [list(o.outputs[0].token_ids) for o in out],
         "drawn": [read(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in out],
     }
@@ -59,7 +74,7 @@ def main() -> int:
 
     for name, folder in job["folders"].items():
         try:
-            line = ask(folder["path"], folder["dtype"], job["prompts"], job["new"])
+            line = ask(folder, job["prompts"], job["new"])
         except Exception as error:  # a folder's failure is what is asked for
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}, {where.name}"

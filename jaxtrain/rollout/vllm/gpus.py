@@ -79,17 +79,20 @@ def set_aside(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) 
     _for_servers = theirs
 
 
+def find_theirs(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """The servers' GPUs; none where they compute on the CPU."""
+    return split_gpus(vllm, list_gpus(environ))[1] if _for_servers is None else _for_servers
+
+
 def assign(vllm: VllmConfig, environ: MutableMapping[str, str] = os.environ) -> list[list[str]]:
     """The GPUs of each server; none where it computes on the CPU. UserError where there are some
     and nothing was set aside before jax took them all."""
-    theirs = _for_servers
-    if theirs is None:
-        theirs = split_gpus(vllm, list_gpus(environ))[1]
-        if theirs and not vllm.sleep:
-            raise UserError(
-                "rollout.vllm.launch local: jax has all GPUs already. The command line leaves some"
-                " to the servers; a program calls jaxtrain.rollout.vllm.gpus.set_aside("
-                "config.rollout.vllm) before anything that uses jax"
-            )
+    theirs = find_theirs(vllm, environ)
+    if _for_servers is None and theirs and not vllm.sleep:
+        raise UserError(
+            "rollout.vllm.launch local: jax has all GPUs already. The command line leaves some to"
+            " the servers; a program calls jaxtrain.rollout.vllm.gpus.set_aside("
+            "config.rollout.vllm) before anything that uses jax"
+        )
     each = len(theirs) // vllm.replicas
     return [theirs[place * each : (place + 1) * each] for place in range(vllm.replicas)]

@@ -37,6 +37,7 @@ from jaxtrain.rollout.vllm.engine import VllmEngine
 from jaxtrain.rollout.vllm.far import share
 from jaxtrain.rollout.vllm.launch import FOLDER, open_launcher
 from jaxtrain.rollout.vllm.listing import Listing
+from jaxtrain.rollout.vllm.lora_limits import check_adapter
 from jaxtrain.rollout.vllm.publish_lora import LoraPublisher
 from jaxtrain.rollout.vllm.publish_weights import WeightPublisher
 from jaxtrain.rollout.vllm.servers import Servers
@@ -51,6 +52,8 @@ class Vllm(EngineKind):
     def check(self, config: Config, parts: Parts) -> None:
         """See EngineKind."""
         vllm = config.rollout.vllm
+        if vllm.sync == "lora":
+            check_adapter(vllm, parts)
         if vllm.launch == "local":
             if jax.process_count() > 1:
                 raise UserError(
@@ -83,7 +86,7 @@ def open_vllm(
     vllm = config.rollout.vllm
     adapters, policies = vllm.sync == "lora", list_trained(config)
     if adapters:
-        check_adapter(parts)
+        check_adapter(vllm, parts)
     engine = own = None
     if is_main_process():
         with ExitStack() as stack:
@@ -242,25 +245,3 @@ def open_device_image(
         cuda,
         wide,
     )
-
-
-def check_adapter(parts: Parts) -> None:
-    """Refuse an adapter that vLLM would serve as something else."""
-    adapter = parts.adapter
-    assert adapter is not None, "the config says that there is one"
-    if adapter.full or adapter.rows:
-        keys = "adapter.train_embeddings and adapter.train_head to false"
-        raise UserError(
-            "rollout.vllm.sync lora: vLLM does not serve embeddings or heads of an adapter;"
-            + (
-                f" set {keys}, or train and sync in full"
-                if adapter.full
-                else " train the tokens that section model adds first (task.kind sft), merge, and"
-                " name that folder as model.path"
-            )
-        )
-    if len({(slot.rank, slot.alpha) for slot in adapter.slots.values()}) > 1:
-        raise UserError(
-            "rollout.vllm.sync lora: vLLM scales all layers by one rank and alpha; remove"
-            " adapter.rank_pattern and adapter.alpha_pattern"
-        )
