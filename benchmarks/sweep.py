@@ -31,11 +31,13 @@ HELD = {"in_registers": True}
 FORWARD = {
     64: [{}, HELD, SHARED, {"stages": 3}, {"k_block": 256}],
     128: [{}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
+    192: [{}, HELD, SHARED, {"k_block": 64, "stages": 4}, MORE],
     256: [{}, SHARED, MORE],
 }
 DKV = {
     64: [{}, {"q_stages": 4}, LESS],
     128: [{}, {"q_stages": 3}, LESS],
+    192: [{}, {"q_stages": 3}],
     256: [{}, LESS],
 }
 DQ = {
@@ -44,9 +46,10 @@ DQ = {
         *({}, HELD, SHARED, {"tile_stages": 1}, {"k_stages": 3, "v_stages": 2}, LESS),
         *({"k_block": 128}, HELD | {"k_stages": 3, "v_stages": 3, "tile_stages": 1}),
     ],
+    192: [{}, SHARED, {"k_stages": 3, "v_stages": 3}, LESS],
     256: [{}, SHARED, {"k_stages": 1}],
 }
-FUSED = {64: [], 128: [{}, LESS], 256: []}
+FUSED = {64: [], 128: [{}, LESS], 192: [], 256: []}
 
 TUNED = ("fwd", "dkv", "dq")  # kernels that read a table
 GAIN = 0.99  # share of the default's time that a variant must stay below to be saved
@@ -135,7 +138,7 @@ def around(inputs, case, report):
 def sweep(case, report):
     inputs, H = Inputs(case), case.head_dim
     report.add(case=case.name, moved=str(inputs.arrangement.moved))
-    flops = 4 * case.heads * H * case.pairs()
+    flops = case.flops()
     around(inputs, case, report)
     work = [
         ("fwd", gpu_fwd.heuristic(H), FORWARD, 1.0),

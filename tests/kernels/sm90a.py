@@ -1,7 +1,7 @@
 """Compile Mosaic kernels to Hopper machine code without a GPU: what ptxas says about each.
 
 Run by test_kernels_compile.py in a process of its own, because it needs jax's CUDA plugin where the
-tests run on the CPU: `python sm90a.py` prints {kernel, case, spills} lines as JSON.
+tests run on the CPU: `python sm90a.py` prints {case, kernel, spills, serialized} lines as JSON.
 """
 
 import contextlib
@@ -74,12 +74,14 @@ def report(case, function, *shapes):
         compiled = compile_for_h200(function, *shapes)
     names = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", output[0])
     spills = [int(n) for n in re.findall(r"stack frame, (\d+) bytes spill stores", output[0])]
-    temp = compiled.memory_analysis().temp_size_in_bytes
+    serial = re.findall(r"wgmma.* are serialized .* '(\w+)_mosaic_gpu_kernel'", output[0])
+    row = {"case": case, "temp": compiled.memory_analysis().temp_size_in_bytes}
     for name, spill in zip(names, spills, strict=True):
-        print(json.dumps({"case": case, "kernel": name, "spills": spill, "temp": temp}))
+        found = {"kernel": name, "spills": spill, "serialized": name in serial}
+        print(json.dumps(row | found), flush=True)
 
 
-def attention_step(head_dim, impl="mosaic_gpu", **settings):
+def attention_step(head_dim, impl="mosaic_gpu", v_dim=None, **settings):
     from jaxtrain_kernels import Context, attention
 
     def loss(q, k, v, until, positions):
@@ -87,7 +89,8 @@ def attention_step(head_dim, impl="mosaic_gpu", **settings):
         out = attention(q, k, v, context, impl=impl, **settings)
         return out.astype(jnp.float32).sum()
 
-    heads = [jax.ShapeDtypeStruct((1, 8192, n, head_dim), jnp.bfloat16) for n in (16, 8, 8)]
+    sizes = (16, head_dim), (8, head_dim), (8, v_dim or head_dim)
+    heads = [jax.ShapeDtypeStruct((1, 8192, *size), jnp.bfloat16) for size in sizes]
     metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
     return jax.grad(loss, (0, 1, 2)), *heads, *metadata
 
@@ -205,13 +208,16 @@ def main():
     report("weighted_logp", *weighted_logp_step())
     report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
     report("logp_of_logits", *logp_of_logits_step())
-    for head_dim in (64, 128, 256):
+    for head_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for name, settings in {
             "": {},
             "softcap": {"softcap": 30.0},
             "window": {"window": 64},
         }.items():
-            report(f"attention d{head_dim} {name}".strip(), *attention_step(head_dim, **settings))
+            report(
+                f"attention d{head_dim} {name}".strip(),
+                *attention_step(head_dim, v_dim=v_dim, **settings),
+            )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are
     ("weighted_logp softcap", "logp_exponentials"): 160,  # of them 80 for the largest logit
     ("attention d128", "tree_attention_bwd"): 16,
     ("attention d128 softcap", "tree_attention_bwd"): 16,
+    ("attention d192 softcap", "tree_attention_dkv"): 48,
     ("attention d256 softcap", "tree_attention_dq"): 16,
 }
 
@@ -59,6 +60,8 @@ def test_kernels_compile_for_hopper():
         "tree_attention_gather",
         "zeros",
     }
+    # One that waits for each wgmma before the next: ptxas says so, and lets it pass.
+    assert not [row for row in rows if row["serialized"]]
     spilled = {(row["case"], row["kernel"]): row["spills"] for row in rows}
     too_many = {what: n for what, n in spilled.items() if n > ALLOWED.get(what, 0)}
     assert not too_many

@@ -29,18 +29,19 @@ def by_a_column(q, k, v, sinks, mask, softcap=None):
     return jnp.einsum("bnts,bsnh->btnh", weight, v)
 
 
-def make(B=2, T=48, N=4, K=2, H=8, used=40, seed=3):
+def make(B=2, T=48, N=4, K=2, H=8, V=None, used=40, seed=3):
     """Arrays in float64, sinks from -30 to 30; the first queries of the last row see nothing."""
     rng = np.random.default_rng(seed)
     rows = [testing.pack(testing.random_forest(rng, used, mean=6), T) for _ in range(B)]
     until, positions = (np.stack([row[name] for row in rows]) for name in ("until", "positions"))
     since = np.tile(np.arange(T, dtype=np.int32), (B, 1))
     since[-1, :5] = 5
-    arrays = [rng.standard_normal((B, T, n, H)) for n in (N, K, K)]
+    V = V or H
+    arrays = [rng.standard_normal((B, T, *size)) for size in ((N, H), (K, H), (K, V))]
     sinks = np.resize([30.0, -30.0, 0.7, -1.1], N)
     steps = np.arange(T)[None, :, None]
     mask = (since[:, None] <= steps) & (steps < until[:, None])
-    return [*arrays, sinks], rng.standard_normal((B, T, N, H)), (until, since, positions), mask
+    return [*arrays, sinks], rng.standard_normal((B, T, N, V)), (until, since, positions), mask
 
 
 def pulled(function, arrays, d_out):
@@ -80,9 +81,9 @@ def test_a_sink_is_a_column_without_a_value(backend):
         assert not pulled(ours, arrays, d_out)[0][1, :5].any()
 
 
-def check_kernel(kernel):
+def check_kernel(kernel, H=64, V=64):
     """bfloat16 kernels: no further from float64 than twice the reference in bfloat16."""
-    arrays, d_out, (until, since, _), mask = make(B=1, T=130, N=2, K=1, H=64, used=120)
+    arrays, d_out, (until, since, _), mask = make(B=1, T=130, N=2, K=1, H=H, V=V, used=120)
     arrays[3] = np.array([0.7, -1.1])
     low = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]] + [jnp.asarray(arrays[3], jnp.float32)]
     d_low = jnp.asarray(d_out, jnp.bfloat16)
@@ -103,9 +104,10 @@ def check_kernel(kernel):
 
 
 @pytest.mark.slow
-def test_interpreted_hopper_kernels():
+@pytest.mark.parametrize("H, V", [(64, 64), (192, 128)])
+def test_interpreted_hopper_kernels(H, V):
     with interpreted():
-        check_kernel(functools.partial(mosaic_gpu.run, options(64)))
+        check_kernel(functools.partial(mosaic_gpu.run, options(H)), H, V)
 
 
 @pytest.mark.slow

@@ -109,15 +109,18 @@ def test_documents_keep_their_order():
 SETTINGS = {
     "d64_grouped": {"H": 64, "N": 2, "K": 1},
     "d128_grouped": {"H": 128, "N": 2, "K": 1},
+    "d192_v128": {"H": 192, "V": 128, "N": 1, "K": 1, "T": 128, "used": 120},
     "d256": {"H": 256, "N": 1, "K": 1},
     "d64_softcap": {"H": 64, "N": 1, "K": 1, "softcap": 2.0},
     "d128_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0},
+    "d192_v128_softcap": {"H": 192, "V": 128, "N": 1, "K": 1, "softcap": 2.0},
     "d256_softcap": {"H": 256, "N": 2, "K": 1, "softcap": 2.0, "T": 130, "used": 128},
     "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
+    "d192_v128_grouped_window": {"H": 192, "V": 128, "N": 2, "K": 1, "window": 21},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
 }
-SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped"}
+SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128"}
 
 
 @pytest.mark.parametrize(
@@ -133,9 +136,10 @@ def test_interpreted_kernels(name, monkeypatch):
     defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None}
     case = defaults | SETTINGS[name]
     B, T, N, K, H = (case[n] for n in "BTNKH")
+    V = case.get("V", H)
     rng = np.random.default_rng(7)
     rows = [testing.pack(testing.random_forest(rng, case["used"], 25), T) for _ in range(B)]
-    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H), "d_out": (B, T, N, H)}
+    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, V), "d_out": (B, T, N, V)}
     inputs = {n: rng.standard_normal(shape) for n, shape in shapes.items()}
     mask = np.stack([ancestor_mask(row["prev"], case["used"]) for row in rows])
     depth = np.stack([row["positions"] for row in rows])
@@ -215,25 +219,27 @@ def loss(q, k, v, until, positions, impl="mosaic_gpu", **settings):
     return out.astype(jnp.float32).sum()
 
 
-def shapes(H, T=1024, N=4, K=2):
-    heads = [jax.ShapeDtypeStruct((1, T, n, H), jnp.bfloat16) for n in (N, K, K)]
+def shapes(H, V=None, T=1024, N=4, K=2):
+    sizes = (N, H), (K, H), (K, V or H)
+    heads = [jax.ShapeDtypeStruct((1, T, *size), jnp.bfloat16) for size in sizes]
     return (*heads, *[jax.ShapeDtypeStruct((1, T), jnp.int32)] * 2)
 
 
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_lowers_for_a_hopper_gpu(H):
+@pytest.mark.parametrize("H, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_lowers_for_a_hopper_gpu(H, V):
     """On a machine without one: layouts, shared memory and the interface are checked here."""
     require()
     from jax._src.mesh import AbstractDevice
 
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    every = {}, {"softcap": 30.0}, {"window": 100}
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.sharding.use_abstract_mesh(mesh), strict[0], strict[1]:
-        for settings in ({}, {"softcap": 30.0}, {"window": 100}):
+        for settings in every if H != 192 else every[2:]:
             backward = ["bwd"] if gpu_fused.takes(H, settings.get("window")) else ["dkv", "dq"]
             step = jax.grad(functools.partial(loss, **settings), (0, 1, 2))
-            traced = jax.jit(step).trace(*shapes(H, T=1000))
+            traced = jax.jit(step).trace(*shapes(H, V, T=1000))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             for kernel in ("fwd", "gather", *backward):
                 assert f"tree_attention_{kernel}" in text
@@ -292,7 +298,7 @@ def test_other_dims_are_filled_with_zeros(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "run", run)
     rng, until = np.random.default_rng(3), jnp.full((1, 20), 20, jnp.int32)
-    for H, V in ((192, 128), (96, 96), (32, 64)):
+    for H, V in ((160, 96), (192, 192), (96, 96), (32, 64)):
         dims = (H, H, V)
         q, k, v = (jnp.asarray(rng.standard_normal((1, 20, 2, d)), jnp.bfloat16) for d in dims)
         actual, expected = (
@@ -301,7 +307,7 @@ def test_other_dims_are_filled_with_zeros(monkeypatch):
         # Of bfloat16: sums of more terms may be rounded elsewhere.
         compared = [np.asarray(x, np.float32) for x in (actual, expected)]
         np.testing.assert_allclose(*compared, rtol=2**-7, atol=2**-7)
-    assert seen == [(256,) * 3, (128,) * 3, (64,) * 3]
+    assert seen == [(192, 192, 128), (256,) * 3, (128,) * 3, (64,) * 3]
 
 
 def test_declines_without_a_hopper_gpu():

@@ -171,7 +171,7 @@ CASES = [
     Case("tree32k_h16_8_d64", tree_32k, 32768, 16, 8, 64, TUNE),
     Case("tree32k_h16_4_d256", tree_32k, 32768, 16, 4, 256, TUNE),
     # DeepSeek's latent attention, expanded; gpt-oss, whose pairs are without the window
-    Case("tree8k_h16_16_d192_v128", tree_8k, 8192, 16, 16, 192, BENCH, v_dim=128),
+    Case("tree8k_h16_16_d192_v128", tree_8k, 8192, 16, 16, 192, TUNE, v_dim=128),
     Case("tree8k_h64_8_d64_sinks", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True),
     Case("tree8k_h64_8_d64_window", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True, window=128),
     Case("group20k_h32_8_d128", group_20k, 20480, 32, 8, 128, BENCH),

@@ -18,6 +18,10 @@ One step of a compute warpgroup; wgmma runs behind the instructions, in the orde
     dV += P' dO        still runs while
     dS' = P' (dP' - delta)
     dK += dS' Q        still runs in the next step: its Q is given back one step late
+
+At dims of 192 and 128 the accumulators of a warpgroup's own 64 keys are 160 of each thread's 240
+registers. What is left holds dP' beside one copy of P', in low precision, or ptxas lets no two
+wgmma run at once. So dS' is made of that copy, and dV += P' dO is queued ahead of dP'.
 """
 
 import dataclasses
@@ -65,11 +69,13 @@ class Scratch(NamedTuple):
     """Shared memory of a thread block, and its barriers; slots of queries are a ring."""
 
     k: jax.Ref
-    """[key_tile, H]: keys, and in the end dK; v the same."""
+    """[key_tile, H]: keys, and in the end dK."""
     v: jax.Ref
+    """[key_tile, V]: values, and in the end dV."""
     q: jax.Ref
-    """[q_stages * q_block, H], and d_out the same."""
+    """[q_stages * q_block, H]."""
     d_out: jax.Ref
+    """[q_stages * q_block, V]."""
     lse: jax.Ref
     """[q_stages, q_block], and positions the same."""
     delta: jax.Ref
@@ -89,19 +95,20 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(
-    head_dim: int, dtype, window: int | None, config: Config, more: int = 0
+    dims: tuple[int, int], dtype, window: int | None, config: Config, more: int = 0
 ) -> Scratch:
-    """more: further numbers of each query, which come with Q."""
+    """dims: of keys and of values; more: further numbers of each query, which come with Q."""
     stages, block = config.q_stages, config.q_block
     per_query = plgpu.SMEM((stages, block), jnp.float32)
     free = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
-    keys = swizzled((key_tile(head_dim), head_dim), dtype)
-    queries = swizzled((stages * block, head_dim), dtype)
+    tile = key_tile(dims[0])
+    k, v = (swizzled((tile, dim), dtype) for dim in dims)
+    q, d_out = (swizzled((stages * block, dim), dtype) for dim in dims)
     return Scratch(
-        k=keys,
-        v=keys,
-        q=queries,
-        d_out=queries,
+        k=k,
+        v=v,
+        q=q,
+        d_out=d_out,
         lse=per_query,
         delta=plgpu.SMEM(((1 + more) * stages, block), jnp.float32),
         positions=None if window is None else plgpu.SMEM((stages, block), jnp.int32),
@@ -166,6 +173,11 @@ class Tile(NamedTuple):
     count: jax.Array
     """Blocks in its list."""
     steps: jax.Array
+
+    @property
+    def tight(self) -> bool:
+        """Whether registers hold P in low precision alone."""
+        return self.keys.k.shape[-1] == 192
 
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.config.q_stages))
@@ -246,15 +258,24 @@ class Tile(NamedTuple):
             return jnp.where(seen, weight, 0.0)
 
         weight = lax.cond((step.code & 1) == 1, masked, lambda: weight)
-        low = weight.astype(self.queries.q.dtype)
-        return low, settings.slope(weight, score)
+        low, slope = weight.astype(self.queries.q.dtype), settings.slope(weight, score)
+        if self.tight:
+            slope = low if settings.softcap is None else slope.astype(low.dtype)
+        return low, slope
 
     def d_weights(self, low, dv, step: Step, own: Own):
-        """dP' = V dO', and behind it, still running on return, dV += P' dO."""
+        """dP' = V dO', and behind it, still running on return, dV += P' dO; if `tight`, dV first,
+        and both are done."""
         smem = self.smem
 
         def multiply(ref):
             plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
+            if self.tight:
+                plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
+                if self.settings.softcap is not None:
+                    plgpu.wgmma_wait(0)  # P' makes room: dS' is made of another number
+                plgpu.wgmma(ref, step.v, smem.d_out.at[step.part].transpose((1, 0)))
+                return ref[...]
             plgpu.wgmma(ref, step.v, smem.d_out.at[step.part].transpose((1, 0)))
             plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
@@ -266,6 +287,8 @@ class Tile(NamedTuple):
         layout = plgpu.Layout.WGMMA.reduce(0)
         delta = plgpu.load(self.smem.delta.at[step.slot], layout=layout)
         delta = lax.broadcast_in_dim(delta, (ROWS, self.config.q_block), [1])
+        if self.tight:  # behind a barrier, or each number of P' is unpacked ahead of dP'
+            slope = lax.optimization_barrier(slope).astype(jnp.float32)
         return (slope * (d_weight - delta)).astype(self.queries.q.dtype)
 
     def leave(self, ds, dk, step: Step, own: Own):
@@ -353,13 +376,12 @@ def begin(queries: Queries, keys: Keys, smem: Scratch, settings: Settings, confi
 def dkv(
     queries: Queries, keys: Keys, settings: Settings, config: Config
 ) -> tuple[jax.Array, jax.Array]:
-    """dK and dV [B, S, K, H] in the blocks' order; `keys.lists` has query blocks of
+    """dK [B, S, K, H] and dV [B, S, K, V] in the blocks' order; `keys.lists` has query blocks of
     `config.q_block` for key tiles of `key_tile(H)`."""
     assert config.q_stages > 1, "a slot is released one step late"
-    B, S, K, H = keys.k.shape
+    (B, S, K, H), V = keys.k.shape, keys.v.shape[-1]
     dtype, bq = queries.q.dtype, config.q_block
     shared = key_tile(H) == ROWS
-    width = H // WARPGROUPS if shared else H  # columns of dK and dV that a warpgroup owns
 
     def kernel(queries: Queries, keys: Keys, dk_ref, dv_ref, smem: Scratch):
         group = lax.axis_index("group")
@@ -394,8 +416,10 @@ def dkv(
 
                 return result
 
-            acc = plgpu.ACC((ROWS, width), jnp.float32)
-            dk, dv = pl.run_scoped(accumulate, acc, acc)
+            # Columns of dK and dV that a warpgroup owns.
+            widths = [dim // WARPGROUPS if shared else dim for dim in (H, V)]
+            accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
+            dk, dv = pl.run_scoped(accumulate, *accs)
             if shared:  # the other half of the columns comes from keys that this one overwrites
                 tile.meet()
             tile.hold_result(dk, dv, own)
@@ -410,8 +434,8 @@ def dkv(
         launch(
             kernel,
             "tree_attention_dkv",
-            [jax.ShapeDtypeStruct(keys.k.shape, keys.k.dtype)] * 2,
-            [make_scratch(H, dtype, settings.window, config)],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys.k, keys.v)],
+            [make_scratch((H, V), dtype, settings.window, config)],
             [queries, keys],
             grid={"program": B * S // key_tile(H) * K},
             warpgroups=WARPGROUPS,

@@ -47,6 +47,8 @@ class Config:
 def heuristic(head_dim: int, window: bool = False) -> Config:
     if head_dim == 256:  # 227 KiB of shared memory; a window's key positions are a bit too much
         return Config(k_stages=1 if window else 2, v_stages=1, tile_stages=1)
+    if head_dim == 192:  # a second tile's queries would be 80 KiB more, which makes 240
+        return Config(tile_stages=1)
     return Config(k_stages=3, v_stages=3) if head_dim == 64 else Config()
 
 
@@ -56,6 +58,7 @@ class Scratch(NamedTuple):
     q: jax.Ref
     """[buffers, ROWS, H]: queries, and at a tile's end their gradient."""
     d_out: jax.Ref
+    """[buffers, ROWS, V]."""
     ready: jax.Ref
     ring: gpu_tiles.Ring
 
@@ -64,6 +67,7 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
     """dQ [B, T, N, H]; `keys.lists`: key blocks of `config.k_block` for query tiles of `TILE`."""
     q, window = queries.q, settings.window
     B, T, N, H = q.shape
+    V = keys.v.shape[-1]
     bk, tile_stages = config.k_block, config.tile_stages
     shape = gpu_tiles.Shape(bk, config.k_stages, config.v_stages)
     late = config.k_stages > 1  # release a key slot one step late, behind the next step's scores
@@ -192,9 +196,9 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
     buffers = tile_stages * WARPGROUPS
     scratch = Scratch(
         q=swizzled((buffers, ROWS, H), q.dtype),
-        d_out=swizzled((buffers, ROWS, H), q.dtype),
+        d_out=swizzled((buffers, ROWS, V), q.dtype),
         ready=plgpu.Barrier(num_barriers=buffers, num_arrivals=2),  # q and d_out
-        ring=shape.ring(H, q.dtype, window is not None),
+        ring=shape.ring(H, V, q.dtype, window is not None),
     )
     return launch(
         kernel,

@@ -211,7 +211,7 @@ def _run(
             kernel,
             "tree_attention_bwd",
             [jax.ShapeDtypeStruct(keys.k.shape, keys.k.dtype)] * 2,
-            [extra, gpu_dkv.make_scratch(H, dtype, settings.window, config, more=1)],
+            [extra, gpu_dkv.make_scratch((H, H), dtype, settings.window, config, more=1)],
             [queries, keys, scales, dq_sum],
             grid={"program": B * S // gpu_dkv.key_tile(H) * K},
             warpgroups=WARPGROUPS,

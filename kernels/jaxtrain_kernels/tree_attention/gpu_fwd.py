@@ -39,8 +39,11 @@ class Config:
 
 
 def heuristic(head_dim: int) -> Config:
-    # At 256 two stages of 128 keys and values are 256 KiB; shared memory has 227.
-    return Config(k_block=64, q_stages=1) if head_dim == 256 else Config()
+    # At 256 two stages of 128 keys and values are 256 KiB, at 192, whose values have 128 dims, 160;
+    # shared memory has 227.
+    if head_dim == 256:
+        return Config(k_block=64, q_stages=1)
+    return Config(q_stages=1) if head_dim == 192 else Config()
 
 
 class Scratch(NamedTuple):
@@ -58,12 +61,16 @@ class Scratch(NamedTuple):
 def forward(
     q: jax.Array, keys: Keys, settings: Settings, config: Config
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, H] in q's dtype and base-2 log-sum-exp float32 [B, N, T].
+    """Output [B, T, N, V] in q's dtype and base-2 log-sum-exp float32 [B, N, T].
 
-    q [B, T, N, H]; T and S multiples of the blocks. A query that sees nothing gets 0 and +inf.
+    q [B, T, N, H], values [B, S, K, V] of V <= H; T and S multiples of the blocks. A query that
+    sees nothing gets 0 and +inf.
     `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`.
     """
     B, T, N, H = q.shape
+    V = keys.v.shape[-1]
+    # TMA takes what lies in one piece. Of some of a buffer's columns that is 8 rows.
+    piece = ROWS if V == H else 8
     window = settings.window
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
@@ -115,7 +122,7 @@ def forward(
                 held = plgpu.load(smem.q.at[mine], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
-                acc = plgpu.layout_cast(jnp.zeros((ROWS, H), jnp.float32), wgmma)
+                acc = plgpu.layout_cast(jnp.zeros((ROWS, V), jnp.float32), wgmma)
 
                 @pl.when(count > 0)
                 def _():  # every step waits for the next one's keys behind its last product
@@ -150,7 +157,7 @@ def forward(
                     decay = jnp.exp2(top - base)
                     across = lax.broadcast_in_dim(base, (ROWS, bk), [0])
                     weight = jnp.exp2(score * logit_scale - across)
-                    acc *= lax.broadcast_in_dim(decay, (ROWS, H), [0])
+                    acc *= lax.broadcast_in_dim(decay, (ROWS, V), [0])
                     total *= decay
                     low = weight.astype(q.dtype)
 
@@ -159,7 +166,7 @@ def forward(
                         plgpu.barrier_wait(ring.v_ready.at[slot])
                         plgpu.barrier_wait(smem.turn)
 
-                    if H <= 128:
+                    if V <= 128:
                         total += weight.sum(axis=1)
                         # Keeps the softmax ahead of the barrier, where the other group multiplies.
                         kept = lax.optimization_barrier((acc, total, new_top, low))
@@ -185,11 +192,15 @@ def forward(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
                 inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
-                acc *= lax.broadcast_in_dim(inverse, (ROWS, H), [0])
-                smem.q[mine] = acc.astype(q.dtype)  # the queries are used up: their buffer is free
+                acc *= lax.broadcast_in_dim(inverse, (ROWS, V), [0])
+                # The queries are used up: their buffer is free.
+                smem.q[mine, :, :V] = acc.astype(q.dtype)
                 smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.q.at[mine], out_ref.at[row, rows, head])
+                for i in range(0, ROWS, piece):
+                    part, target = pl.ds(i, piece), pl.ds(first + i, piece)
+                    source = smem.q.at[mine, part, :V]
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[row, target, head])
                 plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
                 if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -209,14 +220,14 @@ def forward(
         lse=plgpu.SMEM((buffers, ROWS), jnp.float32),
         q_ready=plgpu.Barrier(num_barriers=buffers),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-        ring=shape.ring(H, q.dtype, window is not None),
+        ring=shape.ring(H, V, q.dtype, window is not None),
     )
     lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     return tuple(
         launch(
             kernel,
             "tree_attention_fwd",
-            [jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
+            [jax.ShapeDtypeStruct((B, T, N, V), q.dtype), lse],
             [scratch],
             [q, keys],
             grid={"program": programs},

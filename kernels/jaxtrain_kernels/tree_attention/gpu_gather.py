@@ -19,7 +19,10 @@ def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> lis
     """Each array [B, S, K, H] with rows [b, order[b, s]] at [b, s]; order int32 [B, S].
 
     With `moved` int32 [B], rows b of 0 are not written at all: what they hold is undefined.
+    Arrays of several shapes take a kernel each.
     """
+    if len({x.shape for x in arrays}) > 1:
+        return [gather(order, moved, x)[0] for x in arrays]
     B, S, K, H = arrays[0].shape
     each = SHARED // (len(arrays) * K * H * arrays[0].dtype.itemsize)
     keys = next((n for n in (16, 8, 4, 2) if n <= min(each, MOST) and S % n == 0), 1)

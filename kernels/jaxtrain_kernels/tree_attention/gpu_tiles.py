@@ -128,7 +128,7 @@ class Schedule(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """K and V in the blocks' order [B, S, K, H], and the rows [B] int32 that want them: in the
+    """K and V in the blocks' order, and the rows [B] int32 that want them: in the
     others (0) the originals are in that order already."""
 
     k: jax.Array
@@ -141,7 +141,7 @@ class Queries(NamedTuple):
 
     q: jax.Array
     d_out: jax.Array
-    """[B, T, N, H] like q."""
+    """[B, T, N, V]."""
     lse: jax.Array
     """float32 [B, N, T], base 2; +inf where a query sees nothing, so that its weights are 0."""
     delta: jax.Array
@@ -223,13 +223,13 @@ class Shape(NamedTuple):
     def v_slot(self, step):
         return lax.rem(step, jnp.int32(self.v_stages))
 
-    def ring(self, head_dim: int, dtype, window: bool) -> Ring:
+    def ring(self, head_dim: int, v_dim: int, dtype, window: bool) -> Ring:
         """The scratch memory of a `Ring`."""
         per_key = plgpu.SMEM((self.k_stages, self.block), jnp.int32)
         free = {"num_arrivals": WARPGROUPS}
         return Ring(
             k=swizzled((self.k_stages, self.block, head_dim), dtype),
-            v=swizzled((self.v_stages, self.block, head_dim), dtype),
+            v=swizzled((self.v_stages, self.block, v_dim), dtype),
             since=per_key,
             until=per_key,
             # One arrival for each copy: K, since, until and, with a window, positions.

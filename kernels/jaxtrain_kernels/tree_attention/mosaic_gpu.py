@@ -21,7 +21,7 @@ from jaxtrain_kernels.tree_attention import (
 )
 from jaxtrain_kernels.tree_attention import sinks as sink_rule
 
-HEAD_DIMS = (64, 128, 256)
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of keys and of values
 
 
 class Options(NamedTuple):
@@ -40,7 +40,7 @@ class Options(NamedTuple):
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
     """See `jaxtrain_kernels.attention`; bfloat16, dims up to 256, one GPU per call.
 
-    Heads of other dims than 64, 128 and 256, and values narrower than keys, are filled with zeros.
+    Heads of other dims than `WIDTHS` are filled with zeros.
     """
     settings, V = gpu_tiles.Settings(scale, softcap, window), v.shape[-1]
     q, k, v = _filled(q, k, v)
@@ -48,13 +48,17 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None)
 
 
 def _filled(q, k, v):
-    """With zeros behind every head up to the next dim that the kernels have: scores stay as they
+    """With zeros behind every head up to the next dims that the kernels have: scores stay as they
     are, and so does what comes out of the values' own columns."""
-    need = max(q.shape[-1], v.shape[-1])
-    H = min((h for h in HEAD_DIMS if h >= need), default=None)
-    if H is None:
-        raise NotImplementedError(f"head dim {need} is above {max(HEAD_DIMS)}")
-    return [jnp.pad(x, ((0, 0),) * 3 + ((0, H - x.shape[-1]),)) for x in (q, k, v)]
+    H, V = q.shape[-1], v.shape[-1]
+    widths = min((w for w in WIDTHS if w[0] >= H and w[1] >= V), default=None)
+    if widths is None:
+        raise NotImplementedError(f"head dim {max(H, V)} is above {max(max(WIDTHS))}")
+    wanted = widths[0], widths[0], widths[1]
+    return [
+        jnp.pad(x, ((0, 0),) * 3 + ((0, dim - x.shape[-1]),))
+        for x, dim in zip((q, k, v), wanted, strict=True)
+    ]
 
 
 def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
