@@ -18,8 +18,8 @@ LONG = {
     "test_kernels_tree_attention_gpu",
     "test_kernels_tree_attention_tpu",
 }
-"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax: CI runs
-them there alone."""
+"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax, and CI
+runs them there alone."""
 
 
 def pytest_collection_modifyitems(items):
