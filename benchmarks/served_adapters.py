@@ -9,7 +9,6 @@ adapted model; "moved" is how far the adapter moves ours, so that what vLLM leav
 that the adapter has (--lora-target-modules).
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import served_families as served
-from make_models_table import ADAPTED, CLOSE
+from make_models_table import ADAPTED
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.peft import write_gathered
@@ -84,14 +83,9 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="tiny configs; all of them")
+    parser = served.make_parser(__doc__)
     parser.add_argument("--target", nargs="+", default=["all-linear"], help="adapter.target")
     parser.add_argument("--modules", action="store_true", help="vLLM prepares these modules alone")
-    parser.add_argument("--dtype", default="float32", choices=list(CLOSE), help="vLLM's")
-    parser.add_argument("--seconds", type=float, default=450, help="for one process of vLLM")
-    parser.add_argument("--keep", type=Path, help="write the folders here and leave them")
-    parser.add_argument("--dry", action="store_true", help="change no file of results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.keep or Path(temporary)

@@ -253,13 +253,19 @@ def run(names: list[str], work: Path, dtype: str, seconds: float) -> dict[str, d
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(about: str) -> argparse.ArgumentParser:
+    """Options of a command that asks vLLM about many models."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("names", nargs="*", help="tiny configs; all of them")
     parser.add_argument("--dtype", default="float32", choices=list(CLOSE), help="vLLM's")
     parser.add_argument("--seconds", type=float, default=450, help="for one process of vLLM")
     parser.add_argument("--keep", type=Path, help="write the folders here and leave them")
     parser.add_argument("--dry", action="store_true", help="change no file of results")
+    return parser
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.keep or Path(temporary)
