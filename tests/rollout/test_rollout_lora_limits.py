@@ -51,9 +51,9 @@ def one_gpu_for_the_servers(monkeypatch):
     monkeypatch.setattr(opening, "check_python", lambda python: None)
 
 
-def check(name, vllm, target="all-linear"):
+def check(name, vllm, target="all-linear", ranks=None):
     architecture = build.config_from_hf(RAW[name])
-    slots = choose_slots(find_linears(architecture), [target], LoRASpec(4, 8.0), {}, {})
+    slots = choose_slots(find_linears(architecture), [target], LoRASpec(4, 8.0), ranks or {}, {})
     parts = Parts(None, architecture, None, None, {}, Adapter(slots))
     opening.Vllm().check(config_of(**vllm), parts)
 
@@ -77,6 +77,11 @@ def test_experts_in_the_form_that_vllm_refuses_are_refused(name, has, wants):
     with pytest.raises(UserError, match=rf"experts\.gate.* has {has}.* takes {wants}.*target"):
         check(name, GIVEN)
     check(name, GIVEN, "attention")
+
+
+def test_ranks_that_differ_are_refused():
+    with pytest.raises(UserError, match=r"one rank and alpha; remove adapter\.rank_pattern"):
+        check("nemotron_h", GIVEN, "attention", {"q_proj": 2})
 
 
 def test_keys_that_are_values_too_are_refused():

@@ -85,8 +85,6 @@ def open_vllm(
     """
     vllm = config.rollout.vllm
     adapters, policies = vllm.sync == "lora", list_trained(config)
-    if adapters:
-        check_adapter(vllm, parts)
     engine = own = None
     if is_main_process():
         with ExitStack() as stack:
