@@ -13,6 +13,7 @@ against float32 maths, `plain_error` that of the same maths in bf16 by XLA.
 import argparse
 from pathlib import Path
 
+import conv
 import decode
 import delta
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 import rotate
 import vocabulary
 from jaxtrain_kernels import Context, attention, logp_gather
+from jaxtrain_kernels.conv_heads import cases as conv_cases
 from jaxtrain_kernels.decode_attention import cases as decode_cases
 from jaxtrain_kernels.gated_delta import cases as delta_cases
 from jaxtrain_kernels.grouped_matmul import cases as moe_cases
@@ -149,6 +151,7 @@ def main():
         "--op",
         choices=[
             "attention",
+            "conv_heads",
             "decode_attention",
             "gated_delta",
             "logp_gather",
@@ -184,6 +187,10 @@ def main():
         "gated_delta": (
             delta_cases,
             delta.gated_delta_errors if options.errors else delta.run_gated_delta,
+        ),
+        "conv_heads": (
+            conv_cases,
+            conv.conv_heads_errors if options.errors else conv.run_conv_heads,
         ),
         "rotate_heads": (
             rotate_cases,

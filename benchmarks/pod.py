@@ -80,6 +80,7 @@ class Case:
 
 
 LORA = {"kind": "lora", "rank": 16}
+NF4 = {"quantize": "nf4"}
 CASES = [
     *(Case("0.6b", "qwen3-0.6b", 8192, {"fsdp": n}, 2, remat="none") for n in (1, 2, 4)),
     *(Case("llama-8b", "llama-8b", 8192, {"fsdp": n}) for n in (2, 4)),
@@ -88,14 +89,15 @@ CASES = [
     Case("128k", "qwen3-0.6b", 131072, {"context": 4}),
     Case("128k-2", "qwen3-0.6b", 131072, {"context": 2}),
     Case("tensor", "llama-8b", 8192, {"fsdp": 2, "tensor": 2}),
-    Case("qlora", "qwen3-8b", 2048, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"),
+    Case("qlora", "qwen3-8b", 2048, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
     Case("lora", "qwen3-8b", 8192, {}, adapter=LORA, param_dtype="bfloat16"),
-    Case(
-        "qlora-8k", "qwen3-8b", 8192, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"
-    ),
+    Case("qlora-8k", "qwen3-8b", 8192, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
+    # With room for what it computes again otherwise.
+    Case("lora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA, "bfloat16"),
+    Case("qlora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA | NF4, "bfloat16"),
     Case("tiny", "tiny", 256, {"fsdp": 2}),
     Case("tiny", "tiny", 256, {"fsdp": 2, "context": 2}, note="again"),
-    Case("tiny-qlora", "tiny", 256, {}, adapter=LORA | {"quantize": "nf4"}, param_dtype="bfloat16"),
+    Case("tiny-qlora", "tiny", 256, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
 ]
 
 

@@ -16,17 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtrain_kernels import Context, causal_conv, gated_delta
+from jaxtrain_kernels import Context, conv_heads, gated_delta
+from jaxtrain_kernels.conv_heads import Hops, hops_of
 from jaxtrain_kernels.gated_delta import find_chunks
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
-from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
+from jaxtrain.layers.recurrent import kept_until, move_tail
 from jaxtrain.parallel.rules import constrain, partition_spec
 
 EPS = 1e-6  # of the unit length
+FORGETS = -1e4
+"""A decay that leaves nothing of a state, in every dtype."""
 
 
 class DeltaState(NamedTuple):
@@ -36,6 +39,23 @@ class DeltaState(NamedTuple):
     """[B, taps - 1, H, F]: what went into the convolution last."""
     S: jax.Array
     """[B, H, R, K, V] in at least float32."""
+
+
+class Rows(NamedTuple):
+    """Packed rows as the rule walks them: see `as_chains`."""
+
+    until: jax.Array
+    prev: jax.Array
+    lone: jax.Array
+    """bool [B, T]."""
+
+
+class Shared(NamedTuple):
+    """What all layers find in a batch's rows."""
+
+    rows: Rows
+    chunks: tuple[jax.Array, ...] | None
+    hops: Hops | None
 
 
 class TriedDelta(NamedTuple):
@@ -121,19 +141,21 @@ class GatedDelta(Mixer):
         state = self.num_key_heads * self.repeats * self.key_dim * self.value_dim
         return 6.0 * state * len(spans)
 
-    def find_shared(self, context: Context):
-        """See Mixer: the chunks of the rows. On a mesh each device finds those of its own."""
-        mesh = jax.sharding.get_abstract_mesh()
+    def find_shared(self, context: Context) -> Shared:
+        """See Mixer: the chunks of the rows, and what the convolution reads. On a mesh each device
+        finds those of its own."""
+        rows, mesh = as_chains(context), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return find_chunks(used_until(context), context.prev)
-        return None
+            chunks = find_chunks(rows.until, rows.prev)
+            return Shared(rows, chunks, hops_of(context.prev, self.taps))
+        return Shared(rows, None, None)
 
     def commit_state(self, spec: LayerSpec, tried: TriedDelta, decoding: Decoding) -> DeltaState:
         """See Mixer: the rule runs again over the tokens that stay, the projections do not."""
         T = tried.m_BTHF.shape[1]
         count_B = decoding.end - decoding.start
         until_BT = kept_until(count_B, T)
-        _, S = self._mix(*tried[1:], until_BT, None, tried.old)
+        _, S = self._mix(*tried[1:], Rows(until_BT, None, None), None, tried.old)
         return DeltaState(move_tail(tried.old.tail, tried.m_BTHF, count_B), S)
 
     def __call__(
@@ -156,11 +178,13 @@ class GatedDelta(Mixer):
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
         if state is None:
-            until_BT = used_until(context)
+            rows, chunks, hops = inputs.shared or Shared(as_chains(context), None, None)
+            if rows.lone is not None:
+                g_BTHR = jnp.where(rows.lone[:, :, None, None], FORGETS, g_BTHR)
         else:
-            until_BT = context.until
+            rows, chunks, hops = Rows(context.until, context.prev, None), None, None
         out_BTHF, S = self._mix(
-            m_BTHF, g_BTHR, beta_BTHR, until_BT, context.prev, state, inputs.shared
+            m_BTHF, g_BTHR, beta_BTHR, rows, context.prev, state, chunks=chunks, hops=hops
         )
         by_head = (*x_BTD.shape[:2], H * R, self.value_dim)
         out_BTNV = self.norm(out_BTHF.reshape(by_head), z_BTHF.reshape(by_head))
@@ -174,19 +198,23 @@ class GatedDelta(Mixer):
         tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
 
-    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, until_BT, prev_BT, state, chunks=None):
-        """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set."""
+    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, rows: Rows, before_BT, state, **found):
+        """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set.
+
+        before_BT: what the convolution follows, `Context.prev`; found: see `Shared`.
+        """
         conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
         run = functools.partial(
             mix_heads, repeats=self.repeats, key_dim=self.key_dim, impl=self.impl
         )
+        by_row = rows.until, rows.prev, before_BT
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state, chunks=chunks)
+            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **found)
         by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
-        rows, _, heads, _ = by_token
-        of_state = DeltaState(by_token, PartitionSpec(rows, heads))
-        is_tree = prev_BT is not None
+        row_axes, _, heads, _ = by_token
+        of_state = DeltaState(by_token, PartitionSpec(row_axes, heads))
+        is_tree = rows.prev is not None
         return jax.shard_map(
             run,
             in_specs=(
@@ -194,13 +222,30 @@ class GatedDelta(Mixer):
                 PartitionSpec(heads),
                 by_token,
                 by_token,
-                PartitionSpec(rows),
-                PartitionSpec(rows),
+                *[PartitionSpec(row_axes)] * len(by_row),
                 PartitionSpec() if state is None else of_state,
             ),
             out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
             check_vma=False,
-        )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, until_BT, prev_BT, state)
+        )(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state)
+
+
+def as_chains(context: Context) -> Rows:
+    """Packed rows with tokens that nothing precedes or follows, such as padding, put one behind the
+    other: a run of them is one chain, whose tokens must forget what came before.
+
+    Each alone would be a chunk of its own; left out, a document of one token would be, too. In rows
+    without `prev` they are the end, but for a first token.
+    """
+    T = context.until.shape[1]
+    index_T = jnp.arange(T, dtype=jnp.int32)
+    lone = ~context.real()
+    if context.prev is None:
+        return Rows(jnp.where(lone & (index_T > 0), 0, context.until), None, None)
+    follows = lone & jnp.pad(lone[:, :-1], ((0, 0), (1, 0)))
+    end = jax.lax.cummin(jnp.where(lone, T, index_T), axis=1, reverse=True)
+    until = jnp.where(lone, end, context.until)
+    return Rows(until, jnp.where(follows, index_T - 1, context.prev), lone)
 
 
 def mix_heads(
@@ -210,49 +255,41 @@ def mix_heads(
     beta_BTHR,
     until_BT,
     prev_BT,
+    before_BT,
     state,
     *,
     repeats,
     key_dim,
     impl,
     chunks=None,
+    hops=None,
 ):
     """The convolution and the rule on the key heads that are here."""
     B, T, H, F = m_BTHF.shape
-    tail = None if state is None else state.tail.reshape(B, -1, H * F)
-    flat_BTF = m_BTHF.reshape(B, T, H * F)
-    mixed_BTF = causal_conv(flat_BTF, conv_HFW.reshape(H * F, -1), prev_BT, tail)
-    mixed_BTHF = jax.nn.silu(mixed_BTF).reshape(B, T, H, F)
-    q, k, v = jnp.split(mixed_BTHF, [key_dim, 2 * key_dim], axis=-1)
-    N, V = H * repeats, v.shape[-1] // repeats
-    q, k, v = to_unit(q, key_dim**-0.5), to_unit(k, 1.0), v.reshape(B, T, N, V)
-    beta_BTN = beta_BTHR.reshape(B, T, N)
+    N, V = H * repeats, (F - 2 * key_dim) // repeats
+    q, k, v = conv_heads(
+        m_BTHF,
+        conv_HFW,
+        key_dim,
+        V,
+        before_BT,
+        tail=None if state is None else state.tail,
+        hops=hops,
+        eps=EPS,
+        # `impl` names a backend of the rule; of this op it only asks for what XLA runs alone.
+        impl=impl if impl in ("xla", "reference") else "auto",
+    )
     out_BTNV, S = gated_delta(
         q,
         k,
         v,
         g_BTHR.reshape(B, T, N),
-        beta_BTN,
+        beta_BTHR.reshape(B, T, N),
         until_BT,
         prev_BT,
         state=None if state is None else state.S.reshape(B, N, key_dim, V),
         chunks=chunks,
         impl=impl,
     )
-    if state is None:
-        # A document of one token looks like padding and is left out: it finds what it brings.
-        used_BT = until_BT > jnp.arange(T, dtype=jnp.int32)
-        own_BTN = jnp.repeat((q * k).astype(beta_BTN.dtype).sum(-1), repeats, axis=2) * beta_BTN
-        out_BTNV = jnp.where(
-            used_BT[..., None, None], out_BTNV, own_BTN[..., None].astype(v.dtype) * v
-        )
     S = None if S is None else S.reshape(B, H, repeats, key_dim, V)
     return out_BTNV.reshape(B, T, H, -1), S
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
-def to_unit(x: jax.Array, length: float) -> jax.Array:
-    """x along its last dim at that length, in x's dtype."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    unit = wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + EPS)
-    return (length * unit).astype(x.dtype)

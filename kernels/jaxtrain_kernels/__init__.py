@@ -1,6 +1,7 @@
 """The public ops of jaxtrain, each with a plain reference and faster backends behind `impl`."""
 
 from jaxtrain_kernels.context import Context
+from jaxtrain_kernels.conv_heads import conv_heads
 from jaxtrain_kernels.decode_attention import decode_attention
 from jaxtrain_kernels.gated_delta import gated_delta
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
@@ -22,6 +23,7 @@ __all__ = [
     "LogProbs",
     "attention",
     "causal_conv",
+    "conv_heads",
     "decode_attention",
     "gated_delta",
     "grouped_matmul",

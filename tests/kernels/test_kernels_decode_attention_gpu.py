@@ -25,4 +25,6 @@ def test_kernels_of_decoding_compile_for_hopper(tmp_path):
     assert len(calls) == 19 and len(merges) == 18  # with 16 programs a row nothing is merged
     assert all(row["in_flight"] for row in calls)
     assert [row["kernel"] for row in rows if row["case"] == "delta"] == ["gated_delta_decode"]
+    convolutions = {row["kernel"] for row in rows if row["case"] == "conv"}
+    assert {"conv_heads", "conv_heads_back", "causal_conv_back"} <= convolutions
     assert not [row for row in rows if row["spills"]]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.precision import accumulator
+from jaxtrain_kernels.recurrence import gpu_conv
 
 
 def causal_conv(
@@ -19,6 +20,7 @@ def causal_conv(
     x [B, T, F]; w [F, W], whose last tap meets the token itself; bias [F]. prev int32 [B, T]: the
     token before on the branch, -1 at a root, before which all is 0. prev None: the row is a chain,
     behind `tail` [B, W - 1, F] where that is given. Sums in the dtype of x, but at least float32.
+    On an NVIDIA GPU the gradient of x is a kernel's (gpu_conv.py).
     """
     (B, T, F), W = x.shape, w.shape[1]
     wide = accumulator(x.dtype)
@@ -29,6 +31,9 @@ def causal_conv(
         longer = jnp.concatenate([tail.astype(x.dtype), x], axis=1).astype(wide)
         y = sum(longer[:, j : j + T] * w[None, None, :, j] for j in range(W))
         return _finish(y, bias, x.dtype)
+    hops = gpu_conv.hops_of(prev, W) if x.dtype in gpu_conv.DTYPES else None
+    if hops is not None:
+        return _finish(gpu_conv.convolve(False, x, w, hops), bias, x.dtype)
     # A place more, of zeros, for what stands before the roots.
     longer = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
     before = jnp.where(prev < 0, T, prev)
