@@ -21,7 +21,13 @@ from jaxtrain_kernels.conv_heads import Hops, hops_of
 from jaxtrain_kernels.gated_delta import find_chunks
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear, multiply_together
+from jaxtrain.layers.linear import (
+    Dtype,
+    Linear,
+    PreciseLinear,
+    multiply_side_by_side,
+    multiply_together,
+)
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail
@@ -169,10 +175,7 @@ class GatedDelta(Mixer):
             )
         x_BTD = constrain(x_BTD, "rows", "length", "features")
         H, R = self.num_key_heads, self.repeats
-        m_BTHF, z_BTHF, b_BTHR, a_BTHR = (
-            y_BTF.reshape(*x_BTD.shape[:2], H, -1)
-            for y_BTF in multiply_together(x_BTD, self.qkv, self.z, self.b, self.a)
-        )
+        m_BTF, z_BTHF, b_BTHR, a_BTHR = self._project(x_BTD, in_place=state is None)
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         rate_HR, bias_HR = (p[...].astype(wide).reshape(H, R) for p in (self.A_log, self.dt_bias))
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
@@ -184,7 +187,7 @@ class GatedDelta(Mixer):
         else:
             rows, chunks, hops = Rows(context.until, context.prev, None), None, None
         out_BTHF, S = self._mix(
-            m_BTHF, g_BTHR, beta_BTHR, rows, context.prev, state, chunks=chunks, hops=hops
+            m_BTF, g_BTHR, beta_BTHR, rows, context.prev, state, chunks=chunks, hops=hops
         )
         by_head = (*x_BTD.shape[:2], H * R, self.value_dim)
         out_BTNV = self.norm(out_BTHF.reshape(by_head), z_BTHF.reshape(by_head))
@@ -192,13 +195,27 @@ class GatedDelta(Mixer):
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         if state is None:
             return y_BTD, None
+        m_BTHF = m_BTF.reshape(*m_BTF.shape[:2], H, -1)
         if inputs.trial:
             return y_BTD, TriedDelta(state, m_BTHF, g_BTHR, beta_BTHR)
         decoding = inputs.decoding
         tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
 
-    def _mix(self, m_BTHF, g_BTHR, beta_BTHR, rows: Rows, before_BT, state, **found):
+    def _project(self, x_BTD, in_place: bool):
+        """(m [B, T, H F], z, b and a [B, T, H, ...]); in place: with more columns behind those of
+        m, if that spares a copy."""
+        linears = self.qkv, self.z, self.b, self.a
+        product_BTF = multiply_side_by_side(x_BTD, *linears) if in_place else None
+        if product_BTF is None:
+            m_BTF, *rest = multiply_together(x_BTD, *linears)
+        else:
+            m_BTF, widths = product_BTF, [linear.kernel.shape[-1] for linear in linears]
+            _, *rest = jax.lax.split(product_BTF, widths, axis=2)
+        by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
+        return m_BTF, *(y_BTF.reshape(by_head) for y_BTF in rest)
+
+    def _mix(self, m_BTF, g_BTHR, beta_BTHR, rows: Rows, before_BT, state, **found):
         """(what the heads found [B, T, H, R V], the last S or None), on whatever mesh is set.
 
         before_BT: what the convolution follows, `Context.prev`; found: see `Shared`.
@@ -210,7 +227,8 @@ class GatedDelta(Mixer):
         by_row = rows.until, rows.prev, before_BT
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return run(m_BTHF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **found)
+            return run(m_BTF, conv_HFW, g_BTHR, beta_BTHR, *by_row, state, **found)
+        m_BTHF = m_BTF.reshape(*m_BTF.shape[:2], self.num_key_heads, -1)
         by_token = partition_spec(("rows", None, "row_heads", None), m_BTHF.shape, mesh)
         row_axes, _, heads, _ = by_token
         of_state = DeltaState(by_token, PartitionSpec(row_axes, heads))
@@ -249,7 +267,7 @@ def as_chains(context: Context) -> Rows:
 
 
 def mix_heads(
-    m_BTHF,
+    m,
     conv_HFW,
     g_BTHR,
     beta_BTHR,
@@ -264,11 +282,12 @@ def mix_heads(
     chunks=None,
     hops=None,
 ):
-    """The convolution and the rule on the key heads that are here."""
-    B, T, H, F = m_BTHF.shape
+    """The convolution and the rule on the key heads that are here; m [B, T, H, F], or [B, T, H F]
+    and maybe more."""
+    (B, T), (H, F, _) = m.shape[:2], conv_HFW.shape
     N, V = H * repeats, (F - 2 * key_dim) // repeats
     q, k, v = conv_heads(
-        m_BTHF,
+        m.reshape(B, T, -1),
         conv_HFW,
         key_dim,
         V,

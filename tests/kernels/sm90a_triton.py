@@ -77,7 +77,7 @@ def conv_heads_call():
     from jaxtrain_kernels import conv_heads
 
     heads = [jax.ShapeDtypeStruct((1, 8192, n, 128), jnp.bfloat16) for n in (16, 16, 32)]
-    x = jax.ShapeDtypeStruct((1, 8192, 16, 512), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 8192, 16 * 512 + 4096), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 512, 4), jnp.float32)
     prev = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
 

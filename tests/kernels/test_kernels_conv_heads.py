@@ -35,6 +35,7 @@ def with_gradients(function, x, w, d_outs):
 
 def plain(x, w, prev):
     """Token by token in numpy."""
+    x = x[..., : w[..., 0].size].reshape(*prev.shape, *w.shape[:2])
     y = np.zeros(x.shape)
     for row, token in np.ndindex(*prev.shape):
         at = token
@@ -61,7 +62,7 @@ def test_each_token_follows_its_branch(impl):
 
 def by_kernels(x, w, prev):
     """`conv_heads` by its kernels, interpreted."""
-    parts = gpu.Parts(K, x.shape[-1], TAPS, 1e-6, gpu.Config())
+    parts = gpu.Parts(K, w.shape[1], TAPS, 1e-6, gpu.Config())
     return gpu.run(parts, x, w, K, find_hops(prev, TAPS), interpret=True)
 
 
@@ -127,7 +128,7 @@ def test_what_the_kernels_decline(monkeypatch):
     monkeypatch.setattr(gpu, "require_nvidia", lambda: None)
     with pytest.raises(NotImplementedError, match="packed rows of at least 256 tokens"):
         conv_heads(x, w, K, K, prev, impl="gpu")
-    longer = jnp.tile(x, (1, 2, 1, 1))
+    longer = jnp.tile(x, (1, 2, 1))
     with pytest.raises(NotImplementedError, match="not cut into parts of 32"):
         conv_heads(longer, w, 32, 32, jnp.tile(prev, (1, 2)), impl="gpu")
     with pytest.raises(ValueError, match="whole heads of 48"):
@@ -140,7 +141,7 @@ def test_strict_modes():
     run = functools.partial(conv_heads, key_dim=K, value_dim=K)
     calls = (
         lambda x, w: run(x, w, prev=prev),
-        lambda x, w: run(x, w, tail=x[:, :3]),
+        lambda x, w: run(x, w, tail=jnp.ones((2, 3, *w.shape[:2]), x.dtype)),
         lambda x, w: by_kernels(x, w, prev),
     )
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

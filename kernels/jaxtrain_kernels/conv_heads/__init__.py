@@ -32,18 +32,18 @@ def conv_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q [B, T, H, K], k [B, T, H, K], v [B, T, N, V]) in x's dtype.
 
-    x [B, T, H, F]: of each of H key heads K = `key_dim` columns of queries, K of keys and those of
-    its values, any number of heads of V = `value_dim`; N is that of all. w [H, F, W]: the taps of
-    each column, the last of which meets the token itself (`causal_conv`). Behind the convolution
-    is a silu; keys come out with length 1, x / sqrt(sum(x^2) + eps), and queries with length
-    1 / sqrt(K). prev int32 [B, T]: the token before on the branch, -1 at a root. None: each row is
-    a chain behind `tail` [B, W - 1, H, F], or behind zeros. hops: `hops_of(prev, W)`, which layers
-    of the same rows share; None: found here. Gradients flow to x and w.
+    x [B, T, H F or more]: of each of H key heads K = `key_dim` columns of queries, K of keys and
+    those of its values, any number of heads of V = `value_dim`; N is that of all. Columns behind
+    these are not read: x may be a product that holds more, which is read in place. w [H, F, W]: the
+    taps of each column, the last of which meets the token itself (`causal_conv`). Behind the
+    convolution is a silu; keys come out with length 1, x / sqrt(sum(x^2) + eps), and queries with
+    length 1 / sqrt(K). prev int32 [B, T]: the token before on the branch, -1 at a root. None: each
+    row is a chain behind `tail` [B, W - 1, H, F], or behind zeros. hops: `hops_of(prev, W)`, which
+    layers of the same rows share; None: found here. Gradients flow to x and w.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
     """
-    B, T, H, F = x.shape
-    taps = w.shape[-1]
-    if w.shape[:2] != (H, F) or F <= 2 * key_dim or (F - 2 * key_dim) % value_dim:
+    (B, T, C), (H, F, taps) = x.shape, w.shape
+    if C < H * F or F <= 2 * key_dim or (F - 2 * key_dim) % value_dim:
         raise ValueError(
             f"conv_heads: x {x.shape} and w {w.shape} do not hold {key_dim} + {key_dim} columns and"
             f" whole heads of {value_dim}"

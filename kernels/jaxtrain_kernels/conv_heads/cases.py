@@ -29,7 +29,7 @@ class Case:
         return (2 + self.repeats) * self.dim
 
     def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """x [1, T, H, F], w [H, F, W], prev [1, T] and cotangents d_q, d_k, d_v."""
+        """x [1, T, H F + 24], w [H, F, W], prev [1, T] and cotangents d_q, d_k, d_v."""
         rng = np.random.default_rng(seed)
         T, H, K = self.tokens, self.key_heads, self.dim
 
@@ -37,7 +37,7 @@ class Case:
             return rng.standard_normal(shape, np.float32)
 
         return {
-            "x": normal(1, T, H, self.width),
+            "x": normal(1, T, H * self.width + 24),
             "w": normal(H, self.width, self.taps) * np.float32(0.5),
             "prev": testing.pack(self.forest(), T)["prev"][None].astype(np.int32),
             "d_q": normal(1, T, H, K),

@@ -59,7 +59,7 @@ class Parts:
 def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps):
     """See `jaxtrain_kernels.conv_heads`; packed rows, one GPU per call."""
     require_nvidia()
-    B, T, H, F = x.shape
+    F, T = w.shape[1], x.shape[1]
     if prev is None or T < FEW:
         raise NotImplementedError(f"takes packed rows of at least {FEW} tokens")
     if x.dtype not in DTYPES:
@@ -74,9 +74,8 @@ def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps
 
 def run(parts: Parts, x, w, value_dim: int, hops: Hops, *, interpret: bool = False):
     """`conv_heads` behind its checks."""
-    B, T, H, F = x.shape
-    flat_x, flat_w = x.reshape(B, T, H * F), w.reshape(H * F, -1)
-    q, k, v = _convolve(parts, interpret, flat_x, flat_w, hops)
+    (B, T, _), (H, F, taps) = x.shape, w.shape
+    q, k, v = _convolve(parts, interpret, x, w.reshape(H * F, taps), hops)
     q, k = (y.reshape(B, T, H, parts.key_dim) for y in (q, k))
     return q, k, v.reshape(B, T, -1, value_dim)
 
@@ -96,14 +95,17 @@ def _convolve_bwd(parts, interpret, residuals, d_outs):
     x, w, hops = residuals
     d_mixed, sums = _backward(parts, interpret, x, w, hops, *d_outs)
     dx = gpu_conv.transposed(d_mixed, w, hops, interpret=interpret)
+    dx = jnp.pad(dx, ((0, 0), (0, 0), (0, x.shape[2] - dx.shape[2])))
     return dx, sums.sum(0).T.astype(w.dtype), None
 
 
 _convolve.defvjp(_convolve_fwd, _convolve_bwd)
 
 
-def _call(kernel, parts: Parts, warps: int, interpret: bool, name: str, out_shape, x, *arrays):
-    B, T, C = x.shape
+def _call(
+    kernel, parts: Parts, warps: int, interpret: bool, name: str, out_shape, hops, w, x, *rest
+):
+    (B, T, _), C = x.shape, w.shape[0]
     return pl.pallas_call(
         functools.partial(kernel, parts=parts),
         grid=(C // parts.key_dim, pl.cdiv(T, parts.config.tokens), B),
@@ -111,33 +113,31 @@ def _call(kernel, parts: Parts, warps: int, interpret: bool, name: str, out_shap
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*arrays)
+    )(hops.back, w.astype(jnp.float32).T, x, *rest)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(parts: Parts, interpret: bool, x, w, hops: Hops):
     """q, k [B, T, H K] and v [B, T, N V]."""
-    B, T, C = x.shape
-    heads, K = C // parts.width, parts.key_dim
+    B, T, _ = x.shape
+    heads, K = w.shape[0] // parts.width, parts.key_dim
     widths = heads * K, heads * K, heads * (parts.width - 2 * K)
     shapes = [jax.ShapeDtypeStruct((B, T, width), x.dtype) for width in widths]
-    arrays = hops.back, w.astype(jnp.float32).T, x
     sizes = parts, parts.config.warps, interpret
-    return _call(_forward_kernel, *sizes, "conv_heads", shapes, x, *arrays)
+    return _call(_forward_kernel, *sizes, "conv_heads", shapes, hops, w, x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(parts: Parts, interpret: bool, x, w, hops: Hops, d_q, d_k, d_v):
     """(the gradient before the convolution [B, T, C], sums for the taps [tiles, W, C])."""
-    B, T, C = x.shape
+    (B, T, _), C = x.shape, w.shape[0]
     tiles = B * pl.cdiv(T, parts.config.tokens)
     shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((B, T, C), x.dtype),
         jax.ShapeDtypeStruct((tiles, parts.taps, C), jnp.float32),
     ]
-    arrays = hops.back, w.astype(jnp.float32).T, x, d_q, d_k, d_v
-    sizes = parts, parts.config.gradient_warps, interpret
-    return _call(_backward_kernel, *sizes, "conv_heads_back", shapes, x, *arrays)
+    sizes, rest = (parts, parts.config.gradient_warps, interpret), (d_q, d_k, d_v)
+    return _call(_backward_kernel, *sizes, "conv_heads_back", shapes, hops, w, x, *rest)
 
 
 def _forward_kernel(back_ref, w_ref, x_ref, q_ref, k_ref, v_ref, *, parts: Parts):

@@ -16,10 +16,9 @@ def to_unit(x, length, eps):
 
 def conv_heads(x, w, key_dim, value_dim, prev=None, *, tail=None, hops=None, eps, to_unit=to_unit):
     """See `jaxtrain_kernels.conv_heads`."""
-    B, T, H, F = x.shape
-    flat = (*x.shape[:2], H * F)
+    (B, T, _), (H, F, taps) = x.shape, w.shape
     tail = None if tail is None else tail.reshape(B, -1, H * F)
-    mixed = causal_conv(x.reshape(flat), w.reshape(H * F, -1), prev, tail)
+    mixed = causal_conv(x[..., : H * F], w.reshape(H * F, taps), prev, tail)
     mixed = jax.nn.silu(mixed).reshape(B, T, H, F)
     q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
     q, k = to_unit(q, key_dim**-0.5, eps), to_unit(k, 1.0, eps)
