@@ -28,10 +28,18 @@ SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per mu
 MORE = {"compute_registers": 240, "memory_registers": 24}
 LESS = {"compute_registers": 232, "memory_registers": 40}
 HELD = {"in_registers": True}
-IN_TURN = {"ahead": False}  # a step's scores are queued when it begins
+AHEAD = {"ahead": True}  # a step's scores are queued before it begins
+IN_TURN = {"ahead": False}
 FORWARD = {
-    64: [{}, HELD, SHARED, {"stages": 3}, {"k_block": 256}],
-    128: [{}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
+    64: [
+        *({}, HELD, SHARED, {"stages": 3}, {"k_block": 256}, {"polynomial": 8}),
+        *(AHEAD, AHEAD | {"stages": 4}, AHEAD | SHARED, AHEAD | {"polynomial": 8}),
+        *(AHEAD | {"polynomial": 4}, AHEAD | HELD),
+    ],
+    128: [
+        *({}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE),
+        AHEAD,
+    ],
     192: [{}, HELD, SHARED, {"k_block": 64, "stages": 4}, MORE],
     256: [{}, SHARED, MORE],
 }

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels import Context, attention, testing
+from jaxtrain_kernels import Context, attention, mosaic, testing
 from jaxtrain_kernels.tree_attention import (
     blocks,
     gpu_dkv,
@@ -132,8 +132,8 @@ def test_interpreted_kernels(name, monkeypatch):
 
 
 VARIANTS = {
-    "in_turn": {"fused": {"ahead": False, "in_registers": True}},
-    "whole": {"fused": {"ahead": False, "q_part": 128}},
+    "in_turn": {"fused": {"ahead": False, "in_registers": True}, "forward": {"polynomial": 4}},
+    "ahead": {"fused": {"ahead": False, "q_part": 128}, "forward": {"ahead": True}},
     "two_kernels": {"fused": None},
 }
 
@@ -181,6 +181,18 @@ def check_kernels(name, monkeypatch, **changes):
 
     with interpreted(detect_races=True):
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, case["softcap"], jit=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_polynomial_exponentials(compiled):
+    """The bound on their error; masked scores weigh nothing, and NaN is not hidden."""
+    x = jnp.linspace(-126, 1, 10_001, dtype=jnp.float32)
+    function = jax.jit(mosaic.polynomial_exp2) if compiled else mosaic.polynomial_exp2
+    exact = np.exp2(np.asarray(x, np.float64))
+    assert np.abs(np.asarray(function(x)) / exact - 1).max() < 3e-6
+    zeros = function(jnp.asarray([-jnp.inf, -1e9, -128, -127], jnp.float32))
+    np.testing.assert_array_equal(zeros, np.zeros(4))
+    assert not np.isfinite(function(jnp.asarray([jnp.nan], jnp.float32)).astype(jnp.bfloat16)).any()
 
 
 @pytest.mark.slow
