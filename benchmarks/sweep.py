@@ -59,7 +59,7 @@ DQ = {
     256: [{}, SHARED, {"k_stages": 1}],
 }
 FUSED = {
-    64: [{}, IN_TURN, IN_TURN | HELD, IN_TURN | {"q_part": 128}],
+    64: [{}, HELD, IN_TURN, IN_TURN | HELD, IN_TURN | {"q_part": 128}],
     128: [{}, LESS],
     192: [],
     256: [],

@@ -275,12 +275,14 @@ class Tile(NamedTuple):
             slope = low if settings.softcap is None else slope.astype(low.dtype)
         return low, slope
 
-    def d_weights(self, low, dv, step: Step, own: Own):
+    def d_weights(self, low, dv, step: Step, own: Own, first: bool = True):
         """dP' = V dO', and behind it, still running on return, dV += P' dO; if `tight`, dV first,
-        and both are done. dO has come."""
+        and both are done. first: of the step's parts, which waits for dO."""
         smem = self.smem
 
         def multiply(ref):
+            if first:
+                plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
             if self.tight:
                 plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
                 if self.settings.softcap is not None:
@@ -419,7 +421,6 @@ def dkv(
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
                     tile.give_back_queries(i - 1)  # its dK, which ran behind, has read them
                     low, slope = tile.weights(score, now, own)
-                    plgpu.barrier_wait(smem.d_out_ready.at[now.slot])
                     ds = tile.d_scores(slope, tile.d_weights(low, dv, now, own), now)
                     tile.leave(ds, dk, now, own)
                     return next_code

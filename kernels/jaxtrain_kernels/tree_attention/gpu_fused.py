@@ -62,7 +62,7 @@ class Config(gpu_dkv.Config):
     ahead: bool = False
     """Queue a part's scores in the part before. Head dim 128 has no registers for it."""
     in_registers: bool = False
-    """Hold keys and values in registers: less traffic with shared memory."""
+    """Hold values, and unless `ahead` keys, in registers: less traffic with shared memory."""
 
 
 def heuristic(head_dim: int) -> Config:
@@ -126,6 +126,8 @@ def _run(
     assert by_columns or bq == WARPGROUPS * ROWS
     width = H // WARPGROUPS if by_columns else H
     wgmma = plgpu.Layout.WGMMA
+    if config.ahead:  # where dP' begins with it
+        queries = queries._replace(delta=-queries.delta)
 
     def kernel(
         queries: Queries,
@@ -147,9 +149,10 @@ def _run(
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             own = tile.load_keys(group, shared=False)
-            held = None
+            held = {}
             if config.in_registers:
-                held = [plgpu.load(x.at[own.held], layout=wgmma) for x in (smem.k, smem.v)]
+                names = ["v"] if config.ahead else ["k", "v"]
+                held = {n: plgpu.load(getattr(smem, n).at[own.held], layout=wgmma) for n in names}
 
             def divide_keys():
                 columns = scales.columns.at[tile.row, tile.kv_head]
@@ -160,9 +163,7 @@ def _run(
 
             def parts_of(i, code):
                 """A step's queries in parts."""
-                step = tile.at(i, code, own)
-                if held is not None:
-                    step = step._replace(k=held[0], v=held[1])
+                step = tile.at(i, code, own)._replace(**held)
                 return [
                     step._replace(
                         part=pl.ds(step.part.start + start, part),
@@ -231,9 +232,7 @@ def _run(
                             add_q_gradient(d_query, now.i - 1, pending)
                             tile.give_back_queries(now.i - 1)
                         low, slope = tile.weights(score, now, own)
-                        if dq_acc:
-                            plgpu.barrier_wait(smem.d_out_ready.at[now.slot])
-                        d_weight = tile.d_weights(low, dv, now, own)
+                        d_weight = tile.d_weights(low, dv, now, own, first=bool(dq_acc))
                         return tile.d_scores(slope, d_weight, now)
 
                     ds = pl.run_scoped(multiply, s_part, *([dq_part] if start == 0 else []))
@@ -268,8 +267,8 @@ def _run(
                 for start, now in zip(starts, parts, strict=True):
 
                     def multiply(dp_acc, *dq_acc, start=start, now=now):
-                        delta = plgpu.load(now.delta, layout=wgmma.reduce(0))
-                        dp_acc[...] = lax.broadcast_in_dim(-delta, (ROWS, part), [1])
+                        minus_delta = plgpu.load(now.delta, layout=wgmma.reduce(0))
+                        dp_acc[...] = lax.broadcast_in_dim(minus_delta, (ROWS, part), [1])
                         plgpu.wgmma(dp_acc, now.v, smem.d_out.at[now.part].transpose((1, 0)))
                         # Behind the scores are dK of the part before, and dP'.
                         score = plgpu.wgmma_accumulator_load(s_acc, wait_n=2)
