@@ -28,9 +28,18 @@ SHARED = {"programs": 0}  # thread blocks that go through many tiles, one per mu
 MORE = {"compute_registers": 240, "memory_registers": 24}
 LESS = {"compute_registers": 232, "memory_registers": 40}
 HELD = {"in_registers": True}
+AHEAD = {"ahead": True}  # a step's scores are queued before it begins
+IN_TURN = {"ahead": False}
 FORWARD = {
-    64: [{}, HELD, SHARED, {"stages": 3}, {"k_block": 256}],
-    128: [{}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE],
+    64: [
+        *({}, HELD, SHARED, {"stages": 3}, {"k_block": 256}, {"polynomial": 8}),
+        *(AHEAD, AHEAD | {"stages": 4}, AHEAD | SHARED, AHEAD | {"polynomial": 8}),
+        *(AHEAD | {"polynomial": 4}, AHEAD | HELD),
+    ],
+    128: [
+        *({}, HELD, HELD | MORE, SHARED, {"q_stages": 1}, {"k_block": 64, "stages": 4}, MORE),
+        AHEAD,
+    ],
     192: [{}, HELD, SHARED, {"k_block": 64, "stages": 4}, MORE],
     256: [{}, SHARED, MORE],
 }
@@ -49,9 +58,14 @@ DQ = {
     192: [{}, SHARED, {"k_stages": 3, "v_stages": 3}, LESS],
     256: [{}, SHARED, {"k_stages": 1}],
 }
-FUSED = {64: [], 128: [{}, LESS], 192: [], 256: []}
+FUSED = {
+    64: [{}, HELD, IN_TURN, IN_TURN | HELD, IN_TURN | {"q_part": 128}],
+    128: [{}, LESS],
+    192: [],
+    256: [],
+}
 
-TUNED = ("fwd", "dkv", "dq")  # kernels that read a table
+TUNED = ("fwd", "dkv", "dq", "fused")  # kernels that read a table
 GAIN = 0.99  # share of the default's time that a variant must stay below to be saved
 
 
@@ -144,7 +158,7 @@ def sweep(case, report):
         ("fwd", gpu_fwd.heuristic(H), FORWARD, 1.0),
         ("dkv", gpu_dkv.heuristic(H), DKV, 2.0),
         ("dq", gpu_dq.heuristic(H), DQ, 1.5),
-        ("fused", gpu_dkv.heuristic(H), FUSED, 2.5),
+        ("fused", gpu_fused.heuristic(H), FUSED, 2.5),
     ]
     for kernel, start, changes, units in work:
         plain = [({}, False)] if changes[H] else []

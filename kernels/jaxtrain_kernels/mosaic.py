@@ -3,10 +3,12 @@
 The Mosaic GPU interface changes between jax releases, so kernels take its names from here only.
 """
 
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -139,25 +141,83 @@ def nearest_int(x, layout):
     )
     def nearest_int(context, array):
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm, vector
 
-        i32 = ir.IntegerType.get_signless(32)
-        instruction = i32, "cvt.rni.s32.f32 $0, $1;", "=r,f"
-
-        def convert(register):
-            shape = ir.VectorType(register.type).shape
-            found = llvm.mlir_undef(ir.VectorType.get(shape, i32))
-            for i in range(*shape):
-                place = {"dynamic_position": [], "static_position": [i]}
-                number = vector.extract(register, **place)
-                kind, text, constraints = instruction
-                number = llvm.inline_asm(kind, [number], text, constraints, has_side_effects=False)
-                found = vector.insert(number, found, **place)
-            return found
-
-        return array._pointwise(convert, output_is_signed=True)
+        kind = ir.IntegerType.get_signless(32)
+        instruction = kind, "cvt.rni.s32.f32 $0, $1;", "=r,f"
+        return array._pointwise(lambda x: _each(x, *instruction), output_is_signed=True)
 
     return nearest_int(x)
+
+
+def _each(register, kind, text: str, constraints: str):
+    """PTX for every number of a register of an array."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    shape = ir.VectorType(register.type).shape
+    found = llvm.mlir_undef(ir.VectorType.get(shape, kind))
+    for i in range(*shape):
+        place = {"dynamic_position": [], "static_position": [i]}
+        number = vector.extract(register, **place)
+        number = llvm.inline_asm(kind, [number], text, constraints, has_side_effects=False)
+        found = vector.insert(number, found, **place)
+    return found
+
+
+EXP2 = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852944731712)
+"""1 + f (EXP2[0] + f (EXP2[1] + ...)) is 2^f within 3e-6 of it for |f| <= 1/2."""
+NEAREST = 1.5 * 2.0**23  # adding it rounds to an integer, which is in the last bits then
+
+
+def polynomial_exp2(x):
+    """2^x of float32 x < 128 by additions and multiplications, within 3e-6 of it; 0 from -127 on
+    downwards, as of -inf."""
+    x = jnp.maximum(x, -127.0)
+    whole = jnp.round(x)
+    f = x - whole
+    value = jnp.full_like(f, EXP2[-1])
+    for factor in (*EXP2[-2::-1], 1.0):
+        value = value * f + factor
+    bits = lax.bitcast_convert_type(value, jnp.int32) + (whole.astype(jnp.int32) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def exp2_partly(x, layout, every: int):
+    """2^x of float32 x < 128 in `layout`: each `every`-th register as `polynomial_exp2`, for of
+    the hardware's own a multiprocessor makes 16 while it does 128 additions. NaN gives either NaN
+    or the largest float32, which is infinite in bfloat16."""
+    steps = [
+        "max.NaN.f32 x, $1, 0fC2FE0000;",
+        f"add.rn.f32 t, x, {_hexadecimal(NEAREST)};",
+        f"sub.rn.f32 f, t, {_hexadecimal(NEAREST)};",
+        "sub.rn.f32 f, x, f;",
+        f"mov.f32 x, {_hexadecimal(EXP2[-1])};",
+        *(f"fma.rn.f32 x, x, f, {_hexadecimal(c)};" for c in (*EXP2[-2::-1], 1.0)),
+        "mov.b32 a, t; shl.b32 a, a, 23; mov.b32 b, x; add.s32 a, a, b; mov.b32 $0, a;",
+    ]
+    polynomial = "{ .reg .f32 x, t, f; .reg .b32 a, b; " + " ".join(steps) + " }"
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def exp2_partly(context, array):
+        from jaxlib.mlir import ir
+
+        count = itertools.count(1)
+
+        def power(register):
+            text = "ex2.approx.ftz.f32 $0, $1;" if next(count) % every else polynomial
+            return _each(register, ir.F32Type.get(), text, "=f,f")
+
+        return array._pointwise(power)
+
+    return exp2_partly(x)
+
+
+def _hexadecimal(number: float) -> str:
+    """A float32 as PTX writes it."""
+    return f"0f{np.float32(number).view(np.uint32):08X}"
 
 
 def opaque(number):

@@ -165,10 +165,15 @@ def _wgmma_from_registers(original):
 
 
 def _inline(self, eqn, token, get_values):
-    """What kernels write in instructions of the GPU: `mosaic.nearest_int` alone."""
-    assert eqn.params["mgpu_fn"].__name__ == "nearest_int", eqn.params["mgpu_fn"]
+    """What kernels write in instructions of the GPU: two functions of `mosaic`."""
+    from jaxtrain_kernels import mosaic
+
+    known = {
+        "nearest_int": lambda x: jnp.round(x).astype(jnp.int32),
+        "exp2_partly": mosaic.polynomial_exp2,  # for all numbers: the less exact of both ways
+    }
     (value,) = get_values()
-    return token, [jnp.round(value).astype(jnp.int32)]
+    return token, [known[eqn.params["mgpu_fn"].__name__](value)]
 
 
 def _adding(original):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from jaxtrain_kernels import autotune
-from jaxtrain_kernels.tree_attention import gpu_dkv, gpu_dq, gpu_fwd
+from jaxtrain_kernels.tree_attention import gpu_dkv, gpu_dq, gpu_fused, gpu_fwd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,7 @@ CONFIGS = {
     "tree_attention_fwd": (gpu_fwd.Config, gpu_fwd.heuristic),
     "tree_attention_dkv": (gpu_dkv.Config, gpu_dkv.heuristic),
     "tree_attention_dq": (gpu_dq.Config, gpu_dq.heuristic),
+    "tree_attention_fused": (gpu_fused.Config, gpu_fused.heuristic),
 }
 
 

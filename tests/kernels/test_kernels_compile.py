@@ -21,6 +21,8 @@ ALLOWED = {  # bytes of registers spilled to memory per thread; kernels that are
     ("logp_gather", "logp_d_logits"): 16,
     ("logp_gather softcap temperature", "logp_d_logits"): 128,
     ("weighted_logp softcap", "logp_exponentials"): 160,  # of them 80 for the largest logit
+    ("attention d64", "tree_attention_bwd"): 24,
+    ("attention d64 softcap", "tree_attention_bwd"): 40,
     ("attention d128", "tree_attention_bwd"): 16,
     ("attention d128 softcap", "tree_attention_bwd"): 16,
     ("attention d192 softcap", "tree_attention_dkv"): 48,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels import Context, attention, testing
+from jaxtrain_kernels import Context, attention, mosaic, testing
 from jaxtrain_kernels.tree_attention import (
     blocks,
     gpu_dkv,
@@ -28,7 +28,7 @@ def options(head_dim, window=None, softcap=None, programs=2):
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
     dq = dataclasses.replace(gpu_dq.heuristic(head_dim, window is not None), programs=programs)
     settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
-    fused = gpu_fused.takes(head_dim, window)
+    fused = gpu_fused.heuristic(head_dim) if gpu_fused.takes(head_dim, window) else None
     return mosaic_gpu.Options(settings, forward, gpu_dkv.heuristic(head_dim), dq, fused=fused)
 
 
@@ -128,9 +128,28 @@ SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128"}
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS],
 )
 def test_interpreted_kernels(name, monkeypatch):
+    check_kernels(name, monkeypatch)
+
+
+VARIANTS = {
+    "in_turn": {"fused": {"ahead": False, "in_registers": True}, "forward": {"polynomial": 4}},
+    "ahead": {"fused": {"ahead": False, "q_part": 128}, "forward": {"ahead": True}},
+    "two_kernels": {"fused": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_interpreted_variants_of_d64(variant, monkeypatch):
+    """What benchmarks/sweep.py times beside the heuristics."""
+    check_kernels("d64_grouped", monkeypatch, **VARIANTS[variant])
+
+
+def check_kernels(name, monkeypatch, **changes):
     """Output and gradients by the 2x rule on a padded random forest, and no data race.
 
-    Not under jit: interpreted kernels that run side by side starve a small thread pool.
+    changes: of the kernels' configs; None: without that kernel. Not under jit: interpreted kernels
+    that run side by side starve a small thread pool.
     """
     monkeypatch.setattr(blocks, "WORTH", 2.0)  # keys are always put into another order
     defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None}
@@ -149,6 +168,9 @@ def test_interpreted_kernels(name, monkeypatch):
     positions = None if case["window"] is None else jnp.asarray(depth)
     context = Context(until, None, positions, positions)
     setting = options(H, case["window"], case["softcap"])
+    for kernel, change in changes.items():
+        config = change and dataclasses.replace(getattr(setting, kernel), **change)
+        setting = setting._replace(**{kernel: config})
 
     def kernels(q, k, v):
         return mosaic_gpu.run(setting, q, k, v, context)
@@ -159,6 +181,18 @@ def test_interpreted_kernels(name, monkeypatch):
 
     with interpreted(detect_races=True):
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, case["softcap"], jit=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_polynomial_exponentials(compiled):
+    """The bound on their error; masked scores weigh nothing, and NaN is not hidden."""
+    x = jnp.linspace(-126, 1, 10_001, dtype=jnp.float32)
+    function = jax.jit(mosaic.polynomial_exp2) if compiled else mosaic.polynomial_exp2
+    exact = np.exp2(np.asarray(x, np.float64))
+    assert np.abs(np.asarray(function(x)) / exact - 1).max() < 3e-6
+    zeros = function(jnp.asarray([-jnp.inf, -1e9, -128, -127], jnp.float32))
+    np.testing.assert_array_equal(zeros, np.zeros(4))
+    assert not np.isfinite(function(jnp.asarray([jnp.nan], jnp.float32)).astype(jnp.bfloat16)).any()
 
 
 @pytest.mark.slow
@@ -271,7 +305,7 @@ def test_several_devices_need_shard_map():
         with pytest.raises(NotImplementedError, match=r"\['data'\] have several devices"):
             jax.eval_shape(local, x, until)
         lowered = jax.jit(jax.grad(step)).trace(x, until).lower(lowering_platforms=("cuda",))
-    assert "tree_attention_dq" in lowered.as_text()
+    assert "tree_attention_bwd" in lowered.as_text()
 
 
 @pytest.mark.parametrize(

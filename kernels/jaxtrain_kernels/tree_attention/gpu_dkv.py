@@ -150,8 +150,11 @@ class Step(NamedTuple):
     """The slot's queries in the buffers."""
     first: jax.Array
     """Index of the first of them in the row."""
-    k: jax.Ref
-    v: jax.Ref
+    lse: jax.Ref
+    """Of those queries, as delta."""
+    delta: jax.Ref
+    k: jax.Ref | jax.Array
+    v: jax.Ref | jax.Array
 
 
 class Tile(NamedTuple):
@@ -222,16 +225,29 @@ class Tile(NamedTuple):
 
     def enter(self, i, code, own: Own) -> Step:
         """Wait for a step's queries."""
+        plgpu.barrier_wait(self.smem.q_ready.at[self.slot(i)])
+        return self.at(i, code, own)
+
+    def at(self, i, code, own: Own) -> Step:
+        """A step whose queries were waited for."""
         slot, part = self.slot(i), self.part(i)
         first = lax.shift_right_logical(code, 1) * self.config.q_block
-        plgpu.barrier_wait(self.smem.q_ready.at[slot])
         # Opaque, or the addresses of wgmma's operands are computed ahead of the loop and spill.
         here = pl.ds(pl.multiple_of(opaque(jnp.int32(own.first)), ROWS), ROWS)
-        return Step(i, code, slot, part, first, self.smem.k.at[here], self.smem.v.at[here])
+        lse, delta, k, v = self.smem.lse, self.smem.delta, self.smem.k, self.smem.v
+        numbers = lse.at[slot], delta.at[slot]
+        return Step(i, code, slot, part, first, *numbers, k.at[here], v.at[here])
+
+    def give_back_queries(self, i):
+        """Of a step whose dK is done; of the one before the first, nothing."""
+
+        @pl.when(i >= 0)
+        def _():
+            plgpu.barrier_arrive(self.smem.q_free.at[self.slot(i)])
 
     def weights(self, score, step: Step, own: Own):
         """Of raw scores: P in low precision, and dS / (dP - delta)."""
-        settings, smem, shape = self.settings, self.smem, (ROWS, self.config.q_block)
+        settings, smem, shape = self.settings, self.smem, (ROWS, step.part.size)
         wgmma = plgpu.Layout.WGMMA
 
         def column(x):
@@ -240,11 +256,7 @@ class Tile(NamedTuple):
         def across(x):
             return lax.broadcast_in_dim(x, shape, [0])
 
-        @pl.when(step.i > 0)
-        def _():  # dK of the step before, which ran behind, has read its queries
-            plgpu.barrier_arrive(smem.q_free.at[self.slot(step.i - 1)])
-
-        lse = plgpu.load(smem.lse.at[step.slot], layout=wgmma.reduce(0))
+        lse = plgpu.load(step.lse, layout=wgmma.reduce(0))
         score = settings.capped(score)
         weight = jnp.exp2(score * settings.logit_scale - column(lse))
 
@@ -263,13 +275,14 @@ class Tile(NamedTuple):
             slope = low if settings.softcap is None else slope.astype(low.dtype)
         return low, slope
 
-    def d_weights(self, low, dv, step: Step, own: Own):
+    def d_weights(self, low, dv, step: Step, own: Own, first: bool = True):
         """dP' = V dO', and behind it, still running on return, dV += P' dO; if `tight`, dV first,
-        and both are done."""
+        and both are done. first: of the step's parts, which waits for dO."""
         smem = self.smem
 
         def multiply(ref):
-            plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
+            if first:
+                plgpu.barrier_wait(smem.d_out_ready.at[step.slot])
             if self.tight:
                 plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
                 if self.settings.softcap is not None:
@@ -280,20 +293,24 @@ class Tile(NamedTuple):
             plgpu.wgmma(dv, low, smem.d_out.at[step.part, own.columns])
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.config.q_block), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, step.part.size), jnp.float32))
 
     def d_scores(self, slope, d_weight, step: Step):
         """dS', without the factor `scale`, in low precision."""
         layout = plgpu.Layout.WGMMA.reduce(0)
-        delta = plgpu.load(self.smem.delta.at[step.slot], layout=layout)
-        delta = lax.broadcast_in_dim(delta, (ROWS, self.config.q_block), [1])
+        delta = plgpu.load(step.delta, layout=layout)
+        delta = lax.broadcast_in_dim(delta, (ROWS, step.part.size), [1])
         if self.tight:  # behind a barrier, or each number of P' is unpacked ahead of dP'
             slope = lax.optimization_barrier(slope).astype(jnp.float32)
         return (slope * (d_weight - delta)).astype(self.queries.q.dtype)
 
     def leave(self, ds, dk, step: Step, own: Own):
-        """Queue dK += dS' Q and give dO back; Q is given back in the next step's `weights`."""
+        """Queue dK += dS' Q and give dO back; Q is given back a step later."""
         plgpu.wgmma(dk, ds, self.smem.q.at[step.part, own.columns])
+        self.give_back_d_out(step)
+
+    def give_back_d_out(self, step: Step):
+        """Of a step whose dK was queued last."""
         plgpu.wgmma_wait(1)  # dV has read dO; also orders reads of lse and delta
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem.d_out_free.at[step.slot])
@@ -402,6 +419,7 @@ def dkv(
                         return ref[...]  # waits for everything queued: dK of the step before, too
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, bq), jnp.float32))
+                    tile.give_back_queries(i - 1)  # its dK, which ran behind, has read them
                     low, slope = tile.weights(score, now, own)
                     ds = tile.d_scores(slope, tile.d_weights(low, dv, now, own), now)
                     tile.leave(ds, dk, now, own)
@@ -410,10 +428,7 @@ def dkv(
                 lax.fori_loop(0, tile.steps, step, tile.code(0))
                 result = dk[...], dv[...]
 
-                @pl.when(tile.steps > 0)
-                def _():
-                    plgpu.barrier_arrive(smem.q_free.at[tile.slot(tile.steps - 1)])
-
+                tile.give_back_queries(tile.steps - 1)
                 return result
 
             # Columns of dK and dV that a warpgroup owns.

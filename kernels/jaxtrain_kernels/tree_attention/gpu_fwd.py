@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
+from jaxtrain_kernels.mosaic import exp2_partly, launch, opaque, plgpu, swizzled
 from jaxtrain_kernels.tree_attention import gpu_tiles
 from jaxtrain_kernels.tree_attention.gpu_tiles import LOG2E, ROWS, TILE, WARPGROUPS, Keys, Settings
 
@@ -33,6 +33,10 @@ class Config:
     """Thread blocks that share the tiles; -1: one per tile, 0: one per multiprocessor."""
     in_registers: bool = False
     """Hold a tile's queries in registers: less traffic with shared memory."""
+    polynomial: int = 0
+    """Of each so many exponentials one is made by additions and multiplications; 0: none."""
+    ahead: bool = False
+    """Queue a step's scores ahead of the softmax of the step before, in place of taking turns."""
     compute_registers: int = 232
     """Of each thread; 2 x 232 + 40 fill the register file, as 2 x 240 + 24 do."""
     memory_registers: int = 40
@@ -106,7 +110,8 @@ def forward(
         def compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             load_queries(jnp.int32(0), schedule.first_place())
-            pl.when(group == 1)(take_turns)
+            if not config.ahead:
+                pl.when(group == 1)(take_turns)
 
             def work(now):
                 row, first, head = now.place
@@ -122,72 +127,148 @@ def forward(
                 held = plgpu.load(smem.q.at[mine], layout=wgmma) if config.in_registers else None
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), per_row)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row)
-                acc = plgpu.layout_cast(jnp.zeros((ROWS, V), jnp.float32), wgmma)
+                start = (top, total, now.code)
 
-                @pl.when(count > 0)
-                def _():  # every step waits for the next one's keys behind its last product
-                    plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before)])
+                def across(x, width):
+                    return lax.broadcast_in_dim(x, (ROWS, width), [0])
 
-                def step(i, carry):
-                    acc, top, total, code = carry
-                    slot = shape.k_slot(before + i)
-                    next_code = gpu_tiles.next_code_of(keys, now, i)
-
-                    def scores(ref):
-                        # Registers are short at 256: operands' addresses must not be computed ahead
-                        # of the loop, where they would spill.
-                        queries = smem.q.at[opaque(mine) if H == 256 else mine]
-                        left = held if config.in_registers else queries
-                        plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
-                        take_turns()  # queued: now the other one may multiply
-                        return ref[...]
-
-                    score = pl.run_scoped(scores, plgpu.ACC((ROWS, bk), jnp.float32))
-                    score = settings.capped(score)
-
-                    def masked():
+                def masked(score, code, slot):
+                    def seen():
                         seen = gpu_tiles.seen_in(ring, slot, first, position, bk, window)
                         return jnp.where(seen, score, -jnp.inf)
 
-                    score = lax.cond((code & 1) == 1, masked, lambda: score)
-                    plgpu.barrier_arrive(ring.k_free.at[slot])  # scores and mask are in registers
+                    return lax.cond((code & 1) == 1, seen, lambda: score)
+
+                def softmax(score, top):
+                    """Weights of scores, the new largest logits, and what sums so far decay by."""
                     new_top = jnp.maximum(top, score.max(axis=1) * logit_scale)
                     # Rows that have seen nothing yet: exp2(-inf - 0) is 0, -inf - -inf were NaN.
                     base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-                    decay = jnp.exp2(top - base)
-                    across = lax.broadcast_in_dim(base, (ROWS, bk), [0])
-                    weight = jnp.exp2(score * logit_scale - across)
-                    acc *= lax.broadcast_in_dim(decay, (ROWS, V), [0])
-                    total *= decay
-                    low = weight.astype(q.dtype)
-
-                    def wait_for_values():
-                        plgpu.barrier_arrive(smem.turn)
-                        plgpu.barrier_wait(ring.v_ready.at[slot])
-                        plgpu.barrier_wait(smem.turn)
-
-                    if V <= 128:
-                        total += weight.sum(axis=1)
-                        # Keeps the softmax ahead of the barrier, where the other group multiplies.
-                        kept = lax.optimization_barrier((acc, total, new_top, low))
-                        acc, total, new_top, low = kept
-                        wait_for_values()
+                    logits = score * logit_scale - across(base, bk)
+                    if config.polynomial:
+                        weight = exp2_partly(logits, wgmma, config.polynomial)
                     else:
-                        wait_for_values()
-                        total += weight.sum(axis=1)
+                        weight = jnp.exp2(logits)
+                    return weight, new_top, jnp.exp2(top - base)
 
-                    def values(ref):
-                        plgpu.wgmma(ref, low, ring.v.at[slot])
+                def scores(ref, slot):
+                    # Registers are short at 256: operands' addresses must not be computed ahead
+                    # of the loop, where they would spill.
+                    queries = smem.q.at[opaque(mine) if H == 256 else mine]
+                    left = held if config.in_registers else queries
+                    plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
+
+                def in_turn():
+                    @pl.when(count > 0)
+                    def _():  # every step waits for the next one's keys behind its last product
+                        plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before)])
+
+                    def step(i, carry):
+                        acc, top, total, code = carry
+                        slot = shape.k_slot(before + i)
+                        next_code = gpu_tiles.next_code_of(keys, now, i)
+
+                        def multiply(ref):
+                            scores(ref, slot)
+                            take_turns()  # queued: now the other one may multiply
+                            return ref[...]
+
+                        score = pl.run_scoped(multiply, plgpu.ACC((ROWS, bk), jnp.float32))
+                        score = masked(settings.capped(score), code, slot)
+                        plgpu.barrier_arrive(ring.k_free.at[slot])  # all of it is in registers
+                        weight, new_top, decay = softmax(score, top)
+                        acc *= across(decay, V)
+                        total *= decay
+                        low = weight.astype(q.dtype)
+
+                        def wait_for_values():
+                            plgpu.barrier_arrive(smem.turn)
+                            plgpu.barrier_wait(ring.v_ready.at[shape.v_slot(before + i)])
+                            plgpu.barrier_wait(smem.turn)
+
+                        if V <= 128:
+                            total += weight.sum(axis=1)
+                            # Keeps the softmax ahead of the barrier: the other group multiplies.
+                            kept = lax.optimization_barrier((acc, total, new_top, low))
+                            acc, total, new_top, low = kept
+                            wait_for_values()
+                        else:
+                            wait_for_values()
+                            total += weight.sum(axis=1)
+
+                        def values(ref):
+                            plgpu.wgmma(ref, low, ring.v.at[slot])
+
+                            @pl.when(i + 1 < count)
+                            def _():
+                                plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i + 1)])
+
+                        acc = pl.run_state(values)(plgpu.ACC.init(acc))
+                        plgpu.barrier_arrive(ring.v_free.at[slot])
+                        return acc, new_top, total, next_code
+
+                    acc = plgpu.layout_cast(jnp.zeros((ROWS, V), jnp.float32), wgmma)
+                    acc, *found, _ = lax.fori_loop(0, count, step, (acc, *start))
+                    return acc, *found
+
+                def ahead(s_acc, acc):
+                    def queue_scores(i):
+                        """Of step i; past the last one, of that again, which nobody reads."""
+
+                        @pl.when(i < count)
+                        def _():
+                            plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i)])
+
+                        i = lax.max(lax.min(i, count - 1), 0)
+                        s_acc[...] = plgpu.layout_cast(jnp.zeros((ROWS, bk), jnp.float32), wgmma)
+                        scores(s_acc, shape.k_slot(before + i))
+
+                    def step(i, carry):
+                        top, total, code = carry
+                        slot, v_slot = shape.k_slot(before + i), shape.v_slot(before + i)
+                        next_code = gpu_tiles.next_code_of(keys, now, i)
+                        score = plgpu.wgmma_accumulator_load(s_acc, wait_n=None)
+                        score = masked(settings.capped(score), code, slot)
 
                         @pl.when(i + 1 < count)
                         def _():
-                            plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i + 1)])
+                            plgpu.barrier_arrive(ring.k_free.at[slot])
 
-                    acc = pl.run_state(values)(plgpu.ACC.init(acc))
-                    plgpu.barrier_arrive(ring.v_free.at[slot])
-                    return acc, new_top, total, next_code
+                        weight, new_top, decay = softmax(score, top)
+                        total = total * decay + weight.sum(axis=1)
+                        # Keeps the softmax ahead of the wait, where values are multiplied.
+                        kept = lax.optimization_barrier((weight.astype(q.dtype), total, decay))
+                        low, total, decay = kept
+                        sums = acc[...]  # waits for the step before
 
-                acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, now.code))
+                        @pl.when(i > 0)
+                        def _():
+                            plgpu.barrier_arrive(ring.v_free.at[shape.v_slot(before + i - 1)])
+
+                        acc[...] = sums * across(decay, V)
+                        queue_scores(i + 1)
+                        plgpu.barrier_wait(ring.v_ready.at[v_slot])
+                        plgpu.wgmma(acc, low, ring.v.at[v_slot])
+                        plgpu.wgmma_wait(1)  # the scores are made, the values may run
+                        return new_top, total, next_code
+
+                    queue_scores(jnp.int32(0))
+                    plgpu.wgmma_wait(0)
+                    top, total, _ = lax.fori_loop(0, count, step, start)
+                    result = acc[...]
+
+                    @pl.when(count > 0)
+                    def _():
+                        plgpu.barrier_arrive(ring.k_free.at[shape.k_slot(before + count - 1)])
+                        plgpu.barrier_arrive(ring.v_free.at[shape.v_slot(before + count - 1)])
+
+                    return result, top, total
+
+                if config.ahead:
+                    accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in (bk, V)]
+                    acc, top, total = pl.run_scoped(ahead, *accs)
+                else:
+                    acc, top, total = in_turn()
                 if q_stages > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
@@ -207,7 +288,8 @@ def forward(
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
 
             schedule.go_through(work)
-            pl.when(group == 0)(take_turns)  # group 1 is one turn behind, see above
+            if not config.ahead:
+                pl.when(group == 0)(take_turns)  # group 1 is one turn behind, see above
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == WARPGROUPS)

@@ -33,8 +33,8 @@ class Options(NamedTuple):
     dq: gpu_dq.Config
     arrange: bool = True
     """Put the keys into an order that leaves fewer blocks, where there is one."""
-    fused: bool = False
-    """One backward kernel (gpu_fused.py) in place of two."""
+    fused: gpu_fused.Config | None = None
+    """One backward kernel (gpu_fused.py) in place of two, those of `dkv` and `dq`."""
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
@@ -74,7 +74,10 @@ def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
     forward = config("fwd", gpu_fwd.heuristic(H))
     dkv = config("dkv", gpu_dkv.heuristic(H))
     dq = config("dq", gpu_dq.heuristic(H, windowed))
-    return Options(settings, forward, dkv, dq, fused=gpu_fused.takes(H, settings.window))
+    fused = None
+    if gpu_fused.takes(H, settings.window):
+        fused = config("fused", gpu_fused.heuristic(H))
+    return Options(settings, forward, dkv, dq, fused=fused)
 
 
 def run(options, q, k, v, context, sinks=None):
@@ -125,11 +128,12 @@ def _attention_bwd(options, residuals, d_out):
     settings, window = options.settings, options.settings.window
     moved = _moved(arrangement, k, v)
     queries = gpu_tiles.Queries(q, d_out, lse, delta)
-    some, every = blocks.meet(context, T, options.dkv.q_block, gpu_dkv.key_tile(H), window)
+    dkv = options.fused or options.dkv
+    some, every = blocks.meet(context, T, dkv.q_block, gpu_dkv.key_tile(H), window)
     lists = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))
     keys = gpu_tiles.describe_keys(k, v, context, lists, moved)
     if options.fused:
-        dq, dk, dv = gpu_fused.backward(queries, keys, settings, options.dkv)
+        dq, dk, dv = gpu_fused.backward(queries, keys, settings, options.fused)
     else:
         dk, dv = gpu_dkv.dkv(queries, keys, settings, options.dkv)
         lists = blocks.lists(*blocks.meet(context, T, gpu_tiles.TILE, options.dq.k_block, window))
