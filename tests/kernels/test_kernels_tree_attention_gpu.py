@@ -15,6 +15,7 @@ from jaxtrain_kernels.tree_attention import (
     gpu_fused,
     gpu_fwd,
     gpu_tiles,
+    gpu_wide,
     mosaic_gpu,
     reference,
 )
@@ -26,6 +27,9 @@ from test_kernels_tree_attention import ancestor_mask, arguments, case_mask, com
 def options(head_dim, window=None, softcap=None, programs=2):
     """Few thread blocks, so that each goes through several tiles."""
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
+    if gpu_wide.takes(head_dim):
+        settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
+        return mosaic_gpu.Options(settings, forward, None, None)
     dq = dataclasses.replace(gpu_dq.heuristic(head_dim, window is not None), programs=programs)
     settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
     fused = gpu_fused.takes(head_dim, window)
@@ -111,6 +115,7 @@ SETTINGS = {
     "d128_grouped": {"H": 128, "N": 2, "K": 1},
     "d192_v128": {"H": 192, "V": 128, "N": 1, "K": 1, "T": 128, "used": 120},
     "d256": {"H": 256, "N": 1, "K": 1},
+    "d512_grouped": {"H": 512, "N": 2, "K": 1, "T": 128, "used": 120},
     "d64_softcap": {"H": 64, "N": 1, "K": 1, "softcap": 2.0},
     "d128_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0},
     "d192_v128_softcap": {"H": 192, "V": 128, "N": 1, "K": 1, "softcap": 2.0},
@@ -118,9 +123,11 @@ SETTINGS = {
     "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
     "d192_v128_grouped_window": {"H": 192, "V": 128, "N": 2, "K": 1, "window": 21},
+    "d512_softcap": {"H": 512, "N": 2, "K": 1, "softcap": 2.0},
+    "d512_window": {"H": 512, "N": 2, "K": 1, "window": 21},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
 }
-SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128"}
+SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128", "d512_grouped"}
 
 
 @pytest.mark.parametrize(

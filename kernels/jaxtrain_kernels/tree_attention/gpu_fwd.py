@@ -27,6 +27,8 @@ class Config:
     """Keys per step."""
     stages: int = 2
     """Blocks of keys, and of values, in flight."""
+    v_stages: int = 0
+    """Of values alone; 0: as of keys."""
     q_stages: int = 2
     """Tiles whose queries are in flight."""
     programs: int = -1
@@ -38,7 +40,13 @@ class Config:
     memory_registers: int = 40
 
 
+WIDEST = 256  # values' columns of a tile: a warpgroup's accumulator is half of its registers then
+
+
 def heuristic(head_dim: int) -> Config:
+    # At 512 a tile's queries are 128 KiB, two stages of 32 keys 64, their half of the values 16.
+    if head_dim == 512:
+        return Config(k_block=32, v_stages=1, q_stages=1)
     # At 256 two stages of 128 keys and values are 256 KiB, at 192, whose values have 128 dims, 160;
     # shared memory has 227.
     if head_dim == 256:
@@ -65,17 +73,19 @@ def forward(
 
     q [B, T, N, H], values [B, S, K, V] of V <= H; T and S multiples of the blocks. A query that
     sees nothing gets 0 and +inf.
-    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`.
+    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`. Values of more than
+    `WIDEST` columns are cut into parts, and each computes the scores.
     """
     B, T, N, H = q.shape
-    V = keys.v.shape[-1]
+    V = min(keys.v.shape[-1], WIDEST)  # of a tile
+    parts = keys.v.shape[-1] // V
     # TMA takes what lies in one piece. Of some of a buffer's columns that is 8 rows.
     piece = ROWS if V == H else 8
     window = settings.window
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
-    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
-    shape = gpu_tiles.Shape(bk, config.stages, config.stages)
+    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N * parts)
+    shape = gpu_tiles.Shape(bk, config.stages, config.v_stages or config.stages)
     logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
@@ -84,7 +94,7 @@ def forward(
         ring = smem.ring
         group = lax.axis_index("group")
         schedule = gpu_tiles.Schedule(
-            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists
+            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists, parts
         )
 
         def buffer_of(turn):
@@ -109,7 +119,7 @@ def forward(
             pl.when(group == 1)(take_turns)
 
             def work(now):
-                row, first, head = now.place
+                row, first, head, part = now.place
                 first, mine = first + group * ROWS, buffer_of(now.turn) + group
                 rows = pl.ds(first, ROWS)
                 before, count = now.before, now.count
@@ -130,13 +140,15 @@ def forward(
 
                 def step(i, carry):
                     acc, top, total, code = carry
-                    slot = shape.k_slot(before + i)
+                    slot = v_slot = shape.k_slot(before + i)
+                    if shape.v_stages != shape.k_stages:
+                        v_slot = shape.v_slot(before + i)
                     next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
-                        # Registers are short at 256: operands' addresses must not be computed ahead
+                        # Registers are short from 256 on: operands' addresses must not be computed ahead
                         # of the loop, where they would spill.
-                        queries = smem.q.at[opaque(mine) if H == 256 else mine]
+                        queries = smem.q.at[opaque(mine) if H >= 256 else mine]
                         left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
                         take_turns()  # queued: now the other one may multiply
@@ -163,7 +175,7 @@ def forward(
 
                     def wait_for_values():
                         plgpu.barrier_arrive(smem.turn)
-                        plgpu.barrier_wait(ring.v_ready.at[slot])
+                        plgpu.barrier_wait(ring.v_ready.at[v_slot])
                         plgpu.barrier_wait(smem.turn)
 
                     if V <= 128:
@@ -177,14 +189,14 @@ def forward(
                         total += weight.sum(axis=1)
 
                     def values(ref):
-                        plgpu.wgmma(ref, low, ring.v.at[slot])
+                        plgpu.wgmma(ref, low, ring.v.at[v_slot])
 
                         @pl.when(i + 1 < count)
                         def _():
                             plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i + 1)])
 
                     acc = pl.run_state(values)(plgpu.ACC.init(acc))
-                    plgpu.barrier_arrive(ring.v_free.at[slot])
+                    plgpu.barrier_arrive(ring.v_free.at[v_slot])
                     return acc, new_top, total, next_code
 
                 acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, now.code))
@@ -198,10 +210,16 @@ def forward(
                 smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
                 for i in range(0, ROWS, piece):
-                    part, target = pl.ds(i, piece), pl.ds(first + i, piece)
-                    source = smem.q.at[mine, part, :V]
-                    plgpu.copy_smem_to_gmem(source, out_ref.at[row, target, head])
-                plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+                    source = smem.q.at[mine, pl.ds(i, piece), :V]
+                    target = (row, pl.ds(first + i, piece), head)
+                    if parts > 1:
+                        target = (*target, pl.ds(pl.multiple_of(part * V, V), V))
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[target])
+
+                @pl.when(True if parts == 1 else part == 0)  # every part has the same one
+                def _():
+                    plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+
                 if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
@@ -227,7 +245,7 @@ def forward(
         launch(
             kernel,
             "tree_attention_fwd",
-            [jax.ShapeDtypeStruct((B, T, N, V), q.dtype), lse],
+            [jax.ShapeDtypeStruct((B, T, N, parts * V), q.dtype), lse],
             [scratch],
             [q, keys],
             grid={"program": programs},

@@ -55,6 +55,8 @@ class Place(NamedTuple):
     row: jax.Array
     first: jax.Array
     head: jax.Array
+    part: jax.Array | int = 0
+    """Which of the values' columns, where a tile has some of them alone."""
 
 
 class Turn(NamedTuple):
@@ -85,9 +87,11 @@ class Schedule(NamedTuple):
     """Of a row."""
     heads: int
     lists: blocks.Lists
+    parts: int = 1
+    """Of the values' columns: each is a tile of its own, next to the others of its head."""
 
     def rounds(self):
-        whole, rest = divmod(self.rows * self.tiles * self.heads, self.programs)
+        whole, rest = divmod(self.rows * self.tiles * self.heads * self.parts, self.programs)
         return whole + (self._lane(jnp.int32(whole)) < rest).astype(jnp.int32)
 
     def go_through(self, work):
@@ -112,15 +116,19 @@ class Schedule(NamedTuple):
 
     def _place(self, turn, tile):
         row, part = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
-        return Place(row, part * TILE, lax.rem(self._item(turn), jnp.int32(self.heads)))
+        head = lax.rem(self._item(turn), jnp.int32(self.heads * self.parts))
+        if self.parts == 1:
+            return Place(row, part * TILE, head)
+        parts = jnp.int32(self.parts)
+        return Place(row, part * TILE, lax.div(head, parts), lax.rem(head, parts))
 
     def _item(self, turn):
         """In the longest-first order; the last one for turns past the end."""
-        last = self.rows * self.tiles * self.heads - 1
+        last = self.rows * self.tiles * self.heads * self.parts - 1
         return lax.min(turn * self.programs + self._lane(turn), jnp.int32(last))
 
     def _tile(self, turn):
-        return self.lists.order[lax.div(self._item(turn), jnp.int32(self.heads))]
+        return self.lists.order[lax.div(self._item(turn), jnp.int32(self.heads * self.parts))]
 
     def _lane(self, turn):
         back = jnp.int32(self.programs - 1) - self.program
@@ -229,7 +237,8 @@ class Shape(NamedTuple):
         free = {"num_arrivals": WARPGROUPS}
         return Ring(
             k=swizzled((self.k_stages, self.block, head_dim), dtype),
-            v=swizzled((self.v_stages, self.block, v_dim), dtype),
+            # A product's terms are a multiple of what lies in a row of the swizzled layout.
+            v=swizzled((self.v_stages, self.block, v_dim), dtype, min(self.block, 64)),
             since=per_key,
             until=per_key,
             # One arrival for each copy: K, since, until and, with a window, positions.
@@ -286,7 +295,9 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
         def _():
             plgpu.barrier_wait(ring.v_free.at[v_slot])
 
-        ready = ring.v_ready.at[v_slot]
+        ready, width = ring.v_ready.at[v_slot], ring.v.shape[-1]
+        if width < keys.v.shape[-1]:
+            place = (*place, pl.ds(pl.multiple_of(now.place.part * width, width), width))
         copy_block(moved, keys, "v", place, ring.v.at[v_slot], ready)
         return next_code
 
