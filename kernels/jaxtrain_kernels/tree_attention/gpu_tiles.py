@@ -115,12 +115,12 @@ class Schedule(NamedTuple):
         return self._place(jnp.int32(0), self._tile(jnp.int32(0)))
 
     def _place(self, turn, tile):
-        row, part = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
+        row, index = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
+        first, parts = index * TILE, jnp.int32(self.parts)
         head = lax.rem(self._item(turn), jnp.int32(self.heads * self.parts))
         if self.parts == 1:
-            return Place(row, part * TILE, head)
-        parts = jnp.int32(self.parts)
-        return Place(row, part * TILE, lax.div(head, parts), lax.rem(head, parts))
+            return Place(row, first, head)
+        return Place(row, first, lax.div(head, parts), lax.rem(head, parts))
 
     def _item(self, turn):
         """In the longest-first order; the last one for turns past the end."""

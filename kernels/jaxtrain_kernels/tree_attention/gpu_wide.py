@@ -286,6 +286,12 @@ class Tile(NamedTuple):
                 plgpu.barrier_wait(stream.free.at[stream.slot(i)])
 
 
+def anew() -> pl.Slice:
+    """All rows of a buffer, as an operand of wgmma whose address is computed where it is used: all
+    ahead of a loop they spill."""
+    return pl.ds(pl.multiple_of(opaque(jnp.int32(0)), ROWS), ROWS)
+
+
 def begin(
     queries: Queries, keys: Keys, smem: Scratch, settings: Settings, of_keys: bool
 ) -> Tile:
@@ -345,7 +351,7 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
 
                     def scores(ref):
                         block = others.blocks.at[opaque(slot)]
-                        plgpu.wgmma(ref, smem.scored, block.transpose((1, 0)))
+                        plgpu.wgmma(ref, smem.scored.at[anew()], block.transpose((1, 0)))
                         return ref[...]  # dV of the step before is done, too
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
@@ -418,7 +424,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
 
                 def scores(ref):
                     block = others.blocks.at[opaque(slot)]
-                    plgpu.wgmma(ref, smem.scored, block.transpose((1, 0)))
+                    plgpu.wgmma(ref, smem.scored.at[anew()], block.transpose((1, 0)))
                     return ref[...]  # the product of the step before is done, too
 
                 score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
@@ -432,7 +438,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                 plgpu.commit_smem()  # and what TMA overwrites has been read
                 plgpu.barrier_arrive(with_p)
                 plgpu.barrier_wait(with_ds)
-                plgpu.wgmma(acc, smem.weights, others.blocks.at[opaque(slot), :, :COLUMNS])
+                plgpu.wgmma(acc, smem.weights.at[anew()], others.blocks.at[opaque(slot), :, :COLUMNS])
                 return next_code
 
             lax.fori_loop(0, tile.steps, step, tile.code(0))
@@ -450,7 +456,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                         plgpu.barrier_wait(gradients.ready.at[here])
                         part = pl.ds(chunk * CHUNK, CHUNK)
                         block = gradients.blocks.at[opaque(here)]
-                        plgpu.wgmma(ref, smem.weighed.at[:, part], block.transpose((1, 0)))
+                        plgpu.wgmma(ref, smem.weighed.at[anew(), part], block.transpose((1, 0)))
                         if chunk > 0:
                             plgpu.wgmma_wait(1)
                             plgpu.barrier_arrive(gradients.free.at[gradients.slot(number - 1)])
