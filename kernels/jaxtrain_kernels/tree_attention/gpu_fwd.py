@@ -4,6 +4,10 @@ A tile is 2 x 64 queries of one head, and its list of key blocks comes through a
 (gpu_tiles.py). Two compute warpgroups take turns: one multiplies while the other does its softmax,
 after FlashAttention-3 (arXiv 2407.08608). The mask is evaluated only in blocks that need it. The
 log-sum-exp is kept in base 2.
+
+Values of 512 columns do not fit a warpgroup's registers: a tile takes half of them, and the two
+tiles of the same queries compute the same scores. Two warpgroups that share 64 queries would do the
+same work, but a block of keys would serve 64 queries for the 128 of here.
 """
 
 import dataclasses
@@ -146,8 +150,8 @@ def forward(
                     next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
-                        # Registers are short from 256 on: operands' addresses must not be computed ahead
-                        # of the loop, where they would spill.
+                        # Registers are short from 256 on: operands' addresses must not be computed
+                        # ahead of the loop, where they would spill.
                         queries = smem.q.at[opaque(mine) if H >= 256 else mine]
                         left = held if config.in_registers else queries
                         plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))

@@ -1,23 +1,23 @@
 """Gradients of tree attention at head dim 512: Hopper, Pallas Mosaic GPU.
 
-dK and dV of 64 keys would fill the registers of a multiprocessor, and leave none for scores. So each
-gradient has its kernel, which makes its own scores again: 8 matmuls for the 5 of one kernel. A
-thread block owns 64 rows, of keys or of queries, each compute warpgroup adds up half of their
-columns, and the other side comes in blocks of 32 rows. Deterministic: no two thread blocks add to
-the same number. Given the base-2 log-sum-exp and delta = rowsum(dO O), P = 2^(S - lse) and
+dK and dV of 64 keys would fill the registers of a multiprocessor and leave none for scores. So each
+gradient has a kernel, which makes its own scores again: 8 matmuls for the 5 of one kernel. A thread
+block owns 64 rows, keys or queries; each compute warpgroup adds up half of the columns of their
+gradient; the other side's rows come in blocks of 32. Deterministic: no two thread blocks add to the
+same number. Given the base-2 log-sum-exp and delta = rowsum(dO O), P = 2^(S - lse) and
 dS = P (dO V' - delta).
 
-dV = P' dO needs few numbers: both warpgroups compute the scores of all 64 keys.
+dV += P' dO: both warpgroups compute the scores of all 64 keys.
 
-dK = dS' Q and dQ = dS K are one kernel, for keys and for queries; they differ in what is a row.
-One warpgroup computes P, the other dO V', at the same time:
+dK += dS' Q and dQ += dS K are one kernel; they differ in whose numbers stand along the rows. While
+one warpgroup makes P the other makes dO V':
 
-    first      S, P; writes P             waits for dS; adds dS times half of the columns
-    second     dO V'; waits for P; writes dS in its place; adds dS times the other half
+    first     S, then P into shared memory    waits for dS    adds dS times its columns
+    second    dO V'    waits for P    dS in the place of P    adds dS times its columns
 
-P is handed over in low precision, 4 KiB. A product runs behind the next step's first one, and its
-operand is given back then. Of the side that is no operand of it (dO or V), columns come in chunks:
-there is no room for two whole blocks.
+P is handed over in low precision. That product runs behind the next step's first one, and only then
+its operand is given back. Two blocks of the other operand, dO or V, would find no room: its columns
+come in chunks.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.mosaic import launch, opaque, plgpu, swizzled
+from jaxtrain_kernels.mosaic import launch, num_cores, opaque, plgpu, swizzled
 from jaxtrain_kernels.tree_attention import gpu_tiles
 from jaxtrain_kernels.tree_attention.gpu_tiles import ROWS, WARPGROUPS, Keys, Queries, Settings
 
@@ -37,6 +37,7 @@ STAGES = 2  # steps whose blocks are in flight
 CHUNK = 128  # columns
 CHUNKS = 3  # in flight
 COLUMNS = WIDTH // WARPGROUPS  # of the gradient that a warpgroup adds up
+ENOUGH = 3  # tiles of keys for each multiprocessor
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # as in gpu_dkv.py
 
 
@@ -68,28 +69,28 @@ class Stream(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory of a thread block, and its barriers."""
 
-    scored: jax.Ref
-    """[ROWS, WIDTH]: keys, or queries, whose scores are computed; and in the end a result."""
-    weighed: jax.Ref | None
-    """[ROWS, WIDTH]: values, or dO, of the same rows."""
+    mine: jax.Ref
+    """[ROWS, WIDTH]: the thread block's keys or queries."""
+    mine_pair: jax.Ref | None
+    """[ROWS, WIDTH]: what belongs to them: of keys their values, of queries their dO."""
     weights: jax.Ref | None
     """[ROWS, BLOCK]: P, then dS."""
     others: Stream
-    """The other side's queries or keys."""
-    gradients: Stream
-    """The other side's dO or values."""
+    """Queries or keys of the other side."""
+    others_pair: Stream
+    """And theirs."""
     numbers: tuple[jax.Ref, ...]
     """[STAGES, BLOCK] each, which come with `others`: lse, delta or since, until; positions."""
     ready: jax.Ref
-    """One for `scored` and one for `weighed`."""
+    """Of `mine` and of `mine_pair`."""
     handed: jax.Ref | None
-    """`weights` hold P; they hold dS."""
+    """P is in `weights`; dS is."""
     met: jax.Ref | None
     """Both compute warpgroups have come here."""
 
 
-def make_scratch(of_keys: bool, both: bool, window: int | None, dtype) -> Scratch:
-    """both: for dK or dQ, which need dS; else for dV."""
+def make_scratch(of_keys: bool, of_scores: bool, window: int | None, dtype) -> Scratch:
+    """of_keys: for dK or dV; of_scores: for dK or dQ, which are made of dS."""
 
     def stream(slots, width, columns, num_arrivals, readers):
         ready = plgpu.Barrier(num_barriers=slots, num_arrivals=num_arrivals)
@@ -100,21 +101,21 @@ def make_scratch(of_keys: bool, both: bool, window: int | None, dtype) -> Scratc
     kinds = [jnp.float32] * 2 if of_keys else [jnp.int32] * 2
     kinds += [jnp.int32] if window is not None else []
     arrivals = 1 + len(kinds)
-    if both:
-        gradients = stream(CHUNKS, CHUNK, None, 1, 1)
+    if of_scores:
+        pairs = stream(CHUNKS, CHUNK, None, 1, 1)
     else:
-        gradients = stream(STAGES, WIDTH, BLOCK, 1, WARPGROUPS)
+        pairs = stream(STAGES, WIDTH, BLOCK, 1, WARPGROUPS)
     rows = (ROWS, WIDTH)
     return Scratch(
-        scored=swizzled(rows, dtype, BLOCK if both else None),
-        weighed=swizzled(rows, dtype) if both else None,
-        weights=swizzled((ROWS, BLOCK), dtype, BLOCK) if both else None,
-        others=stream(STAGES, WIDTH, BLOCK if both else None, arrivals, WARPGROUPS),
-        gradients=gradients,
+        mine=swizzled(rows, dtype, BLOCK if of_scores else None),
+        mine_pair=swizzled(rows, dtype) if of_scores else None,
+        weights=swizzled((ROWS, BLOCK), dtype, BLOCK) if of_scores else None,
+        others=stream(STAGES, WIDTH, BLOCK if of_scores else None, arrivals, WARPGROUPS),
+        others_pair=pairs,
         numbers=tuple(plgpu.SMEM((STAGES, BLOCK), kind) for kind in kinds),
         ready=plgpu.Barrier(num_barriers=2),
-        handed=plgpu.Barrier(num_barriers=2) if both else None,
-        met=None if both else plgpu.Barrier(num_arrivals=WARPGROUPS),
+        handed=plgpu.Barrier(num_barriers=2) if of_scores else None,
+        met=None if of_scores else plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
 
 
@@ -135,14 +136,16 @@ class Tile(NamedTuple):
     smem: Scratch
     settings: Settings
     of_keys: bool
-    heads: int
-    """Query heads of a key head."""
     tile: jax.Array
     row: jax.Array
     first: jax.Array
     """Of the rows."""
     head: jax.Array
     """Theirs."""
+    share: jax.Array
+    """Of a key head's query heads, which several thread blocks may share."""
+    others_head: jax.Array
+    """The other side's; for keys, the first of their share."""
     count: jax.Array
     """Blocks in the tile's list."""
     steps: jax.Array
@@ -156,18 +159,13 @@ class Tile(NamedTuple):
         step = lax.max(lax.min(step, self.steps - 1), 0)
         return self.keys.lists.codes[self.tile, lax.rem(step, lax.max(self.count, 1))]
 
-    def others_head(self, step):
-        if not self.of_keys:
-            return lax.div(self.head, jnp.int32(self.heads))
-        return self.head * self.heads + lax.div(step, lax.max(self.count, 1))
-
     def load_own(self, group) -> Own:
         """Ask for a compute warpgroup's own rows: keys or queries for the first, values or dO for
         the second if there are any. Returns what the masks and weights need of them."""
         smem, place = self.smem, (self.row, self.rows, self.head)
         moved = gpu_tiles.is_moved(self.keys, self.row)
         names = ("k", "v") if self.of_keys else ("q", "d_out")
-        for i, target in enumerate((smem.scored, smem.weighed)):
+        for i, target in enumerate((smem.mine, smem.mine_pair)):
             if target is not None:
 
                 @pl.when(group == i)
@@ -232,16 +230,22 @@ class Tile(NamedTuple):
         weight = lax.cond((code & 1) == 1, masked, lambda: weight)
         return weight, settings.slope(weight, score)
 
+    def send_part(self, result, ref, columns):
+        """One share's part of a gradient, in float32."""
+        ref[self.share, self.row, self.rows, self.head, columns] = result
+
     def serve(self):
         """All that the memory warpgroup does: each step's blocks into slots that are free."""
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         smem, queries, keys = self.smem, self.queries, self.keys
         moved = gpu_tiles.is_moved(keys, self.row)
-        others, gradients = smem.others, smem.gradients
+        others, pairs = smem.others, smem.others_pair
         names = ("q", "d_out") if self.of_keys else ("k", "v")
 
         def step(i, code):
-            next_code, head = self.code(i + 1), self.others_head(i)
+            next_code, head = self.code(i + 1), self.others_head
+            if self.of_keys:
+                head += lax.div(i, lax.max(self.count, 1))
             rows = pl.ds(pl.multiple_of(lax.shift_right_logical(code, 1) * BLOCK, BLOCK), BLOCK)
             place, at = (self.row, rows, head), (self.row, rows)
             slot = others.slot(i)
@@ -264,21 +268,21 @@ class Tile(NamedTuple):
             for source, target in zip(numbers, smem.numbers, strict=True):
                 plgpu.copy_gmem_to_smem(source, target.at[slot], ready)
 
-            for chunk in range(gradients.chunks):
-                number = i * gradients.chunks + chunk
-                slot = gradients.slot(number)
+            for chunk in range(pairs.chunks):
+                number = i * pairs.chunks + chunk
+                slot = pairs.slot(number)
 
-                @pl.when(number >= gradients.slots)
+                @pl.when(number >= pairs.slots)
                 def _(slot=slot):
-                    plgpu.barrier_wait(gradients.free.at[slot])
+                    plgpu.barrier_wait(pairs.free.at[slot])
 
-                part = place if gradients.chunks == 1 else (*place, pl.ds(chunk * CHUNK, CHUNK))
-                target, ready = gradients.blocks.at[slot], gradients.ready.at[slot]
+                part = place if pairs.chunks == 1 else (*place, pl.ds(chunk * CHUNK, CHUNK))
+                target, ready = pairs.blocks.at[slot], pairs.ready.at[slot]
                 self.copy(moved, names[1], part, target, ready)
             return next_code
 
         lax.fori_loop(0, self.steps, step, self.code(0))
-        for stream in (others, gradients):  # leave no barrier phase unobserved
+        for stream in (others, pairs):  # leave no barrier phase unobserved
             total = self.steps * stream.chunks
 
             @pl.loop(lax.max(total - stream.slots, 0), total)
@@ -292,46 +296,61 @@ def anew() -> pl.Slice:
     return pl.ds(pl.multiple_of(opaque(jnp.int32(0)), ROWS), ROWS)
 
 
+def shares(queries: Queries, keys: Keys) -> int:
+    """Thread blocks that share the query heads of a key head: a short row of few key heads has too
+    few tiles of keys for all multiprocessors, and one for each ends with the longest tile."""
+    (B, S, K, _), N = keys.k.shape, queries.q.shape[2]
+    tiles, heads = B * S // ROWS * K, N // K
+    enough = [n for n in range(1, heads) if heads % n == 0 and n * tiles >= ENOUGH * num_cores()]
+    return min(enough, default=heads)
+
+
 def begin(
-    queries: Queries, keys: Keys, smem: Scratch, settings: Settings, of_keys: bool
+    queries: Queries, keys: Keys, smem: Scratch, settings: Settings, of_keys: bool, parts: int
 ) -> Tile:
-    """The tile of this thread block: those of the same rows follow each other, a head each."""
+    """The tile of this thread block: those of the same rows follow each other, a head each, or for
+    keys one of `parts` shares of a head."""
     (T, N), (S, K) = queries.q.shape[1:3], keys.k.shape[1:3]
-    own_heads, tiles = (K, S // ROWS) if of_keys else (N, T // ROWS)
-    program = lax.axis_index("program")
+    own_heads, tiles = (K * parts, S // ROWS) if of_keys else (N, T // ROWS)
+    program, heads = lax.axis_index("program"), N // K
     tile = keys.lists.order[lax.div(program, jnp.int32(own_heads))]
     row, index = lax.div(tile, jnp.int32(tiles)), lax.rem(tile, jnp.int32(tiles))
     head, count = lax.rem(program, jnp.int32(own_heads)), keys.lists.counts[tile]
-    steps = count * (N // K) if of_keys else count
     first = pl.multiple_of(index * ROWS, ROWS)
-    return Tile(
-        queries, keys, smem, settings, of_keys, N // K, tile, row, first, head, count, steps
-    )
+    share, others, steps = jnp.int32(0), lax.div(head, jnp.int32(heads)), count
+    if of_keys:
+        some = heads // parts
+        others, steps = head * some, count * some
+        share, head = lax.rem(head, jnp.int32(parts)), lax.div(head, jnp.int32(parts))
+    place = (tile, row, first, head, share, others, count, steps)
+    return Tile(queries, keys, smem, settings, of_keys, *place)
 
 
-def run(kernel, name: str, out, scratch: Scratch, queries: Queries, keys: Keys):
-    """A kernel over 64 rows of `out`'s."""
+def run(kernel, name: str, out, scratch: Scratch, queries: Queries, keys: Keys, parts: int = 1):
+    """A kernel over 64 rows of what is like `out`; of several parts, their sum."""
     B, length, heads, _ = out.shape
-    return launch(
+    kind = out if parts == 1 else jax.ShapeDtypeStruct((parts, *out.shape), jnp.float32)
+    found = launch(
         kernel,
         name,
-        jax.ShapeDtypeStruct(out.shape, out.dtype),
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype),
         [scratch],
         [queries, keys],
-        grid={"program": B * length // ROWS * heads},
+        grid={"program": B * length // ROWS * heads * parts},
         warpgroups=WARPGROUPS,
     )
+    return found if parts == 1 else found.sum(0).astype(out.dtype)
 
 
 def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
     """dV [B, S, K, WIDTH] in the blocks' order; `keys.lists` has blocks of `BLOCK` queries for
     tiles of `ROWS` keys."""
-    dtype = keys.v.dtype
+    dtype, parts = keys.v.dtype, shares(queries, keys)
 
     def kernel(queries: Queries, keys: Keys, dv_ref, smem: Scratch):
         group = lax.axis_index("group")
-        tile = begin(queries, keys, smem, settings, of_keys=True)
-        others, gradients = smem.others, smem.gradients
+        tile = begin(queries, keys, smem, settings, True, parts)
+        others, pairs = smem.others, smem.others_pair
         columns = pl.ds(pl.multiple_of(group * COLUMNS, COLUMNS), COLUMNS)
 
         def meet():
@@ -351,20 +370,20 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
 
                     def scores(ref):
                         block = others.blocks.at[opaque(slot)]
-                        plgpu.wgmma(ref, smem.scored.at[anew()], block.transpose((1, 0)))
+                        plgpu.wgmma(ref, smem.mine.at[anew()], block.transpose((1, 0)))
                         return ref[...]  # dV of the step before is done, too
 
                     score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
 
                     @pl.when(i > 0)
                     def _():
-                        plgpu.barrier_arrive(gradients.free.at[gradients.slot(i - 1)])
+                        plgpu.barrier_arrive(pairs.free.at[pairs.slot(i - 1)])
 
                     weight, _ = tile.weights(score, code, slot, own)
                     plgpu.commit_smem()  # what TMA overwrites has been read
                     plgpu.barrier_arrive(others.free.at[slot])
-                    plgpu.barrier_wait(gradients.ready.at[slot])
-                    d_out = gradients.blocks.at[opaque(slot), :, columns]
+                    plgpu.barrier_wait(pairs.ready.at[slot])
+                    d_out = pairs.blocks.at[opaque(slot), :, columns]
                     plgpu.wgmma(acc, weight.astype(dtype), d_out)
                     return next_code
 
@@ -373,26 +392,29 @@ def dv(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
 
                 @pl.when(tile.steps > 0)
                 def _():
-                    plgpu.barrier_arrive(gradients.free.at[gradients.slot(tile.steps - 1)])
+                    plgpu.barrier_arrive(pairs.free.at[pairs.slot(tile.steps - 1)])
 
                 return result
 
             result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+            if parts > 1:
+                tile.send_part(result, dv_ref, columns)
+                return
             meet()  # the keys are used up: their buffer takes the result
-            smem.scored[:, columns] = result.astype(dtype)
+            smem.mine[:, columns] = result.astype(dtype)
             plgpu.commit_smem()
             meet()
 
             @pl.when(group == 0)
             def _():
                 target = dv_ref.at[tile.row, tile.rows, tile.head]
-                plgpu.copy_smem_to_gmem(smem.scored, target)
+                plgpu.copy_smem_to_gmem(smem.mine, target)
                 plgpu.wait_smem_to_gmem(0)
 
         pl.when(group == WARPGROUPS)(tile.serve)
 
     scratch = make_scratch(True, False, settings.window, dtype)
-    return run(kernel, "tree_attention_dv", keys.v, scratch, queries, keys)
+    return run(kernel, "tree_attention_dv", keys.v, scratch, queries, keys, parts)
 
 
 def dk(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
@@ -407,12 +429,12 @@ def dq(queries: Queries, keys: Keys, settings: Settings) -> jax.Array:
 
 def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_keys: bool):
     out = keys.k if of_keys else queries.q
-    dtype = out.dtype
+    dtype, parts = out.dtype, shares(queries, keys) if of_keys else 1
 
     def kernel(queries: Queries, keys: Keys, out_ref, smem: Scratch):
         group = lax.axis_index("group")
-        tile = begin(queries, keys, smem, settings, of_keys)
-        others, gradients = smem.others, smem.gradients
+        tile = begin(queries, keys, smem, settings, of_keys, parts)
+        others, pairs = smem.others, smem.others_pair
         with_p, with_ds = smem.handed.at[0], smem.handed.at[1]
 
         def weigh(own, acc):
@@ -424,7 +446,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
 
                 def scores(ref):
                     block = others.blocks.at[opaque(slot)]
-                    plgpu.wgmma(ref, smem.scored.at[anew()], block.transpose((1, 0)))
+                    plgpu.wgmma(ref, smem.mine.at[anew()], block.transpose((1, 0)))
                     return ref[...]  # the product of the step before is done, too
 
                 score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
@@ -438,7 +460,9 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                 plgpu.commit_smem()  # and what TMA overwrites has been read
                 plgpu.barrier_arrive(with_p)
                 plgpu.barrier_wait(with_ds)
-                plgpu.wgmma(acc, smem.weights.at[anew()], others.blocks.at[opaque(slot), :, :COLUMNS])
+                plgpu.wgmma(
+                    acc, smem.weights.at[anew()], others.blocks.at[opaque(slot), :, :COLUMNS]
+                )
                 return next_code
 
             lax.fori_loop(0, tile.steps, step, tile.code(0))
@@ -450,16 +474,16 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                 slot = others.slot(i)
 
                 def d_weights(ref):
-                    for chunk in range(gradients.chunks):
-                        number = i * gradients.chunks + chunk
-                        here = gradients.slot(number)
-                        plgpu.barrier_wait(gradients.ready.at[here])
+                    for chunk in range(pairs.chunks):
+                        number = i * pairs.chunks + chunk
+                        here = pairs.slot(number)
+                        plgpu.barrier_wait(pairs.ready.at[here])
                         part = pl.ds(chunk * CHUNK, CHUNK)
-                        block = gradients.blocks.at[opaque(here)]
-                        plgpu.wgmma(ref, smem.weighed.at[anew(), part], block.transpose((1, 0)))
+                        block = pairs.blocks.at[opaque(here)]
+                        plgpu.wgmma(ref, smem.mine_pair.at[anew(), part], block.transpose((1, 0)))
                         if chunk > 0:
                             plgpu.wgmma_wait(1)
-                            plgpu.barrier_arrive(gradients.free.at[gradients.slot(number - 1)])
+                            plgpu.barrier_arrive(pairs.free.at[pairs.slot(number - 1)])
                         if chunk == 1:  # the product of the step before is done, too
 
                             @pl.when(i > 0)
@@ -467,7 +491,7 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                                 plgpu.barrier_arrive(others.free.at[others.slot(i - 1)])
 
                     found = ref[...]
-                    plgpu.barrier_arrive(gradients.free.at[here])
+                    plgpu.barrier_arrive(pairs.free.at[here])
                     return found
 
                 d_weight = pl.run_scoped(d_weights, plgpu.ACC((ROWS, BLOCK), jnp.float32))
@@ -500,17 +524,21 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                 return result
 
             result = pl.run_scoped(accumulate, plgpu.ACC((ROWS, COLUMNS), jnp.float32))
-            buffer[:, :COLUMNS] = (result * settings.scale).astype(dtype)  # its rows are used up
-            plgpu.commit_smem()
+            result *= settings.scale
             columns = pl.ds(which * COLUMNS, COLUMNS)
+            if parts > 1:
+                tile.send_part(result, out_ref, columns)
+                return
+            buffer[:, :COLUMNS] = result.astype(dtype)  # its rows are used up
+            plgpu.commit_smem()
             for i in range(0, ROWS, 8):  # what of some of a buffer's columns lies in one piece
                 target = out_ref.at[tile.row, pl.ds(tile.first + i, 8), tile.head, columns]
                 plgpu.copy_smem_to_gmem(buffer.at[pl.ds(i, 8), :COLUMNS], target)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(group == 0)(lambda: compute(0, weigh, smem.scored))
-        pl.when(group == 1)(lambda: compute(1, differentiate, smem.weighed))
+        pl.when(group == 0)(lambda: compute(0, weigh, smem.mine))
+        pl.when(group == 1)(lambda: compute(1, differentiate, smem.mine_pair))
         pl.when(group == WARPGROUPS)(tile.serve)
 
     scratch = make_scratch(of_keys, True, settings.window, dtype)
-    return run(kernel, name, out, scratch, queries, keys)
+    return run(kernel, name, out, scratch, queries, keys, parts)
