@@ -31,8 +31,6 @@ class Config:
     """Keys per step."""
     stages: int = 2
     """Blocks of keys, and of values, in flight."""
-    v_stages: int = 0
-    """Of values alone; 0: as of keys."""
     q_stages: int = 2
     """Tiles whose queries are in flight."""
     programs: int = -1
@@ -48,9 +46,9 @@ WIDEST = 256  # values' columns of a tile: a warpgroup's accumulator is half of 
 
 
 def heuristic(head_dim: int) -> Config:
-    # At 512 a tile's queries are 128 KiB, two stages of 32 keys 64, their half of the values 16.
+    # At 512 a tile's queries are 128 KiB, two stages of 32 keys 64, of half of their values 32.
     if head_dim == 512:
-        return Config(k_block=32, v_stages=1, q_stages=1)
+        return Config(k_block=32, q_stages=1)
     # At 256 two stages of 128 keys and values are 256 KiB, at 192, whose values have 128 dims, 160;
     # shared memory has 227.
     if head_dim == 256:
@@ -89,13 +87,13 @@ def forward(
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
     programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N * parts)
-    shape = gpu_tiles.Shape(bk, config.stages, config.v_stages or config.stages)
+    shape = gpu_tiles.Shape(bk, config.stages, config.stages)
     logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
     def kernel(q_ref, keys: Keys, out_ref, lse_ref, smem: Scratch):
-        ring = smem.ring
+        ring = smem.ring.unpacked()
         group = lax.axis_index("group")
         schedule = gpu_tiles.Schedule(
             lax.axis_index("program"), programs, B, num_tiles, N, keys.lists, parts
@@ -144,9 +142,7 @@ def forward(
 
                 def step(i, carry):
                     acc, top, total, code = carry
-                    slot = v_slot = shape.k_slot(before + i)
-                    if shape.v_stages != shape.k_stages:
-                        v_slot = shape.v_slot(before + i)
+                    slot = shape.k_slot(before + i)
                     next_code = gpu_tiles.next_code_of(keys, now, i)
 
                     def scores(ref):
@@ -179,7 +175,7 @@ def forward(
 
                     def wait_for_values():
                         plgpu.barrier_arrive(smem.turn)
-                        plgpu.barrier_wait(ring.v_ready.at[v_slot])
+                        plgpu.barrier_wait(ring.v_ready.at[slot])
                         plgpu.barrier_wait(smem.turn)
 
                     if V <= 128:
@@ -193,14 +189,14 @@ def forward(
                         total += weight.sum(axis=1)
 
                     def values(ref):
-                        plgpu.wgmma(ref, low, ring.v.at[v_slot])
+                        plgpu.wgmma(ref, low, ring.v.at[slot])
 
                         @pl.when(i + 1 < count)
                         def _():
                             plgpu.barrier_wait(ring.k_ready.at[shape.k_slot(before + i + 1)])
 
                     acc = pl.run_state(values)(plgpu.ACC.init(acc))
-                    plgpu.barrier_arrive(ring.v_free.at[v_slot])
+                    plgpu.barrier_arrive(ring.v_free.at[slot])
                     return acc, new_top, total, next_code
 
                 acc, top, total, _ = lax.fori_loop(0, count, step, (acc, top, total, now.code))
@@ -220,7 +216,7 @@ def forward(
                         target = (*target, pl.ds(pl.multiple_of(part * V, V), V))
                     plgpu.copy_smem_to_gmem(source, out_ref.at[target])
 
-                @pl.when(True if parts == 1 else part == 0)  # every part has the same one
+                @pl.when(True if parts == 1 else part == 0)  # the others have the same
                 def _():
                     plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
 
@@ -242,7 +238,7 @@ def forward(
         lse=plgpu.SMEM((buffers, ROWS), jnp.float32),
         q_ready=plgpu.Barrier(num_barriers=buffers),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-        ring=shape.ring(H, V, q.dtype, window is not None),
+        ring=shape.ring(H, V, q.dtype, window is not None, packed=parts > 1),
     )
     lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     return tuple(
@@ -254,5 +250,6 @@ def forward(
             [q, keys],
             grid={"program": programs},
             warpgroups=WARPGROUPS,
+            reductions=parts == 1,
         )
     )

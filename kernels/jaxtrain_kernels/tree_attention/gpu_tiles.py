@@ -209,13 +209,24 @@ class Ring(NamedTuple):
 
     k: jax.Ref
     v: jax.Ref
-    since: jax.Ref
-    until: jax.Ref
+    since: jax.Ref | None
+    until: jax.Ref | None
     k_ready: jax.Ref
     k_free: jax.Ref
     v_ready: jax.Ref
     v_free: jax.Ref
     positions: jax.Ref | None = None
+    packed: jax.Ref | None = None
+    """since, until and with a window positions in one buffer: each buffer begins at a multiple of
+    1,024 bytes."""
+
+    def unpacked(self) -> "Ring":
+        """Inside of a kernel, with the parts of `packed` in their places."""
+        if self.packed is None:
+            return self
+        parts = [self.packed.at[i] for i in range(self.packed.shape[0])]
+        names = ("since", "until", "positions")
+        return self._replace(packed=None, **dict(zip(names, parts, strict=False)))
 
 
 class Shape(NamedTuple):
@@ -231,9 +242,10 @@ class Shape(NamedTuple):
     def v_slot(self, step):
         return lax.rem(step, jnp.int32(self.v_stages))
 
-    def ring(self, head_dim: int, v_dim: int, dtype, window: bool) -> Ring:
+    def ring(self, head_dim: int, v_dim: int, dtype, window: bool, packed: bool = False) -> Ring:
         """The scratch memory of a `Ring`."""
-        per_key = plgpu.SMEM((self.k_stages, self.block), jnp.int32)
+        size = self.k_stages, self.block
+        per_key = None if packed else plgpu.SMEM(size, jnp.int32)
         free = {"num_arrivals": WARPGROUPS}
         return Ring(
             k=swizzled((self.k_stages, self.block, head_dim), dtype),
@@ -247,6 +259,7 @@ class Shape(NamedTuple):
             v_ready=plgpu.Barrier(num_barriers=self.v_stages),
             v_free=plgpu.Barrier(num_barriers=self.v_stages, **free),
             positions=per_key if window else None,
+            packed=plgpu.SMEM((3 if window else 2, *size), jnp.int32) if packed else None,
         )
 
 

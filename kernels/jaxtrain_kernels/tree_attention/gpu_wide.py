@@ -15,9 +15,9 @@ one warpgroup makes P the other makes dO V':
     first     S, then P into shared memory    waits for dS    adds dS times its columns
     second    dO V'    waits for P    dS in the place of P    adds dS times its columns
 
-P is handed over in low precision. That product runs behind the next step's first one, and only then
-its operand is given back. Two blocks of the other operand, dO or V, would find no room: its columns
-come in chunks.
+P is handed over in low precision. What is added up runs in front of the next step's first product,
+and its operand is given back as soon as it is done: the block after next has a whole step to come.
+Two blocks of the other operand, dO or V, would find no room: its columns come in chunks.
 """
 
 from typing import NamedTuple
@@ -437,6 +437,14 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
         others, pairs = smem.others, smem.others_pair
         with_p, with_ds = smem.handed.at[0], smem.handed.at[1]
 
+        def give_back(step):
+            """The block of a step, behind whose product one more is in the queue."""
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step >= 0)
+            def _():
+                plgpu.barrier_arrive(others.free.at[others.slot(step)])
+
         def weigh(own, acc):
             """The first warpgroup: P, and half of the columns."""
 
@@ -446,15 +454,14 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
 
                 def scores(ref):
                     block = others.blocks.at[opaque(slot)]
-                    plgpu.wgmma(ref, smem.mine.at[anew()], block.transpose((1, 0)))
-                    return ref[...]  # the product of the step before is done, too
+                    for part in (pl.ds(0, CHUNK), pl.ds(CHUNK, WIDTH - CHUNK)):
+                        right = block.at[:, part].transpose((1, 0))
+                        plgpu.wgmma(ref, smem.mine.at[anew(), part], right)
+                        if part.start == 0:
+                            give_back(i - 1)
+                    return ref[...]
 
                 score = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_arrive(others.free.at[others.slot(i - 1)])
-
                 _, slope = tile.weights(score, code, slot, own)
                 smem.weights[...] = slope.astype(dtype)
                 plgpu.commit_smem()  # and what TMA overwrites has been read
@@ -481,15 +488,11 @@ def _of_scores(name: str, queries: Queries, keys: Keys, settings: Settings, of_k
                         part = pl.ds(chunk * CHUNK, CHUNK)
                         block = pairs.blocks.at[opaque(here)]
                         plgpu.wgmma(ref, smem.mine_pair.at[anew(), part], block.transpose((1, 0)))
-                        if chunk > 0:
+                        if chunk == 0:
+                            give_back(i - 1)
+                        else:
                             plgpu.wgmma_wait(1)
                             plgpu.barrier_arrive(pairs.free.at[pairs.slot(number - 1)])
-                        if chunk == 1:  # the product of the step before is done, too
-
-                            @pl.when(i > 0)
-                            def _():
-                                plgpu.barrier_arrive(others.free.at[others.slot(i - 1)])
-
                     found = ref[...]
                     plgpu.barrier_arrive(pairs.free.at[here])
                     return found
