@@ -67,10 +67,10 @@ def run_attention(case, impls, report):
         import torch_peers
 
         for peer in ("flex", "sdpa"):
-            made = getattr(torch_peers, peer)(case, inputs)
+            labels = {"op": "attention", "case": case.name, "impl": "torch_" + peer}
+            made = report.made(lambda p=peer: getattr(torch_peers, p)(case, inputs), **labels)
             if made is None:
                 continue
-            labels = {"op": "attention", "case": case.name, "impl": "torch_" + peer}
             report.timed(flops, lambda m=made: torch_ms(m[0]), **labels, step="forward")
             report.timed(2.5 * flops, lambda m=made: torch_ms(m[1]), **labels, step="backward")
 

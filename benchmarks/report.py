@@ -45,12 +45,23 @@ class Report:
                 numbers["plain_relative"] = _relative(plain[place], exact[place])
             self.add(**row, what=name, **numbers)
 
+    def made(self, build, **row):
+        """What `build()` returns; None, and a row with the reason, where it declines."""
+        try:
+            return build()
+        except DECLINED as reason:
+            self._failed(reason, **row)
+            return None
+
+    def _failed(self, reason: Exception, **row):
+        self.add(**row, failed=" ".join(str(reason).split())[:200])
+
     def timed(self, work: float, measure, unit: str = "tflops", **row):
         """Add what `measure()` finds, or why it could not; `work` in operations or in bytes."""
         try:
             found = measure()
         except DECLINED as reason:
-            self.add(**row, failed=" ".join(str(reason).split())[:200])
+            self._failed(reason, **row)
             return
         rate = work / found["ms"] / 1e9
         known = unit == "tflops" and "H200" in self.header["hardware"]

@@ -70,10 +70,13 @@ def launch(
     grid: dict[str, int],
     warpgroups: int,
     by_lane: bool = False,
+    reductions: bool = True,
     onto: tuple[jax.Array, ...] = (),
 ):
     """`kernel` on arrays, over a grid of one named axis of thread blocks.
 
+    `reductions`: some may be over all warps of a warpgroup, for which 2 KiB of shared memory are
+    set aside; those along rows of scores are not.
     Each has `warpgroups` that compute and one more that moves memory: axis "group". `arrays` and
     `scratch` are lists of trees; the kernel gets references to the arrays, to the results and to
     the scratch memory in the same trees. Returns the tree of `out_type`; with `onto`, which is what
@@ -81,7 +84,8 @@ def launch(
     `out_type`.
     """
     ((axis, size),) = grid.items()
-    semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if by_lane else {}
+    options = {} if reductions else {"reduction_scratch_bytes": 0}
+    options |= {"lowering_semantics": plgpu.LoweringSemantics.Lane} if by_lane else {}
     run = plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -92,7 +96,7 @@ def launch(
         thread_name="group",
         kernel_name=name,
         # exp2, log and divisions are the hardware's own approximations.
-        compiler_params=plgpu.CompilerParams(approx_math=True, **semantics),
+        compiler_params=plgpu.CompilerParams(approx_math=True, **options),
     )
     if not onto:
         return run(*arrays)

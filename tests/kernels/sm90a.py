@@ -81,7 +81,7 @@ def report(case, function, *shapes):
         print(json.dumps(row | found), flush=True)
 
 
-def attention_step(head_dim, impl="mosaic_gpu", v_dim=None, **settings):
+def attention_step(head_dim, impl="mosaic_gpu", v_dim=None, kv_heads=8, **settings):
     from jaxtrain_kernels import Context, attention
 
     def loss(q, k, v, until, positions):
@@ -89,7 +89,7 @@ def attention_step(head_dim, impl="mosaic_gpu", v_dim=None, **settings):
         out = attention(q, k, v, context, impl=impl, **settings)
         return out.astype(jnp.float32).sum()
 
-    sizes = (16, head_dim), (8, head_dim), (8, v_dim or head_dim)
+    sizes = (16, head_dim), (kv_heads, head_dim), (kv_heads, v_dim or head_dim)
     heads = [jax.ShapeDtypeStruct((1, 8192, *size), jnp.bfloat16) for size in sizes]
     metadata = [jax.ShapeDtypeStruct((1, 8192), jnp.int32)] * 2
     return jax.grad(loss, (0, 1, 2)), *heads, *metadata
@@ -208,7 +208,7 @@ def main():
     report("weighted_logp", *weighted_logp_step())
     report("weighted_logp softcap", *weighted_logp_step(softcap=30.0))
     report("logp_of_logits", *logp_of_logits_step())
-    for head_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
+    for head_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
         for name, settings in {
             "": {},
             "softcap": {"softcap": 30.0},
@@ -218,6 +218,8 @@ def main():
                 f"attention d{head_dim} {name}".strip(),
                 *attention_step(head_dim, v_dim=v_dim, **settings),
             )
+    # Its query heads are shared by several thread blocks, whose gradients are parts of a sum.
+    report("attention d512 few keys", *attention_step(512, kv_heads=2))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def check_kernel(kernel, H=64, V=64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("H, V", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("H, V", [(64, 64), (192, 128), (512, 512)])
 def test_interpreted_hopper_kernels(H, V):
     with interpreted():
         check_kernel(functools.partial(mosaic_gpu.run, options(H)), H, V)

@@ -15,6 +15,7 @@ from jaxtrain_kernels.tree_attention import (
     gpu_fused,
     gpu_fwd,
     gpu_tiles,
+    gpu_wide,
     mosaic_gpu,
     reference,
 )
@@ -26,6 +27,9 @@ from test_kernels_tree_attention import ancestor_mask, arguments, case_mask, com
 def options(head_dim, window=None, softcap=None, programs=2):
     """Few thread blocks, so that each goes through several tiles."""
     forward = dataclasses.replace(gpu_fwd.heuristic(head_dim), programs=programs)
+    if gpu_wide.takes(head_dim):
+        settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
+        return mosaic_gpu.Options(settings, forward, None, None)
     dq = dataclasses.replace(gpu_dq.heuristic(head_dim, window is not None), programs=programs)
     settings = gpu_tiles.Settings(head_dim**-0.5, softcap, window)
     fused = gpu_fused.heuristic(head_dim) if gpu_fused.takes(head_dim, window) else None
@@ -111,6 +115,8 @@ SETTINGS = {
     "d128_grouped": {"H": 128, "N": 2, "K": 1},
     "d192_v128": {"H": 192, "V": 128, "N": 1, "K": 1, "T": 128, "used": 120},
     "d256": {"H": 256, "N": 1, "K": 1},
+    "d512_shared": {"H": 512, "N": 2, "K": 1, "T": 80, "used": 70},
+    "d512_grouped": {"H": 512, "N": 2, "K": 1, "enough": 0},
     "d64_softcap": {"H": 64, "N": 1, "K": 1, "softcap": 2.0},
     "d128_softcap": {"H": 128, "N": 1, "K": 1, "softcap": 2.0},
     "d192_v128_softcap": {"H": 192, "V": 128, "N": 1, "K": 1, "softcap": 2.0},
@@ -118,9 +124,11 @@ SETTINGS = {
     "d64_window": {"H": 64, "N": 1, "K": 1, "window": 21},
     "d128_window_softcap": {"H": 128, "N": 1, "K": 1, "window": 21, "softcap": 2.0},
     "d192_v128_grouped_window": {"H": 192, "V": 128, "N": 2, "K": 1, "window": 21},
+    "d512_softcap": {"H": 512, "N": 2, "K": 1, "softcap": 2.0},
+    "d512_window": {"H": 512, "N": 2, "K": 2, "B": 2, "T": 80, "used": 70, "window": 21},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
 }
-SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128"}
+SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128", "d512_shared"}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +162,7 @@ def check_kernels(name, monkeypatch, **changes):
     monkeypatch.setattr(blocks, "WORTH", 2.0)  # keys are always put into another order
     defaults = {"B": 1, "T": 200, "used": 180, "softcap": None, "window": None}
     case = defaults | SETTINGS[name]
+    monkeypatch.setattr(gpu_wide, "ENOUGH", case.get("enough", gpu_wide.ENOUGH))
     B, T, N, K, H = (case[n] for n in "BTNKH")
     V = case.get("V", H)
     rng = np.random.default_rng(7)
@@ -211,10 +220,11 @@ def test_interpreted_padding_does_not_block_a_thread_block(monkeypatch):
         compare(inputs, mask, jnp.dtype("bfloat16"), kernels, plain, jit=False)
 
 
-def test_interpreted_intervals_with_empty_rows_and_fewer_queries():
+@pytest.mark.parametrize("H", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_interpreted_intervals_with_empty_rows_and_fewer_queries(H):
     """`since` blocks, T != S, keys and queries that meet nobody: zeros there, never NaN."""
     rng = np.random.default_rng(8)
-    T, S, H = 130, 200, 64
+    T, S = 130, 200
     since = np.minimum(np.arange(S) // 2 * 2, T)[None].astype(np.int32)
     until = np.minimum(since + rng.integers(0, 40, (1, S)), 100).astype(np.int32)
     mask = dense_visible(since, until, T)
@@ -259,7 +269,13 @@ def shapes(H, V=None, T=1024, N=4, K=2):
     return (*heads, *[jax.ShapeDtypeStruct((1, T), jnp.int32)] * 2)
 
 
-@pytest.mark.parametrize("H, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def backward_kernels(H, window):
+    if gpu_wide.takes(H):
+        return "dk", "dv", "dq"
+    return ("bwd",) if gpu_fused.takes(H, window) else ("dkv", "dq")
+
+
+@pytest.mark.parametrize("H, V", mosaic_gpu.WIDTHS)
 def test_lowers_for_a_hopper_gpu(H, V):
     """On a machine without one: layouts, shared memory and the interface are checked here."""
     require()
@@ -270,8 +286,8 @@ def test_lowers_for_a_hopper_gpu(H, V):
     every = {}, {"softcap": 30.0}, {"window": 100}
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with jax.sharding.use_abstract_mesh(mesh), strict[0], strict[1]:
-        for settings in every if H != 192 else every[2:]:
-            backward = ["bwd"] if gpu_fused.takes(H, settings.get("window")) else ["dkv", "dq"]
+        for settings in every if H not in (192, 512) else every[2:]:
+            backward = backward_kernels(H, settings.get("window"))
             step = jax.grad(functools.partial(loss, **settings), (0, 1, 2))
             traced = jax.jit(step).trace(*shapes(H, V, T=1000))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -310,7 +326,7 @@ def test_several_devices_need_shard_map():
 
 @pytest.mark.parametrize(
     "dtype, H, reason",
-    [("float32", 64, "takes bfloat16"), ("bfloat16", 320, "head dim 320 is above 256")],
+    [("float32", 64, "takes bfloat16"), ("bfloat16", 520, "head dim 520 is above 512")],
 )
 def test_declines_on_hopper(monkeypatch, dtype, H, reason):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
@@ -332,7 +348,7 @@ def test_other_dims_are_filled_with_zeros(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "require_hopper", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "run", run)
     rng, until = np.random.default_rng(3), jnp.full((1, 20), 20, jnp.int32)
-    for H, V in ((160, 96), (192, 192), (96, 96), (32, 64)):
+    for H, V in ((160, 96), (192, 192), (96, 96), (32, 64), (260, 64)):
         dims = (H, H, V)
         q, k, v = (jnp.asarray(rng.standard_normal((1, 20, 2, d)), jnp.bfloat16) for d in dims)
         actual, expected = (
@@ -341,7 +357,7 @@ def test_other_dims_are_filled_with_zeros(monkeypatch):
         # Of bfloat16: sums of more terms may be rounded elsewhere.
         compared = [np.asarray(x, np.float32) for x in (actual, expected)]
         np.testing.assert_allclose(*compared, rtol=2**-7, atol=2**-7)
-    assert seen == [(192, 192, 128), (256,) * 3, (128,) * 3, (64,) * 3]
+    assert seen == [(192, 192, 128), (256,) * 3, (128,) * 3, (64,) * 3, (512,) * 3]
 
 
 def test_declines_without_a_hopper_gpu():

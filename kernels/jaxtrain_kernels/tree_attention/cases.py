@@ -170,6 +170,7 @@ CASES = [
     Case("tree32k_h32_8_d128", tree_32k, 32768, 32, 8, 128, BENCH),
     Case("tree32k_h16_8_d64", tree_32k, 32768, 16, 8, 64, TUNE),
     Case("tree32k_h16_4_d256", tree_32k, 32768, 16, 4, 256, TUNE),
+    Case("tree8k_h16_2_d512", tree_8k, 8192, 16, 2, 512, BENCH),  # as in Gemma 4's full layers
     # DeepSeek's latent attention, expanded; gpt-oss, whose pairs are without the window
     Case("tree8k_h16_16_d192_v128", tree_8k, 8192, 16, 16, 192, TUNE, v_dim=128),
     Case("tree8k_h64_8_d64_sinks", tree_8k, 8192, 64, 8, 64, BENCH, sinks=True),

@@ -100,7 +100,7 @@ def dq(queries: Queries, keys: Keys, settings: Settings, config: Config) -> jax.
             load_queries(jnp.int32(0), schedule.first_place())
 
             def work(now):
-                row, first, head = now.place
+                row, first, head, _ = now.place
                 first, mine = first + group * ROWS, buffer_of(now.turn) + group
                 rows = pl.ds(first, ROWS)
 

@@ -4,6 +4,10 @@ A tile is 2 x 64 queries of one head, and its list of key blocks comes through a
 (gpu_tiles.py). Two compute warpgroups take turns: one multiplies while the other does its softmax,
 after FlashAttention-3 (arXiv 2407.08608). The mask is evaluated only in blocks that need it. The
 log-sum-exp is kept in base 2.
+
+Values of 512 columns do not fit a warpgroup's registers: a tile takes half of them, and the two
+tiles of the same queries compute the same scores. Two warpgroups that share 64 queries would do the
+same work, but a block of keys would serve 64 queries for the 128 of here.
 """
 
 import dataclasses
@@ -42,7 +46,13 @@ class Config:
     memory_registers: int = 40
 
 
+WIDEST = 256  # values' columns of a tile: a warpgroup's accumulator is half of its registers then
+
+
 def heuristic(head_dim: int) -> Config:
+    # At 512 a tile's queries are 128 KiB, two stages of 32 keys 64, of half of their values 32.
+    if head_dim == 512:
+        return Config(k_block=32, q_stages=1)
     # At 256 two stages of 128 keys and values are 256 KiB, at 192, whose values have 128 dims, 160;
     # shared memory has 227.
     if head_dim == 256:
@@ -69,26 +79,28 @@ def forward(
 
     q [B, T, N, H], values [B, S, K, V] of V <= H; T and S multiples of the blocks. A query that
     sees nothing gets 0 and +inf.
-    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`.
+    `keys.lists` has key blocks of `config.k_block` for query tiles of `TILE`. Values of more than
+    `WIDEST` columns are cut into parts, and each computes the scores.
     """
     B, T, N, H = q.shape
-    V = keys.v.shape[-1]
+    V = min(keys.v.shape[-1], WIDEST)  # of a tile
+    parts = keys.v.shape[-1] // V
     # TMA takes what lies in one piece. Of some of a buffer's columns that is 8 rows.
     piece = ROWS if V == H else 8
     window = settings.window
     bk, q_stages = config.k_block, config.q_stages
     num_tiles = T // TILE
-    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N)
+    programs = gpu_tiles.num_programs(config.programs, B * num_tiles * N * parts)
     shape = gpu_tiles.Shape(bk, config.stages, config.stages)
     logit_scale = settings.logit_scale
     wgmma = plgpu.Layout.WGMMA
     per_row = wgmma.reduce(1)
 
     def kernel(q_ref, keys: Keys, out_ref, lse_ref, smem: Scratch):
-        ring = smem.ring
+        ring = smem.ring.unpacked()
         group = lax.axis_index("group")
         schedule = gpu_tiles.Schedule(
-            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists
+            lax.axis_index("program"), programs, B, num_tiles, N, keys.lists, parts
         )
 
         def buffer_of(turn):
@@ -114,7 +126,7 @@ def forward(
                 pl.when(group == 1)(take_turns)
 
             def work(now):
-                row, first, head = now.place
+                row, first, head, part = now.place
                 first, mine = first + group * ROWS, buffer_of(now.turn) + group
                 rows = pl.ds(first, ROWS)
                 before, count = now.before, now.count
@@ -152,9 +164,9 @@ def forward(
                     return weight, new_top, jnp.exp2(top - base)
 
                 def scores(ref, slot):
-                    # Registers are short at 256: operands' addresses must not be computed ahead
-                    # of the loop, where they would spill.
-                    queries = smem.q.at[opaque(mine) if H == 256 else mine]
+                    # Registers are short from 256 on: operands' addresses must not be computed
+                    # ahead of the loop, where they would spill.
+                    queries = smem.q.at[opaque(mine) if H >= 256 else mine]
                     left = held if config.in_registers else queries
                     plgpu.wgmma(ref, left, ring.k.at[slot].transpose((1, 0)))
 
@@ -279,10 +291,16 @@ def forward(
                 smem.lse[mine] = jnp.where(total == 0.0, jnp.inf, top + jnp.log(total) * LOG2E)
                 plgpu.commit_smem()
                 for i in range(0, ROWS, piece):
-                    part, target = pl.ds(i, piece), pl.ds(first + i, piece)
-                    source = smem.q.at[mine, part, :V]
-                    plgpu.copy_smem_to_gmem(source, out_ref.at[row, target, head])
-                plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+                    source = smem.q.at[mine, pl.ds(i, piece), :V]
+                    target = (row, pl.ds(first + i, piece), head)
+                    if parts > 1:
+                        target = (*target, pl.ds(pl.multiple_of(part * V, V), V))
+                    plgpu.copy_smem_to_gmem(source, out_ref.at[target])
+
+                @pl.when(True if parts == 1 else part == 0)  # the others have the same
+                def _():
+                    plgpu.copy_smem_to_gmem(smem.lse.at[mine], lse_ref.at[row, head, rows])
+
                 if q_stages == 1:  # one buffer: the output must have left it
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     pl.when(now.more)(lambda: load_queries(now.turn + 1, now.following))
@@ -302,17 +320,18 @@ def forward(
         lse=plgpu.SMEM((buffers, ROWS), jnp.float32),
         q_ready=plgpu.Barrier(num_barriers=buffers),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-        ring=shape.ring(H, V, q.dtype, window is not None),
+        ring=shape.ring(H, V, q.dtype, window is not None, packed=parts > 1),
     )
     lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     return tuple(
         launch(
             kernel,
             "tree_attention_fwd",
-            [jax.ShapeDtypeStruct((B, T, N, V), q.dtype), lse],
+            [jax.ShapeDtypeStruct((B, T, N, parts * V), q.dtype), lse],
             [scratch],
             [q, keys],
             grid={"program": programs},
             warpgroups=WARPGROUPS,
+            reductions=parts == 1,
         )
     )

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtrain_kernels.mosaic import plgpu
 
 SHARED = 96 * 1024  # bytes of a thread block: two fit the 227 KiB of a multiprocessor
+WIDEST = 256  # TMA moves at most as many numbers along a dim
 MOST = 16  # keys of a warpgroup: copies under way for each of its barriers
 
 
@@ -24,6 +25,10 @@ def gather(order: jax.Array, moved: jax.Array | None, *arrays: jax.Array) -> lis
     if len({x.shape for x in arrays}) > 1:
         return [gather(order, moved, x)[0] for x in arrays]
     B, S, K, H = arrays[0].shape
+    if H > WIDEST:
+        shape = (B, S, K * (H // WIDEST), WIDEST)
+        found = gather(order, moved, *(x.reshape(shape) for x in arrays))
+        return [x.reshape(B, S, K, H) for x in found]
     each = SHARED // (len(arrays) * K * H * arrays[0].dtype.itemsize)
     keys = next((n for n in (16, 8, 4, 2) if n <= min(each, MOST) and S % n == 0), 1)
     parts = S // keys

@@ -55,6 +55,8 @@ class Place(NamedTuple):
     row: jax.Array
     first: jax.Array
     head: jax.Array
+    part: jax.Array | int = 0
+    """Which of the values' columns, where a tile has some of them alone."""
 
 
 class Turn(NamedTuple):
@@ -85,9 +87,11 @@ class Schedule(NamedTuple):
     """Of a row."""
     heads: int
     lists: blocks.Lists
+    parts: int = 1
+    """Of the values' columns: each is a tile of its own, next to the others of its head."""
 
     def rounds(self):
-        whole, rest = divmod(self.rows * self.tiles * self.heads, self.programs)
+        whole, rest = divmod(self.rows * self.tiles * self.heads * self.parts, self.programs)
         return whole + (self._lane(jnp.int32(whole)) < rest).astype(jnp.int32)
 
     def go_through(self, work):
@@ -111,16 +115,20 @@ class Schedule(NamedTuple):
         return self._place(jnp.int32(0), self._tile(jnp.int32(0)))
 
     def _place(self, turn, tile):
-        row, part = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
-        return Place(row, part * TILE, lax.rem(self._item(turn), jnp.int32(self.heads)))
+        row, index = lax.div(tile, jnp.int32(self.tiles)), lax.rem(tile, jnp.int32(self.tiles))
+        first, parts = index * TILE, jnp.int32(self.parts)
+        head = lax.rem(self._item(turn), jnp.int32(self.heads * self.parts))
+        if self.parts == 1:
+            return Place(row, first, head)
+        return Place(row, first, lax.div(head, parts), lax.rem(head, parts))
 
     def _item(self, turn):
         """In the longest-first order; the last one for turns past the end."""
-        last = self.rows * self.tiles * self.heads - 1
+        last = self.rows * self.tiles * self.heads * self.parts - 1
         return lax.min(turn * self.programs + self._lane(turn), jnp.int32(last))
 
     def _tile(self, turn):
-        return self.lists.order[lax.div(self._item(turn), jnp.int32(self.heads))]
+        return self.lists.order[lax.div(self._item(turn), jnp.int32(self.heads * self.parts))]
 
     def _lane(self, turn):
         back = jnp.int32(self.programs - 1) - self.program
@@ -201,13 +209,24 @@ class Ring(NamedTuple):
 
     k: jax.Ref
     v: jax.Ref
-    since: jax.Ref
-    until: jax.Ref
+    since: jax.Ref | None
+    until: jax.Ref | None
     k_ready: jax.Ref
     k_free: jax.Ref
     v_ready: jax.Ref
     v_free: jax.Ref
     positions: jax.Ref | None = None
+    packed: jax.Ref | None = None
+    """since, until and with a window positions in one buffer: each buffer begins at a multiple of
+    1,024 bytes."""
+
+    def unpacked(self) -> "Ring":
+        """Inside of a kernel, with the parts of `packed` in their places."""
+        if self.packed is None:
+            return self
+        parts = [self.packed.at[i] for i in range(self.packed.shape[0])]
+        names = ("since", "until", "positions")
+        return self._replace(packed=None, **dict(zip(names, parts, strict=False)))
 
 
 class Shape(NamedTuple):
@@ -223,13 +242,15 @@ class Shape(NamedTuple):
     def v_slot(self, step):
         return lax.rem(step, jnp.int32(self.v_stages))
 
-    def ring(self, head_dim: int, v_dim: int, dtype, window: bool) -> Ring:
+    def ring(self, head_dim: int, v_dim: int, dtype, window: bool, packed: bool = False) -> Ring:
         """The scratch memory of a `Ring`."""
-        per_key = plgpu.SMEM((self.k_stages, self.block), jnp.int32)
+        size = self.k_stages, self.block
+        per_key = None if packed else plgpu.SMEM(size, jnp.int32)
         free = {"num_arrivals": WARPGROUPS}
         return Ring(
             k=swizzled((self.k_stages, self.block, head_dim), dtype),
-            v=swizzled((self.v_stages, self.block, v_dim), dtype),
+            # A product's terms are a multiple of what lies in a row of the swizzled layout.
+            v=swizzled((self.v_stages, self.block, v_dim), dtype, min(self.block, 64)),
             since=per_key,
             until=per_key,
             # One arrival for each copy: K, since, until and, with a window, positions.
@@ -238,6 +259,7 @@ class Shape(NamedTuple):
             v_ready=plgpu.Barrier(num_barriers=self.v_stages),
             v_free=plgpu.Barrier(num_barriers=self.v_stages, **free),
             positions=per_key if window else None,
+            packed=plgpu.SMEM((3 if window else 2, *size), jnp.int32) if packed else None,
         )
 
 
@@ -286,7 +308,9 @@ def feed(now: Turn, keys: Keys, ring: Ring, shape: Shape, kv_head) -> None:
         def _():
             plgpu.barrier_wait(ring.v_free.at[v_slot])
 
-        ready = ring.v_ready.at[v_slot]
+        ready, width = ring.v_ready.at[v_slot], ring.v.shape[-1]
+        if width < keys.v.shape[-1]:
+            place = (*place, pl.ds(pl.multiple_of(now.place.part * width, width), width))
         copy_block(moved, keys, "v", place, ring.v.at[v_slot], ready)
         return next_code
 

@@ -18,10 +18,11 @@ from jaxtrain_kernels.tree_attention import (
     gpu_fwd,
     gpu_gather,
     gpu_tiles,
+    gpu_wide,
 )
 from jaxtrain_kernels.tree_attention import sinks as sink_rule
 
-WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of keys and of values
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # of keys and of values
 
 
 class Options(NamedTuple):
@@ -29,8 +30,9 @@ class Options(NamedTuple):
 
     settings: gpu_tiles.Settings
     forward: gpu_fwd.Config
-    dkv: gpu_dkv.Config
-    dq: gpu_dq.Config
+    dkv: gpu_dkv.Config | None
+    """None, as `dq`: gpu_wide.py has the backward."""
+    dq: gpu_dq.Config | None
     arrange: bool = True
     """Put the keys into an order that leaves fewer blocks, where there is one."""
     fused: gpu_fused.Config | None = None
@@ -38,7 +40,7 @@ class Options(NamedTuple):
 
 
 def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None):
-    """See `jaxtrain_kernels.attention`; bfloat16, dims up to 256, one GPU per call.
+    """See `jaxtrain_kernels.attention`; bfloat16, dims up to 512, one GPU per call.
 
     Heads of other dims than `WIDTHS` are filled with zeros.
     """
@@ -72,6 +74,8 @@ def _options(q, k, v, settings: gpu_tiles.Settings) -> Options:
         return tuned(f"tree_attention_{op}", heuristic, near=near, head_dim=H, window=windowed)
 
     forward = config("fwd", gpu_fwd.heuristic(H))
+    if gpu_wide.takes(H):
+        return Options(settings, forward, None, None)
     dkv = config("dkv", gpu_dkv.heuristic(H))
     dq = config("dq", gpu_dq.heuristic(H, windowed))
     fused = None
@@ -128,16 +132,26 @@ def _attention_bwd(options, residuals, d_out):
     settings, window = options.settings, options.settings.window
     moved = _moved(arrangement, k, v)
     queries = gpu_tiles.Queries(q, d_out, lse, delta)
-    dkv = options.fused or options.dkv
-    some, every = blocks.meet(context, T, dkv.q_block, gpu_dkv.key_tile(H), window)
-    lists = blocks.lists(some.swapaxes(1, 2), every.swapaxes(1, 2))
-    keys = gpu_tiles.describe_keys(k, v, context, lists, moved)
-    if options.fused:
+
+    def listed(q_block, k_block, of_keys):
+        """The keys, with the blocks that each tile of keys, or of queries, visits."""
+        pair = blocks.meet(context, T, q_block, k_block, window)
+        lists = blocks.lists(*(x.swapaxes(1, 2) if of_keys else x for x in pair))
+        return gpu_tiles.describe_keys(k, v, context, lists, moved)
+
+    if options.dkv is None:
+        keys = listed(gpu_wide.BLOCK, gpu_tiles.ROWS, True)
+        dk, dv = gpu_wide.dk(queries, keys, settings), gpu_wide.dv(queries, keys, settings)
+        keys = listed(gpu_tiles.ROWS, gpu_wide.BLOCK, False)
+        dq = gpu_wide.dq(queries, keys, settings)
+    elif options.fused:
+        keys = listed(options.fused.q_block, gpu_dkv.key_tile(H), True)
         dq, dk, dv = gpu_fused.backward(queries, keys, settings, options.fused)
     else:
+        keys = listed(options.dkv.q_block, gpu_dkv.key_tile(H), True)
         dk, dv = gpu_dkv.dkv(queries, keys, settings, options.dkv)
-        lists = blocks.lists(*blocks.meet(context, T, gpu_tiles.TILE, options.dq.k_block, window))
-        dq = gpu_dq.dq(queries, keys._replace(lists=lists), settings, options.dq)
+        keys = listed(gpu_tiles.TILE, options.dq.k_block, False)
+        dq = gpu_dq.dq(queries, keys, settings, options.dq)
     if arrangement is not None:
         dk, dv = gpu_gather.gather(arrangement.back, None, dk, dv)
     d_sinks = None if sinks is None else sink_rule.total_gradient(sinks, lse, delta)
