@@ -77,8 +77,8 @@ class Step:
 
     def __init__(self, model, tokens, compile: bool):
         self.model, self.tokens = model, tokens
+        torch._dynamo.config.cache_size_limit = 64  # unpacking is compiled in any case
         if compile:
-            torch._dynamo.config.cache_size_limit = 64
             for layer in model.model.layers:  # one compilation serves all
                 layer.compile(dynamic=False)
         self.piece = torch.compile(piece_loss, dynamic=False) if compile else piece_loss
