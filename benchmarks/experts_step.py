@@ -63,7 +63,6 @@ CASES = {
         *both(Case("", *QWEN, lora=16, quantize="nf4")),
         Case("torch eager", *QWEN, lora=16, quantize="nf4"),
     ],
-    "qwen-nf4-fused": [Case("jaxtrain", *QWEN, lora=16, quantize="nf4_fused")],
     "oss-packed": [Case("jaxtrain", *OSS, lora=16, target="attention", quantize="mxfp4")],
     "qwen-lora": [
         *both(Case("", *QWEN, layers=12, lora=16)),
@@ -76,6 +75,7 @@ CASES = {
         Case("jaxtrain", *QWEN, lora=16, target="attention", quantize="nf4"),
     ],
     "8b": [Case("jaxtrain", "qwen3-8b", "doc2k", 1, lora=16, quantize="nf4")],
+    "qwen-nf4-fused": [Case("jaxtrain", *QWEN, lora=16, quantize="nf4_fused")],
     "tiny": [
         *both(Case("", "tiny-moe", "tiny-doc", 2, lora=4)),
         *both(Case("", "tiny-moe", "tiny-doc", 2)),
