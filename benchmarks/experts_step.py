@@ -59,7 +59,10 @@ def both(*cases: Case) -> list[Case]:
 QWEN, OSS = ("qwen3-30b-a3b", "doc4k", 4), ("gpt-oss-20b", "doc4k", 2)
 CASES = {
     "unpack": [Case("unpack", *QWEN, quantize="nf4")],
-    "qwen-nf4": [Case("jaxtrain", *QWEN, lora=16, quantize="nf4")],
+    "qwen-nf4": [
+        *both(Case("", *QWEN, lora=16, quantize="nf4")),
+        Case("torch eager", *QWEN, lora=16, quantize="nf4"),
+    ],
     "oss-packed": [Case("jaxtrain", *OSS, lora=16, target="attention", quantize="mxfp4")],
     "qwen-lora": [
         *both(Case("", *QWEN, layers=12, lora=16)),
@@ -72,10 +75,11 @@ CASES = {
         Case("jaxtrain", *QWEN, lora=16, target="attention", quantize="nf4"),
     ],
     "8b": [Case("jaxtrain", "qwen3-8b", "doc2k", 1, lora=16, quantize="nf4")],
+    "qwen-nf4-fused": [Case("jaxtrain", *QWEN, lora=16, quantize="nf4_fused")],
     "tiny": [
         *both(Case("", "tiny-moe", "tiny-doc", 2, lora=4)),
         *both(Case("", "tiny-moe", "tiny-doc", 2)),
-        Case("jaxtrain", "tiny-moe", "tiny-doc", 2, lora=4, quantize="nf4"),
+        *both(Case("", "tiny-moe", "tiny-doc", 2, lora=4, quantize="nf4")),
         Case("unpack", "tiny-moe", "tiny-doc", 2, quantize="nf4"),
         *both(Case("", "tiny-gpt-oss", "tiny-doc", 2, lora=4, target="attention")),
     ],
@@ -151,7 +155,8 @@ def run_torch(case: Case, timed: int) -> dict:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, raw["vocab_size"], (case.rows, length), np.int64)
     compile = case.by == "torch"
-    return experts_peers.measure(raw, tokens, case.lora, case.target, timed, compile)
+    how = (case.lora, case.target, timed, compile, case.quantize)
+    return experts_peers.measure(raw, tokens, *how)
 
 
 def run_case(case: Case, timed: int) -> dict:

@@ -37,7 +37,9 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
             rows = jax.ShapeDtypeStruct(shape, jnp.dtype(adapter.dtype))
             node.adapter = TokenRows(rows, adapter.rows[name])
     assert not left, f"no such Linear: {sorted(left)}"
-    return model if adapter.quantize == "none" else store_kernels(model, adapter.quantize)
+    if adapter.quantize == "none":
+        return model
+    return store_kernels(model, adapter.quantize, adapter.tensors)
 
 
 def make_adapter(

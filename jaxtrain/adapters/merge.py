@@ -11,10 +11,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxtrain.adapters.fused import NAME as FUSED
+from jaxtrain.adapters.fused import TensorScales, find_tensors
+from jaxtrain.adapters.nf4 import round_trip_beside
 from jaxtrain.adapters.peft import find_pairs
 from jaxtrain.adapters.peft_experts import innermost
 from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolder, open_peft
@@ -123,44 +126,69 @@ def fetch(peft: PeftFolder, name: str, index: Any = ()) -> np.ndarray:
     return peft.files.fetch(name, index or whole(peft.files.tensors[name].shape))
 
 
+class Matrix(NamedTuple):
+    """A matrix of a parameter, in a tensor of a folder."""
+
+    path: str
+    """Of the Linear."""
+    op: Op
+    shape: tuple[int, ...]
+    """What `op` makes: of all experts where they are one tensor."""
+    layer: int
+    expert: int | None
+
+
 class RoundTrip:
     """Tensors of a folder as a quantised run had them: each of its kernels by itself, also where
-    several are one tensor."""
+    several are one tensor, or with the others of its tensor in memory (nf4_fused)."""
 
-    def __init__(self, config: DecoderConfig, kind: str):
+    def __init__(self, config: DecoderConfig, kind: str, files: Folder):
         self.kind = kind
+        tensors = find_tensors(config) if kind == FUSED else {}
+        self.scales = TensorScales(config, tensors, files.fetch) if tensors else None
         shapes, _ = split_model(build.abstract(config))
-        stored, _ = split_model(store_kernels(build.abstract(config), kind))
-        self.kernels: dict[str, list[tuple[Op, tuple[int, ...]]]] = {}
+        stored, _ = split_model(store_kernels(build.abstract(config), kind, tensors))
+        self.matrices: dict[str, list[Matrix]] = {}
         ops = {entry.param: entry.op for entry in build.family(config).names(config)}
-        for path in find_stored(stored, kind):
-            for op, shape in _matrices(ops[path], shapes[path].shape):
+        for kernel in find_stored(stored, kind):
+            path = kernel.removesuffix(".kernel")
+            for place, op, shape in _matrices(ops[kernel], shapes[kernel].shape):
+                layer, expert = (*place, None, None)[:2]
                 for name in op.shapes(shape):
-                    self.kernels.setdefault(name, []).append((op, shape))
+                    one = Matrix(path, op, shape, layer or 0, expert)
+                    self.matrices.setdefault(name, []).append(one)
 
     def __call__(self, name: str, array: np.ndarray, index: int | None) -> np.ndarray:
         """A tensor, or expert `index` of one of all experts, in its own dtype."""
-        if name not in self.kernels:
+        if name not in self.matrices:
             return array
         out = np.array(array if index is None else array[None])
         source = out.copy()
-        for op, shape in self.kernels[name]:
-            shape = shape if index is None else (1, *shape[1:])
-            kernel = op.read(lambda _, place: source[place], whole(shape))
+        for one in self.matrices[name]:
+            shape = one.shape if index is None else (1, *one.shape[1:])
+            kernel = one.op.read(lambda _, place: source[place], whole(shape))
             wide = np.asarray(kernel, np.float32).reshape(shape[-2:])
-            kernel = np.asarray(round_trip(wide, self.kind)).reshape(shape).astype(array.dtype)
-            for piece in op.write(kernel, np.asarray):
+            if self.scales is not None and one.path in self.scales.tensors:
+                expert = one.expert if index is None else index
+                absmax = self.scales(one.path, one.layer, expert or 0)
+                restored = round_trip_beside(wide, absmax)
+            else:
+                restored = round_trip(wide, self.kind)
+            kernel = np.asarray(restored).reshape(shape).astype(array.dtype)
+            for piece in one.op.write(kernel, np.asarray):
                 out[piece.index] = piece.array
         return out if index is None else out[0]
 
 
-def _matrices(op: Op, shape: tuple[int, ...]) -> Iterator[tuple[Op, tuple[int, ...]]]:
-    """(op, shape) of what a parameter stacks."""
+def _matrices(
+    op: Op, shape: tuple[int, ...], place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], Op, tuple[int, ...]]]:
+    """(indices, op, shape) of what a parameter stacks."""
     if not isinstance(op, Stack):
-        yield op, shape
+        yield place, op, shape
         return
-    for one in op.ops:
-        yield from _matrices(one, shape[1:])
+    for index, one in enumerate(op.ops):
+        yield from _matrices(one, shape[1:], (*place, index))
 
 
 def merge_adapter(
@@ -188,7 +216,7 @@ def merge_adapter(
     known = quantize != "none" or peft.targets
     config = build.read_config(base, family) if known else None
     corrections = find_corrections(files, peft, config)
-    restore = None if quantize == "none" or config is None else RoundTrip(config, quantize)
+    restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
     def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
         if restore is not None:

@@ -3,6 +3,9 @@
 A weight [out, in] is cut into blocks of 64 along its rows; each value becomes one of 16 levels
 times its block's largest magnitude. Those magnitudes, less their mean, are stored in 8 bits by
 blocks of 256. The numbers are those of bitsandbytes; 4.13 bits a weight.
+
+Both kinds of blocks, and the mean, are those of one matrix, or, where it has a `TensorPart`, of a
+whole tensor of several, as bitsandbytes has them: jaxtrain.adapters.fused.
 """
 
 import dataclasses
@@ -43,20 +46,75 @@ def dynamic_map() -> np.ndarray:
     """float32 [256]: bitsandbytes' signed dynamic 8-bit levels, sorted."""
     positive = []
     for i in range(7):
-        bounds = np.linspace(0.1, 1, 2**i + 1, dtype=np.float32)
-        positive += list((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i - 6))
+        bounds = _linspace(2**i + 1)
+        positive += list((bounds[:-1] + bounds[1:]) / 2 * np.float32(10.0 ** (i - 6)))
     return np.sort(np.array([*positive, *(-p for p in positive), 0.0, 1.0], np.float32))
+
+
+def _linspace(num: int) -> np.ndarray:
+    """float32 [num] from 0.1 to 1, to the last bit as torch.linspace rounds them: from the nearer
+    end, product and sum at once."""
+    low, high, index = np.float32(0.1), np.float32(1), np.arange(num)
+    step = np.float64((high - low) / np.float32(num - 1))
+    rising, falling = low + step * index, high - step * (num - 1 - index)
+    return np.where(index < num // 2, rising, falling).astype(np.float32)
 
 
 DYNAMIC = dynamic_map()
 MIDDLES = (DYNAMIC[:-1] + DYNAMIC[1:]) / 2
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorPart:
+    """Where the matrices of a layer's kernel, `num` of [in, out], lie in a tensor that is quantised
+    as one: [num, total, in], whose rows are outputs."""
+
+    tensor: str
+    """That of the first layer."""
+    runs: tuple[tuple[int, int], ...]
+    """(start, size) of our outputs among the rows of each of the `num`."""
+    total: int
+    num: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor, in its order."""
+        return self.num == 1 and self.runs == ((0, self.total),)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int [out]: the row of each of our outputs."""
+        return np.concatenate([np.arange(start, start + size) for start, size in self.runs])
+
+    def firsts(self, blocks: int) -> np.ndarray:
+        """int [num]: the first block of each matrix in the tensor; blocks: of a row."""
+        return (np.arange(self.num) * self.total + self.rows.min()) * blocks
+
+    def is_even(self, blocks: int) -> bool:
+        """Whether the scales of each matrix begin with it, as if it were quantised by itself."""
+        return len(self.runs) == 1 and not (self.firsts(blocks) % OUTER).any()
+
+    def num_scales(self, blocks: int) -> int:
+        """Scales that a matrix needs at most."""
+        first, rows = self.firsts(blocks), self.rows
+        last = first + (rows.max() - rows.min() + 1) * blocks - 1
+        return int((last // OUTER - first // OUTER).max()) + 1
+
+    def groups(self, blocks: int) -> jax.Array:
+        """int32 [num, out, blocks]: which of a matrix's scales each of its blocks has."""
+        first = jnp.asarray(self.firsts(blocks) % OUTER, jnp.int32)
+        least = min(start for start, _ in self.runs)
+        rows = [jnp.arange(a - least, a - least + n, dtype=jnp.int32) for a, n in self.runs]
+        inside = jnp.concatenate(rows)[:, None] * blocks + jnp.arange(blocks, dtype=jnp.int32)
+        return (first[:, None, None] + inside) // OUTER
+
+
 class NF4(nnx.Module):
     """A Linear's kernel [..., in, out] in 4 bits; shapes or arrays as `nf4_shapes` names them."""
 
-    def __init__(self, parts: dict, axes: tuple[str | None, ...]):
+    def __init__(self, parts: dict, axes: tuple[str | None, ...], part: TensorPart | None = None):
         *lead, num_in, num_out = axes
+        self.part = part
         self.nibbles = nnx.Param(parts["nibbles"], axes=(*lead, num_out, num_in))
         self.absmax = nnx.Param(parts["absmax"], axes=(*lead, num_out, num_in))
         self.scales = nnx.Param(parts["scales"], axes=(*lead, None))
@@ -66,8 +124,11 @@ class NF4(nnx.Module):
         """x [..., in] @ kernel in x's dtype. Backward unpacks the kernel again, so that it is never
         kept."""
 
+        group = self._groups()
+        group = None if group is None else group[0]
+
         def product(x: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
-            return x @ dequantise_nf4(parts, x.dtype)
+            return x @ dequantise_nf4(parts, x.dtype, group)
 
         return jax.checkpoint(product)(x, {name: gathered(getattr(self, name)) for name in PARTS})
 
@@ -75,11 +136,16 @@ class NF4(nnx.Module):
         """The kernels [E, in, out] of experts, for the grouped matmul."""
         parts = {name: getattr(self, name)[...] for name in PARTS}
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or not mesh_axes("mlp", mesh):
-            return PackedNF4(**parts)
-        _, num_out, blocks = parts["absmax"].shape
-        group = jnp.arange(num_out * blocks, dtype=jnp.int32).reshape(num_out, blocks) // OUTER
+        group = self._groups()
+        if group is None and not mesh.empty and mesh_axes("mlp", mesh):
+            _, num_out, blocks = parts["absmax"].shape
+            group = jnp.arange(num_out * blocks, dtype=jnp.int32).reshape(num_out, blocks) // OUTER
         return PackedNF4(**parts, group=group)
+
+    def _groups(self) -> jax.Array | None:
+        """As `TensorPart.groups`; None where the scales begin with each matrix."""
+        part, blocks = self.part, self.absmax.shape[-1]
+        return None if part is None or part.is_even(blocks) else part.groups(blocks)
 
 
 @jax.tree_util.register_dataclass
@@ -92,8 +158,8 @@ class PackedNF4:
     scales: Any
     offset: Any
     group: Any = None
-    """int32 [out, blocks], alike for all experts: the scale of each of `absmax`, where a device has
-    a piece of each matrix; None: they are whole."""
+    """int32 [out, blocks], alike for all experts, or [E, out, blocks]: the scale of each of
+    `absmax`; None: OUTER of them after each other have one, and the matrices are whole."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,27 +184,75 @@ class PackedNF4:
             absmax,
             place((experts, None), self.scales.shape),
             place((experts,), self.offset.shape),
-            self.group if self.group is None else place((num_out, num_in), self.group.shape),
+            self._group_spec((experts, num_out, num_in), place),
+        )
+
+    def _group_spec(self, names: Sequence[str | None], place: Place) -> Any:
+        return (
+            self.group if self.group is None else place(names[-self.group.ndim :], self.group.shape)
         )
 
 
 PARTS = ("nibbles", "absmax", "scales", "offset")
 
 
-def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+def nf4_shapes(
+    shape: tuple[int, ...], part: TensorPart | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """What a kernel [..., in, out] is stored as; `in` must be a multiple of 64."""
     *lead, num_in, num_out = shape
-    blocks = num_out * (num_in // BLOCK)
+    blocks = num_in // BLOCK
+    scales = -(-num_out * blocks // OUTER) if part is None else part.num_scales(blocks)
     return {
         "nibbles": jax.ShapeDtypeStruct((*lead, num_out, num_in // 2), jnp.uint8),
-        "absmax": jax.ShapeDtypeStruct((*lead, num_out, num_in // BLOCK), jnp.uint8),
-        "scales": jax.ShapeDtypeStruct((*lead, -(-blocks // OUTER)), jnp.float32),
+        "absmax": jax.ShapeDtypeStruct((*lead, num_out, blocks), jnp.uint8),
+        "scales": jax.ShapeDtypeStruct((*lead, scales), jnp.float32),
         "offset": jax.ShapeDtypeStruct(tuple(lead), jnp.float32),
     }
 
 
 def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     """One kernel [in, out] in parts. A value on a threshold goes down; a block of zeros stays."""
+    nibbles, absmax = _quantise_blocks(kernel)
+    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    return {
+        "nibbles": nibbles,
+        "absmax": codes.reshape(absmax.shape),
+        "scales": scales,
+        "offset": offset,
+    }
+
+
+def quantise_together(
+    kernels: Sequence[jax.Array], parts: Sequence[TensorPart]
+) -> list[dict[str, jax.Array]]:
+    """What each of the kernels [num, in, out], or [in, out], is stored as that together are one
+    tensor: their blocks have scales and an offset in common, of which each kernel has a copy."""
+    num, total = parts[0].num, parts[0].total
+    found = []
+    for kernel in kernels:
+        found.append(jax.lax.map(_quantise_blocks, kernel.reshape(num, *kernel.shape[-2:])))
+    blocks = found[0][1].shape[-1]
+    absmax = jnp.zeros((num, total, blocks), jnp.float32)
+    for (_, own), part in zip(found, parts, strict=True):
+        absmax = absmax.at[:, part.rows].set(own)
+    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    codes, stored = codes.reshape(absmax.shape), []
+    for (nibbles, _), part, kernel in zip(found, parts, kernels, strict=True):
+        index = part.firsts(blocks)[:, None] // OUTER + np.arange(part.num_scales(blocks))
+        one = {
+            "nibbles": nibbles,
+            "absmax": codes[:, part.rows],
+            "scales": scales[np.minimum(index, scales.size - 1)],
+            "offset": jnp.full(num, offset),
+        }
+        lead = kernel.shape[:-2]
+        stored.append({name: x.reshape(*lead, *x.shape[1:]) for name, x in one.items()})
+    return stored
+
+
+def _quantise_blocks(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(nibbles, largest magnitude of each block, float32 [out, blocks]) of a kernel [in, out]."""
     num_in, num_out = kernel.shape
     blocks = kernel.T.astype(jnp.float32).reshape(num_out, num_in // BLOCK, BLOCK)
     absmax = jnp.abs(blocks).max(-1)
@@ -146,18 +260,27 @@ def quantise_nf4(kernel: jax.Array) -> dict[str, jax.Array]:
     # Codes are the number of thresholds strictly below.
     codes = jnp.searchsorted(jnp.asarray(THRESHOLDS), unit, method="compare_all").astype(jnp.uint8)
     codes = codes.reshape(num_out, num_in // 2, 2)
+    return codes[..., 0] << 4 | codes[..., 1], absmax  # the first value in the high half
+
+
+def quantise_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(codes uint8, scales float32, offset) of the magnitudes of blocks, OUTER after each other
+    with one scale."""
     offset = absmax.mean()
-    centred = (absmax - offset).reshape(-1)
+    centred = absmax - offset
     outer = jnp.pad(centred, (0, -centred.size % OUTER)).reshape(-1, OUTER)
     scales = jnp.abs(outer).max(-1)
     unit = outer / jnp.where(scales > 0, scales, 1.0)[:, None]
     nearest = jnp.searchsorted(jnp.asarray(MIDDLES), unit).astype(jnp.uint8)
-    return {
-        "nibbles": codes[..., 0] << 4 | codes[..., 1],  # the first value in the high half
-        "absmax": nearest.reshape(-1)[: centred.size].reshape(absmax.shape),
-        "scales": scales,
-        "offset": offset,
-    }
+    return nearest.reshape(-1)[: centred.size], scales, offset
+
+
+@jax.jit
+def restore_absmax(absmax: jax.Array) -> jax.Array:
+    """The magnitudes of all blocks of a tensor, in their order, as its storage gives them back."""
+    codes, scales, offset = quantise_absmax(absmax.reshape(-1))
+    found = jnp.asarray(DYNAMIC)[codes] * jnp.repeat(scales, OUTER)[: codes.size] + offset
+    return found.reshape(absmax.shape)
 
 
 def dequantise_nf4(
@@ -165,18 +288,39 @@ def dequantise_nf4(
 ) -> jax.Array:
     """The kernel [..., in, out] of its parts, summed in float32, cast to `dtype`.
 
-    group: int32 [out, blocks], which of the scales belongs to each of absmax; None: OUTER of them
-    after each other have one.
+    group: int32 [out, blocks] or [E, out, blocks], which of the scales belongs to each of absmax;
+    None: OUTER of them after each other have one.
     """
-    nibbles, codes = parts["nibbles"], parts["absmax"]
-    *lead, num_out, half = nibbles.shape
+    codes = parts["absmax"]
     if group is None:
         scales = jnp.repeat(parts["scales"], OUTER, axis=-1)
-        scales = scales[..., : num_out * codes.shape[-1]].reshape(codes.shape)
-    else:
+        scales = scales[..., : codes.shape[-2] * codes.shape[-1]].reshape(codes.shape)
+    elif group.ndim == 2:
         scales = parts["scales"][..., group]
+    else:
+        index = jnp.broadcast_to(group, codes.shape).reshape(*codes.shape[:-2], -1)
+        scales = jnp.take_along_axis(parts["scales"], index, -1).reshape(codes.shape)
     absmax = jnp.asarray(DYNAMIC)[codes] * scales + parts["offset"][..., None, None]
+    return _unpack(parts["nibbles"], absmax, dtype)
+
+
+def _unpack(nibbles: jax.Array, absmax: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The kernel [..., in, out] of its codes and what their blocks are multiplied with."""
+    *lead, num_out, half = nibbles.shape
     index = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
     levels = jnp.asarray(LEVELS)[index].reshape(*lead, num_out, -1, BLOCK)
     values = (levels * absmax[..., None]).reshape(*lead, num_out, 2 * half)
     return values.astype(dtype).swapaxes(-1, -2)
+
+
+@jax.jit
+def find_absmax(kernel: jax.Array) -> jax.Array:
+    """float32 [out, blocks]: the largest magnitude of each block of a kernel [in, out]."""
+    return _quantise_blocks(kernel)[1]
+
+
+@jax.jit
+def round_trip_beside(kernel: jax.Array, absmax: jax.Array) -> jax.Array:
+    """float32 [in, out] as storage gives a kernel back whose blocks are multiplied with `absmax`
+    [out, blocks]: those of the tensor that it is a part of."""
+    return _unpack(_quantise_blocks(kernel)[0], absmax, jnp.float32)

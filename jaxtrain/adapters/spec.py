@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from flax import nnx
 
+from jaxtrain.adapters.nf4 import TensorPart
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
 from jaxtrain.models import build
@@ -63,7 +64,9 @@ class Adapter:
     dropout: float = 0.0
     """Share of what each A reads that is dropped in training."""
     quantize: str = "none"
-    """How the kernels of all Linears are stored: "none" (as they are), "nf4" or "int8"."""
+    """How the kernels of all Linears are stored: "none" (as they are), or one of STORAGES."""
+    tensors: Mapping[str, TensorPart] = dataclasses.field(default_factory=dict)
+    """With "nf4_fused": by path, of Linears that are quantised with the others of a tensor."""
     rows: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Token ids whose rows alone are trained, by the path of the table ("embed", "lm_head")."""
 

@@ -1,8 +1,9 @@
 """How frozen kernels are stored: in fewer bits, quantised as they are loaded."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,15 @@ from flax import nnx
 
 from jaxtrain.adapters import mxfp4
 from jaxtrain.adapters.int8 import Int8, dequantise_int8, int8_shapes, quantise_int8
-from jaxtrain.adapters.nf4 import BLOCK, NF4, dequantise_nf4, nf4_shapes, quantise_nf4
+from jaxtrain.adapters.nf4 import (
+    BLOCK,
+    NF4,
+    TensorPart,
+    dequantise_nf4,
+    nf4_shapes,
+    quantise_nf4,
+    quantise_together,
+)
 from jaxtrain.errors import UserError
 from jaxtrain.hf.ops import Entry
 from jaxtrain.hf.safetensors import Folder
@@ -24,7 +33,8 @@ class Storage(NamedTuple):
     module: Callable[..., nnx.Module]
     """(parts, axes of the kernel) -> what sits in Linear.kernel."""
     shapes: Callable[..., dict]
-    """Shape of a kernel [..., in, out] -> shapes of its parts."""
+    """Shape of a kernel [..., in, out] -> shapes of its parts. This and `module` take a TensorPart,
+    too, of a kernel that is quantised with others."""
     quantise: Callable[..., dict]
     """Kernel [in, out] -> parts."""
     dequantise: Callable[..., jax.Array]
@@ -42,8 +52,14 @@ class Storage(NamedTuple):
     in this very storage, or None."""
 
 
+Tensors = Mapping[str, TensorPart]
+"""By the path of a Linear: of kernels that are quantised with the others of their tensor."""
+NO_TENSORS: Tensors = MappingProxyType({})
+
+NF4_STORAGE = Storage(NF4, nf4_shapes, quantise_nf4, dequantise_nf4, "nibbles", 2, BLOCK)
 STORAGES = {
-    "nf4": Storage(NF4, nf4_shapes, quantise_nf4, dequantise_nf4, "nibbles", 2, BLOCK),
+    "nf4": NF4_STORAGE,
+    "nf4_fused": NF4_STORAGE,
     "int8": Storage(Int8, int8_shapes, quantise_int8, dequantise_int8, "codes", 1, 1),
     "mxfp4": Storage(
         mxfp4.MXFP4,
@@ -59,22 +75,24 @@ STORAGES = {
 }
 
 
-def store_kernels(model: nnx.Module, kind: str) -> nnx.Module:
-    """The abstract `model` with the kernels of all Linears in that storage, in place."""
+def store_kernels(model: nnx.Module, kind: str, tensors: Tensors = NO_TENSORS) -> nnx.Module:
+    """The abstract `model` with the kernels of all Linears in that storage, in place. tensors: of
+    "nf4_fused"."""
     storage, count = STORAGES[kind], 0
     for path, node in list(nnx.iter_graph(model)):
         if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
             continue
         if storage.experts_only and not isinstance(node, ExpertLinear):
             continue
-        shape = node.kernel.get_value().shape
+        shape, name = node.kernel.get_value().shape, ".".join(map(str, path))
         if shape[-2] % storage.multiple:
-            name = ".".join(map(str, path))
             raise UserError(
                 f'adapter.quantize "{kind}" needs inputs in multiples of {storage.multiple};'
                 f' {name} has {shape[-2]}; set adapter.quantize to "int8" or "none"'
             )
-        node.kernel = storage.module(storage.shapes(shape), node.kernel.get_metadata()["axes"])
+        more = (tensors[name],) if name in tensors else ()
+        axes = node.kernel.get_metadata()["axes"]
+        node.kernel = storage.module(storage.shapes(shape, *more), axes, *more)
         count += 1
     if not count:
         raise UserError(
@@ -95,17 +113,27 @@ def quantise_params(
     shapes: Shapes,
     kind: str,
     source: tuple[Folder, Mapping[str, Entry]] | None = None,
+    tensors: Tensors = NO_TENSORS,
 ) -> Params:
     """Parameters by path in the storage that `shapes` (with shardings) name, one after the other.
 
     What comes as an iterator over its layers is in memory a layer at a time; of the others each may
     be freed once the next is asked for. source: where the parameters are read from, and what each
-    is made of: what lies there in this storage is taken as it is.
+    is made of: what lies there in this storage is taken as it is. tensors: of "nf4_fused";
+    each is in memory a layer at a time.
     """
     stored, wanted = {}, find_stored(shapes, kind)
+    waiting: dict[str, dict[str, Any]] = {}
+    members = _find_members(wanted, tensors)
     for path, value in params:
         if path not in wanted:
             stored[path] = value
+            continue
+        if part := tensors.get(path.removesuffix(".kernel")):
+            kernels = waiting.setdefault(part.tensor, {})
+            kernels[path] = value
+            if kernels.keys() == members[part.tensor]:
+                stored |= _quantise_tensor(waiting.pop(part.tensor), shapes, tensors)
             continue
         names = [name for name in STORAGES[kind].shapes((0, 0)) if f"{path}.{name}" in shapes]
         own = {name: shapes[f"{path}.{name}"] for name in names}
@@ -113,20 +141,51 @@ def quantise_params(
         files, entries = source or (None, {})
         as_is = STORAGES[kind].read(files, entries[path].op, own) if path in entries else None
         if as_is is not None:
-            parts = as_is
+            arrays = as_is
         elif isinstance(value, jax.Array):
-            parts = jax.device_put(quantise_stacked(value, kind), places)
-            jax.block_until_ready(parts)  # else the host runs ahead and memory holds several
+            arrays = jax.device_put(quantise_stacked(value, kind), places)
+            jax.block_until_ready(arrays)  # else the host runs ahead and memory holds several
         else:
-            parts = _quantise_layers(value, own, places, kind)
-        stored |= {f"{path}.{name}": part for name, part in parts.items()}
+            found = (quantise_stacked(kernel, kind) for kernel in value)
+            arrays = _write_layers(found, own, places)
+        stored |= {f"{path}.{name}": array for name, array in arrays.items()}
+    assert not waiting, f"not all of {list(waiting)} came"
     return stored
 
 
-def _quantise_layers(
-    layers: Iterator[jax.Array], shapes: Shapes, places: dict, kind: str
+def _find_members(wanted: Iterable[str], tensors: Tensors) -> dict[str, set[str]]:
+    """{tensor: paths of the kernels that are parts of it}."""
+    members: dict[str, set[str]] = {}
+    for path in wanted:
+        if part := tensors.get(path.removesuffix(".kernel")):
+            members.setdefault(part.tensor, set()).add(path)
+    return members
+
+
+def _quantise_tensor(kernels: Mapping[str, Any], shapes: Shapes, tensors: Tensors) -> Params:
+    """What is stored of stacked kernels, arrays or iterators over layers, that are one tensor in
+    each layer."""
+    own = {
+        f"{path}.{name}": shapes[f"{path}.{name}"]
+        for path in kernels
+        for name in nf4_shapes((0, 0))
+    }
+    chosen = tuple(tensors[path.removesuffix(".kernel")] for path in kernels)
+
+    @jax.jit
+    def quantise(layer: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        found = zip(kernels, quantise_together(layer, chosen), strict=True)
+        return {f"{path}.{name}": array for path, one in found for name, array in one.items()}
+
+    layers = zip(*kernels.values(), strict=True)
+    places = {name: shape.sharding for name, shape in own.items()}
+    return _write_layers(map(quantise, layers), own, places)
+
+
+def _write_layers(
+    layers: Iterable[Mapping[str, jax.Array]], shapes: Shapes, places: dict
 ) -> dict[str, jax.Array]:
-    """The parts of a stacked kernel, each layer written to its place as it comes."""
+    """Stacked arrays, each layer of them written to its place as it comes."""
 
     def empty() -> dict[str, jax.Array]:
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
@@ -139,8 +198,8 @@ def _quantise_layers(
         }
 
     parts = jax.jit(empty, out_shardings=places)()
-    for index, kernel in enumerate(layers):
-        parts = jax.block_until_ready(write(parts, index, quantise_stacked(kernel, kind)))
+    for index, found in enumerate(layers):
+        parts = jax.block_until_ready(write(parts, index, found))
     return parts
 
 
@@ -159,7 +218,7 @@ def count_weights(path: str, value) -> int:
     *_, owner, name = ["", *path.split(".")]
     if owner != "kernel":
         return value.size
-    return sum(s.per_byte * value.size for s in STORAGES.values() if s.codes == name)
+    return {s.codes: s.per_byte for s in STORAGES.values()}.get(name, 0) * value.size
 
 
 @functools.partial(jax.jit, static_argnames="kind")

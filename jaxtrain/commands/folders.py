@@ -35,9 +35,10 @@ def run_merge(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the base")
     parser.add_argument(
         "--quantize",
-        choices=("none", "nf4", "int8", "mxfp4"),
+        choices=("none", "nf4", "nf4_fused", "int8", "mxfp4"),
         default="none",
-        help="of a PEFT folder: adapter.quantize of its training; a run knows its own",
+        help="of a PEFT folder: adapter.quantize of its training (of Axolotl's with"
+        " quantize_moe_experts: nf4_fused); a run knows its own",
     )
     args = parser.parse_intermixed_args(argv)
     from jaxtrain.verbs.merge import merge_command

@@ -39,11 +39,13 @@ class AdapterConfig(Section):
     model always is."""
     path: Place | None = None
     """PEFT folder to start from. It brings its own rank, alpha, targets and patterns."""
-    quantize: Literal["none", "nf4", "int8", "mxfp4"] = "none"
+    quantize: Literal["none", "nf4", "nf4_fused", "int8", "mxfp4"] = "none"
     """Store the frozen matrices in fewer bits, quantised as they are read. nf4: 4 bits with double
-    quantisation (QLoRA). int8: 8 bits. mxfp4: only the matrices of experts, in the 4 bits in which
-    gpt-oss is published, which this keeps as it is. The embedding and the head stay as they
-    are."""
+    quantisation (QLoRA), each matrix of each expert by itself. nf4_fused: the same over whole
+    tensors of transformers, all experts of a layer in one, as bitsandbytes has it and with it
+    Axolotl's quantize_moe_experts: for adapters that are trained beside such weights. int8: 8 bits.
+    mxfp4: only the matrices of experts, in the 4 bits in which gpt-oss is published, which this
+    keeps as it is. The embedding and the head stay as they are."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the trained weights and their optimizer state."""
 

@@ -12,6 +12,7 @@ from jaxtrain.convert.shared import (
     TRAINER,
     dora,
     epochs,
+    load_4bit,
     lora_targets,
     push,
     resume,
@@ -191,12 +192,17 @@ def _special(made: Conversion, value: Any) -> None:
             made.miss(f"model.special_tokens has {', '.join(names)}")
 
 
+def _quantize_experts(made: Conversion, value: Any) -> None:
+    if value and (made.theirs.get("load_in_4bit") or made.theirs.get("adapter") == "qlora"):
+        made.set("adapter.quantize", "nf4_fused")
+
+
 @by("adapter.kind")
 def _adapter(made: Conversion, value: Any) -> None:
     if value in ("lora", "qlora") and made.get("adapter.kind") is None:
         made.set("adapter.kind", "lora")
     if value == "qlora":
-        made.set("adapter.quantize", "nf4")
+        load_4bit.apply(made, True)
     if value not in ("lora", "qlora", None):
         made.miss("adapter.kind is lora or dora")
 
@@ -354,6 +360,7 @@ RULES: dict[str, Rule] = {
     "wandb_watch": missing(),
     "wandb_log_model": missing(),
     "use_tensorboard": to("log.tensorboard"),
+    "quantize_moe_experts": by('adapter.quantize = "nf4_fused"')(_quantize_experts),
     "quantization": always("jaxtrain quantize RUN --scheme fp8, int8 or int4, after the training"),
     "fp8": to("model.matmul", {True: "fp8", False: "default"}),
     "fp8_enable_fsdp_float8_all_gather": missing("weights are gathered in model.compute_dtype"),

@@ -139,7 +139,23 @@ def train_whole(made: Conversion, value: Any) -> None:
 @by('adapter.quantize = "nf4"')
 def load_4bit(made: Conversion, value: Any) -> None:
     if value:
-        made.set("adapter.quantize", "nf4")
+        fused = made.theirs.get("quantize_moe_experts")
+        made.set("adapter.quantize", "nf4_fused" if fused else "nf4")
+
+
+@by("adapter.target, by names of experts' matrices")
+def lora_parameters(made: Conversion, value: Any) -> None:
+    for name in value or []:
+        if not _experts_of(name):
+            made.miss(f"{name!r}: of parameters, only the matrices of experts have adapters here")
+
+
+def _experts_of(name: Any) -> list[str]:
+    """What adapter.target calls a parameter of experts."""
+    *_, owner, part = ["", "", *str(name).split(".")]
+    parts = {"gate_up": ["gate", "up"], "gate": ["gate"], "up": ["up"], "down": ["down"]}
+    found = parts.get(part.removesuffix("_proj"), []) if owner in ("experts", "") else []
+    return [f"experts.{one}" for one in found]
 
 
 @by('adapter.quantize = "int8"')
@@ -208,6 +224,7 @@ TRAINER: dict[str, Rule] = {
     "lora_r": to("adapter.rank"),
     "lora_alpha": to("adapter.alpha"),
     "lora_target_modules": lora_targets,
+    "lora_target_parameters": lora_parameters,
     "lora_modules_to_save": train_whole,
     "load_in_4bit": load_4bit,
     "load_in_8bit": load_8bit,
@@ -253,5 +270,11 @@ def settle(made: Conversion) -> None:
     takes an adapter as such."""
     if made.get("adapter.quantize") and not made.get("adapter.kind"):
         made.set("adapter.kind", "lora")
+    if parameters := made.theirs.get("lora_target_parameters"):
+        known = made.get("adapter.target") or []
+        names = [known] if isinstance(known, str) else list(known)
+        for parameter in parameters if isinstance(parameters, list) else ():
+            names += [name for name in _experts_of(parameter) if name not in names]
+        made.set("adapter.target", names or None)
     if made.get("rollout.engine") == "vllm" and made.get("adapter.kind") == "lora":
         made.set("rollout.vllm.sync", "lora")

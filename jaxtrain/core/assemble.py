@@ -17,6 +17,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained
+from jaxtrain.adapters.fused import NAME as FUSED
+from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import find_stored, quantise_params
@@ -208,6 +210,7 @@ def make_adapter(
         return None
     tables = {"embed.embedding"} if section.train_embeddings else set()
     scores = set(score_paths(architecture))
+    tensors = find_tensors(architecture) if section.quantize == FUSED else {}
     if section.train_head and not scores:
         tables.add("embed.embedding" if architecture.tie_word_embeddings else "lm_head.embedding")
     if section.path is None:
@@ -226,6 +229,7 @@ def make_adapter(
             section.dtype,
             dropout=section.dropout or 0.0,
             quantize=section.quantize,
+            tensors=tensors,
             rows=dict.fromkeys(names, tuple(new)) if new else {},
         )
         adapter_entries(architecture, made)  # what could not be exported is refused now
@@ -237,7 +241,7 @@ def make_adapter(
             f"adapter.path {section.path!r} has lora_dropout {dropout}, which leaves nothing to"
             " learn from; set adapter.dropout below 1"
         )
-    found = dataclasses.replace(found, dropout=dropout, quantize=section.quantize)
+    found = dataclasses.replace(found, dropout=dropout, quantize=section.quantize, tensors=tensors)
     for name in list_tables(architecture):
         if f"{name}.embedding" not in found.full and set(new) - set(found.rows.get(name, ())):
             raise UserError(
@@ -305,12 +309,12 @@ def open_base(parts: Parts, seed: int) -> Params:
         return split_model(model)[0]
     else:
         found = build.draw_params(parts.architecture, seed, mesh=parts.mesh, **options)
-    if not shapes:
+    if not shapes or parts.adapter is None:
         return dict(found)
     source = None
     if parts.folder is not None:
         source = open_folder(parts.folder), build.stored_entries(parts.architecture)
-    return quantise_params(found, shapes, quantize, source)
+    return quantise_params(found, shapes, quantize, source, parts.adapter.tensors)
 
 
 def open_params(parts: Parts, seed: int) -> Params:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.adapters.attach import attach, split_trained
+from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.nf4 import PackedNF4, nf4_shapes
 from jaxtrain.adapters.peft import write_peft
@@ -44,7 +45,8 @@ def open_model(kind, mesh, folder=None, **sizes):
     else:
         config = build.read_config(folder)
     slots = choose_slots(find_linears(config), ("mlp",), LoRASpec(4, 8.0), {}, {})
-    adapter = Adapter(slots, quantize=kind)
+    tensors = find_tensors(config) if kind == "nf4_fused" else {}
+    adapter = Adapter(slots, quantize=kind, tensors=tensors)
     model = attach(build.abstract(config), adapter)
     shapes, rebuild = split_model(model)
     placed = jax.tree_util.tree_leaves_with_path(shardings(nnx.state(model), mesh))
@@ -59,7 +61,7 @@ def open_model(kind, mesh, folder=None, **sizes):
         base = build.draw_params(config, 3, **read)
     else:
         base = build.read_params(folder, **read)
-    frozen = quantise_params(base, shapes, kind)
+    frozen = quantise_params(base, shapes, kind, tensors=tensors)
     trained, _ = split_trained(shapes, adapter)
     rng = np.random.default_rng(0)
     trained = {
@@ -89,7 +91,9 @@ def unpack_all(frozen, kind):
 
 
 KINDS = [
-    pytest.param(kind, marks=[pytest.mark.slow] if kind == "mxfp4" else []) for kind in STORAGES
+    pytest.param(kind, marks=[pytest.mark.slow] if kind == "mxfp4" else [])
+    for kind in STORAGES
+    if kind != "nf4_fused"  # test_adapters_fused.py
 ]
 
 
@@ -131,18 +135,27 @@ def test_no_layer_keeps_its_unpacked_matrices():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("nf4", {"expert": 2, "tensor": 2}), ("int8", {"expert": 2, "fsdp": 2})],
+    ("kind", "sizes", "model"),
+    [
+        ("nf4", {"expert": 2, "tensor": 2}, {"moe_intermediate_size": 256}),
+        # 384 blocks a matrix, so that groups of scales reach from one into the next.
+        (
+            "nf4_fused",
+            {"expert": 2, "tensor": 2},
+            {"moe_intermediate_size": 128, "hidden_size": 192},
+        ),
+        ("int8", {"expert": 2, "fsdp": 2}, {"moe_intermediate_size": 256}),
+    ],
     ids=str,
 )
 @pytest.mark.slow
-def test_packed_experts_over_several_devices(kind, sizes):
+def test_packed_experts_over_several_devices(kind, sizes, model):
     """Each device unpacks its own experts, or its piece of each matrix."""
     whole, mesh = make_mesh(jax.devices()[:1]), make_mesh(jax.devices()[:4], **sizes)
-    *_, trained, frozen, rebuild = open_model(kind, whole, moe_intermediate_size=256)
+    *_, trained, frozen, rebuild = open_model(kind, whole, **model)
     expected_loss, expected = value_and_grads(rebuild, trained, frozen)
     with jax.set_mesh(mesh):
-        *_, trained, frozen, rebuild = open_model(kind, mesh, moe_intermediate_size=256)
+        *_, trained, frozen, rebuild = open_model(kind, mesh, **model)
         loss, grads = value_and_grads(rebuild, trained, frozen)
     assert abs(float(loss) - float(expected_loss)) < 1e-6
     for path, grad in expected.items():

@@ -208,14 +208,26 @@ def test_merge_refuses_what_is_no_adapter(base, tmp_path, capsys):
     assert "neither a run with an adapter nor a PEFT folder" in capsys.readouterr().err
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+}
+
+
 @pytest.mark.slow
-def test_a_run_beside_nf4_weights(config, base, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("kind", "family"), [("nf4", {}), ("nf4_fused", EXPERTS)], ids=["nf4", "fused"]
+)
+def test_a_run_beside_nf4_weights(kind, family, config, base, tmp_path, capsys):
     wide = tmp_path / "wide"
-    raw = {**ARCHITECTURE, "hidden_size": 64, "num_attention_heads": 4}
+    raw = {**ARCHITECTURE, "hidden_size": 64, "num_attention_heads": 4, **family}
     architecture = build.config_from_hf(raw)
     build.save(build.init(architecture, seed=0), architecture, wide)
     folder = tmp_path / "run"
-    words = [f"run.output_dir={folder}", f"model.path={wide}", "adapter.quantize=nf4"]
+    words = [f"run.output_dir={folder}", f"model.path={wide}", f"adapter.quantize={kind}"]
     assert run("--config", config, *words) == 0
     last = losses(folder, "eval/loss")[-1]
     capsys.readouterr()

@@ -126,6 +126,18 @@ def test_an_axolotl_file_loads_and_says_what_is_lost(tmp_path, capsys):
         verb(tmp_path / "config.yml", None, output)
 
 
+def test_axolotls_quantised_experts(tmp_path):
+    text = "base_model: m\nquantize_moe_experts: true\nload_in_4bit: true\nadapter: qlora\n"
+    text += "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n"
+    _, ours, output = convert(tmp_path, "config.yml", text + "lora_target_modules: [q_proj]\n")
+    assert ours["adapter"] == {
+        "quantize": "nf4_fused",
+        "kind": "lora",
+        "target": ["q_proj", "experts.gate", "experts.up", "experts.down"],
+    }
+    assert "experts" not in output.read_text().split("[")[0], "nothing is missed"
+
+
 @pytest.mark.parametrize(
     ("rules", "theirs", "options"),
     [

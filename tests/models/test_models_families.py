@@ -22,7 +22,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import SIZES, check_decoding, documents, pack
 
+from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.batch import Batch
+from jaxtrain.errors import UserError
 from jaxtrain.models import ARCHITECTURES, build
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.parallel.rules import shardings
@@ -119,6 +121,22 @@ def leaves(model) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
 
+def check_tensors(theirs, config, params) -> None:
+    """What bitsandbytes would quantise as one tensor is what we take for one, row by row."""
+    try:
+        parts = find_tensors(config)
+    except UserError as reason:
+        assert "gpt_oss" in config.model_type and "inputs before" in str(reason)
+        return
+    wanted = {name.partition("layers.")[2]: value for name, value in theirs.named_parameters()}
+    for path, part in parts.items():
+        tensor = wanted[part.tensor.partition("layers.")[2]].detach().numpy()
+        kernel = params[f"{path}.kernel"][0].swapaxes(-1, -2)
+        assert tensor.reshape(part.num, -1, tensor.shape[-1]).shape[1] == part.total, path
+        rows = tensor[..., part.rows, :]
+        np.testing.assert_array_equal(kernel, rows, err_msg=path)
+
+
 def test_no_family_is_left_out():
     here = {raw["model_type"] for raw in FAMILIES.values()}
     for name in ARCHITECTURES:
@@ -133,6 +151,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     model = build.load(tmp_path / "theirs")
     config = build.read_config(tmp_path / "theirs")
 
+    check_tensors(theirs, config, leaves(model))
     # Folders: the same tensors, bit by bit, and a config.json that says the same to both.
     build.save(model, config, tmp_path / "ours")
     wanted, found = read_flat(tmp_path / "theirs"), read_flat(tmp_path / "ours")

@@ -1,0 +1,89 @@
+"""The benchmark of experts in NF4: PyTorch's side computes the same loss and gradients."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.models import build
+from jaxtrain.parallel.mesh import make_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from test_adapters_experts import open_model
+from tiny_models import documents, pack
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("step_work", "experts_nf4", "experts_peers")
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    """The modules by name; scripts are no package."""
+    pytest.importorskip("torch")
+    found = {}
+    for name in NAMES:
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[name])
+    yield found
+    for name in NAMES:
+        del sys.modules[name]
+
+
+def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_path):
+    import torch
+    import transformers
+
+    raw = benchmarks["step_work"].MODELS["tiny-moe"]
+    config = build.config_from_hf(raw)
+    build.save(build.init(config, seed=3), config, tmp_path / "base")
+    mesh = make_mesh(jax.devices()[:1])
+    _, _, trained, frozen, rebuild = open_model("nf4_fused", mesh, tmp_path / "base")
+    rows = documents(4, LENGTH, LENGTH)
+    batch = pack([[row] for row in rows], LENGTH)
+
+    def loss(trained):
+        model = rebuild({**frozen, **trained})
+        logp = jax.nn.log_softmax(model.logits(model.hidden(batch).hidden))[:, :-1]
+        return -jnp.take_along_axis(logp, batch.tokens[:, 1:, None], -1).mean()
+
+    expected, grads = jax.jit(jax.value_and_grad(loss))(trained)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.requires_grad_(False)
+    place = "stack.block.mlp.experts"
+    for index, layer in enumerate(model.model.layers):
+        benchmarks["experts_nf4"].pack_layer(layer, 4, "all-linear")
+        experts = layer.mlp.experts
+        factors = {name: np.asarray(trained[name][index]) for name in trained}
+        gate, up, down = (f"{place}.{part}.adapter" for part in ("gate", "up", "down"))
+        for weight, value in [
+            (experts.gate_up_lora.a, np.concatenate([factors[f"{p}.a"] for p in (gate, up)], -1)),
+            (experts.gate_up_lora.b[0], factors[f"{gate}.b"]),
+            (experts.gate_up_lora.b[1], factors[f"{up}.b"]),
+            (experts.down_lora.a, factors[f"{down}.a"]),
+            (experts.down_lora.b[0], factors[f"{down}.b"]),
+        ]:
+            weight.data = torch.from_numpy(value.copy())
+    benchmarks["experts_peers"].checkpoint_blocks(model)
+    tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    step = benchmarks["experts_peers"].Step(model, tokens, compile=False)
+    found = step.loss()
+    found.backward()
+    # fp32 sums in another order.
+    assert abs(found.item() - float(expected)) < 1e-4
+    for index, layer in enumerate(model.model.layers):
+        lora = layer.mlp.experts.down_lora
+        for name, theirs in [("a", lora.a.grad), ("b", lora.b[0].grad)]:
+            ours = np.asarray(grads[f"{place}.down.adapter.{name}"][index])
+            assert np.abs(theirs.numpy() - ours).max() < 1e-4 * np.abs(ours).max(), (index, name)
+    step.optimizer.zero_grad()
+    step.run()
+    assert step.loss().item() < found.item()
