@@ -57,7 +57,7 @@ def test_packed_trees_and_documents_equal_their_branches_alone():
 
 @pytest.mark.slow
 def test_any_forests_equal_their_branches_alone():
-    """Documents of one token among them, which no chunk holds."""
+    """Documents of one token among them, which share chunks with padding."""
     check_forests()
 
 
