@@ -135,6 +135,15 @@ def test_the_trainer_hears_of_servers_and_counts(cluster):
     assert producer.counters()["vllm/requests"] == 4 * GROUP  # said with the answers themselves
 
 
+def test_what_overtakes_each_other_counts_once():
+    """A beat's answer, made before that of a draw, may be heard behind it."""
+    crew = crews.Crew([], "key", OPENER, {}, episode_seconds=1.0, say=print)
+    member = crews.Member(None, "worker 0")
+    for count in (3.0, 9.0, 6.0, 12.0):
+        crew._hear(member, {"counters": {"vllm/requests": count}})
+    assert crew.counters["vllm/requests"] == 12.0
+
+
 def test_failures_are_counted_where_the_slots_are(cluster):
     said = []
     producer = cluster.join(worker={"fails": 4}, rows=6, said=said)

@@ -161,10 +161,11 @@ class Crew:
             if oldest is not None and number in self._slots:
                 self._slots[number].ages.replace(oldest)
         for name, count in reply.get("counters", {}).items():
-            # Less than before: the worker was opened anew.
+            # Less than before: an answer that a later one has overtaken. Where a worker is opened
+            # anew, `_open` has forgotten what it had counted.
             before = member.counted.get(name, 0.0)
-            self.counters[name] += count - (before if count >= before else 0.0)
-            member.counted[name] = count
+            self.counters[name] += max(0.0, count - before)
+            member.counted[name] = max(count, before)
 
 
 class FarPlayer(GroupPlayer):
