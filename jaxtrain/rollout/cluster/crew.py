@@ -164,7 +164,7 @@ class Crew:
             # Less than before: an answer that a later one has overtaken. Where a worker is opened
             # anew, `_open` has forgotten what it had counted.
             before = member.counted.get(name, 0.0)
-            self.counters[name] += max(0.0, count - before)
+            self.counters[name] += max(count - before, 0)
             member.counted[name] = max(count, before)
 
 
