@@ -15,6 +15,7 @@ In a stack of layers all of them carry a leading axis L, as the kernel does.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import Noisy, drop_out
@@ -45,7 +46,8 @@ class LoRA(Noisy):
         else:
             down = jnp.matmul
         low = down(x, self.a[...].astype(y.dtype)) * self.scale
-        return y + low @ self.b[...].astype(y.dtype)
+        # Named for layers.stack's policies: the backward pass keeps the sum, not both its terms.
+        return checkpoint_name(y + low @ self.b[...].astype(y.dtype), "adapted_out")
 
     def thinned(self, x: jax.Array) -> jax.Array:
         """x [B, T, in] after dropout."""

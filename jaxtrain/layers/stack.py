@@ -26,7 +26,11 @@ from jaxtrain.layers.noise import give_words, mix
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import constrain
 
-SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVE_DOTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # In the place of the two products that it is the sum of, which then nothing reads.
+    jax.checkpoint_policies.save_only_these_names("adapted_out"),
+)
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(
     "attention_out", "attention_lse", "mla_latent", "moe_out"
 )
@@ -39,7 +43,8 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 }
 """What the backward pass finds in memory: everything; the input of each block with the results of
 its matmuls and what attention put out; without the latter; without the former; or the input alone.
-Everything else is computed again. Attention's backends name their results as the policies do."""
+Everything else is computed again. Attention's backends and adapters name their results as the
+policies do."""
 
 
 class Hidden(NamedTuple):

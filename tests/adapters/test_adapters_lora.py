@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
 
 from jaxtrain.adapters.attach import attach, draw_trained, split_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
@@ -239,3 +241,25 @@ def test_frozen_weights_count_two_thirds_of_a_trained_one():
     adapters = sum(value.size for value in trained.values())
     expected = adapters + (kernels + table) * 2 / 3
     assert count_matmul_params(rebuild({**frozen, **trained}), frozen) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("remat", ["elementwise", "dots"])
+def test_the_backward_pass_keeps_of_an_adapted_product_what_it_keeps_of_a_plain_one(remat):
+    """The sum, not both its terms; beside it only what is as narrow as the rank."""
+    micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), documents_batch(rows=2))
+    options = {"remat": remat, "scan_layers": False}
+
+    def kept(rebuild, frozen, trained):
+        found = saved_residuals(
+            lambda trained: rebuild({**frozen, **trained}).hidden(micro).hidden.sum(), trained
+        )
+        shapes = Counter(value.shape for value, _ in found)
+        # Of tokens, wider than the rank; 32, 16 and 64 are all widths of Linears here.
+        wide = [(*micro.tokens.shape, width) for width in (16, 32, 64)]
+        return {shape: shapes[shape] for shape in wide}
+
+    plain, rebuild_plain = split_model(build.init(CONFIG, 0, **options))
+    trained, frozen, rebuild = open_model(make_adapter(), **options)
+    expected = kept(rebuild_plain, {}, plain)
+    assert min(expected.values()) > 0
+    assert kept(rebuild, frozen, trained) == expected
