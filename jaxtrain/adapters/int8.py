@@ -19,6 +19,23 @@ class Int8(nnx.Module):
         self.codes = nnx.Param(parts["codes"], axes=axes)
         self.scales = nnx.Param(parts["scales"], axes=(*axes[:-2], axes[-1]))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical, of the kernel's dims."""
+        return self.codes.get_metadata()["axes"]
+
+    def beside(self, *others: "Int8") -> "Int8":
+        """This kernel with the columns of others behind its own."""
+        parts = {
+            name: jnp.concatenate([getattr(one, name)[...] for one in (self, *others)], axis=-1)
+            for name in ("codes", "scales")
+        }
+        return Int8(parts, (*self.axes[:-1], None))
+
     def multiply(self, x: jax.Array) -> jax.Array:
         """x [..., in] @ kernel in x's dtype; backward unpacks the codes again."""
 

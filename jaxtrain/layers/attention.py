@@ -31,6 +31,7 @@ from jaxtrain.layers.kv_cache import (
 from jaxtrain.layers.linear import (
     Dtype,
     Linear,
+    join,
     multiply_side_by_side,
     multiply_together,
 )
@@ -199,9 +200,9 @@ class Attention(Mixer):
         found = self._rotate_together(x_BTD, angles)
         if found is not None:
             return *found, None
-        names = [name for name in ("q", "k", "v", "gate") if getattr(self, name) is not None]
-        products = multiply_together(x_BTD, *(getattr(self, name) for name in names))
-        made = dict(zip(names, products, strict=True))
+        linears = self._into()
+        products = multiply_together(x_BTD, *linears.values())
+        made = dict(zip(linears, products, strict=True))
         asked_BTF, keys_BTF = made["q"], made.get("k")
         values_BTF = made.get("v", keys_BTF)
         gate_BTNH = self._heads(made.get("gate"))
@@ -219,6 +220,15 @@ class Attention(Mixer):
         if self.v_norm is not None and v_BTKH is not None:
             v_BTKH = self.v_norm(v_BTKH)
         return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
+
+    def _into(self) -> dict[str, Linear]:
+        """What the features are multiplied by."""
+        found = {name: getattr(self, name) for name in ("q", "k", "v", "gate")}
+        return {name: linear for name, linear in found.items() if linear is not None}
+
+    def join_kernels(self) -> None:
+        """See `linear.join`."""
+        join(*self._into().values())
 
     def _rotate_together(
         self, x_BTD: jax.Array, angles: Angles | None

@@ -71,6 +71,9 @@ class BlockAttention(Attention):
         y_BQD = self.out(out_BQNH.reshape(*x_BTD.shape[:2], -1))
         return constrain(y_BQD, "rows", "sequence", "features"), state
 
+    def join_kernels(self) -> None:
+        """Nothing: keys and values of the states are made without queries."""
+
     def project(self, beside: Beside) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, T, K, H] of the states."""
         x_BTD = constrain(beside.states, "rows", "length", "features")

@@ -25,6 +25,7 @@ from jaxtrain.layers.linear import (
     Dtype,
     Linear,
     PreciseLinear,
+    join,
     multiply_side_by_side,
     multiply_together,
 )
@@ -202,10 +203,18 @@ class GatedDelta(Mixer):
         tail = move_tail(state.tail, m_BTHF, decoding.end - decoding.start)
         return y_BTD, DeltaState(tail, S)
 
+    def _into(self) -> tuple[Linear, ...]:
+        """What the features are multiplied by."""
+        return self.qkv, self.z, self.b, self.a
+
+    def join_kernels(self) -> None:
+        """See `linear.join`."""
+        join(*self._into())
+
     def _project(self, x_BTD, in_place: bool):
         """(m [B, T, H F], z, b and a [B, T, H, ...]); in place: with more columns behind those of
         m, if that spares a copy."""
-        linears = self.qkv, self.z, self.b, self.a
+        linears = self._into()
         product_BTF = multiply_side_by_side(x_BTD, *linears) if in_place else None
         if product_BTF is None:
             m_BTF, *rest = multiply_together(x_BTD, *linears)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtrain.parallel.rules import gathered
+from jaxtrain.parallel.rules import constrain, gathered, mesh_axes
 
 Dtype = jnp.dtype | type | str
 
@@ -90,7 +90,7 @@ def multiply_together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
 
     One long product in each pass instead of several short ones, and their gradients to x need not
     be added. What the backward pass keeps is the product, not its pieces. Of few vectors, as in
-    decoding, the product costs less than putting the kernels side by side.
+    decoding, the product costs less than putting the kernels side by side: see `join`.
     """
     product = _multiply(x, linears)
     if product is None:
@@ -107,8 +107,52 @@ def multiply_side_by_side(x: jax.Array, *linears: Linear) -> jax.Array | None:
     return _multiply(x, linears) if bare else None
 
 
+class Columns(nnx.Module):
+    """In the place of a Linear's kernel [in, out]: some columns of one that lies with the first of
+    those that share it. Only `multiply_together` can multiply by all of them."""
+
+    def __init__(self, shape: tuple[int, ...], whole: Any = None):
+        self.shape, self.whole = shape, nnx.data(whole)
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        raise AssertionError("multiplied by with its neighbours only")
+
+
+def join(*linears: Linear) -> None:
+    """Put the kernels that `multiply_together` multiplies by side by side, once, in place: for
+    decoding, where XLA would do it for every token, which costs as much as reading them.
+
+    Arrays, or modules with a method `beside`. They stay apart where an adapter reads one, too, and
+    where their columns are split over devices: pieces of the product would have to be moved.
+    """
+    kernels = [linear.kernel for linear in linears]
+    first, plain = kernels[0], all(isinstance(kernel, nnx.Param) for kernel in kernels)
+    packed = hasattr(first, "beside") and all(type(kernel) is type(first) for kernel in kernels)
+    free = all(
+        one.product is None and not getattr(one.adapter, "reads_kernel", False) for one in linears
+    )
+    if len(linears) == 1 or not free or not (plain or packed):
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    names = [kernel.get_metadata()["axes"] if plain else kernel.axes for kernel in kernels]
+    if not mesh.empty and any(out and mesh_axes(out, mesh) for _, out in names):
+        return
+    if plain:
+        arrays, axes = [one.kernel[...].astype(one.dtype) for one in linears], (names[0][0], None)
+        whole = nnx.Param(constrain(jnp.concatenate(arrays, axis=1), *axes), axes=axes)
+    else:
+        whole = first.beside(*kernels[1:])
+    for linear, kernel in zip(linears, kernels, strict=True):
+        linear.kernel = Columns(kernel.shape, whole if kernel is first else None)
+
+
 def _multiply(x: jax.Array, linears: Sequence[Linear]) -> jax.Array | None:
     """x times all kernels, as one matmul; None where it is none."""
+    if isinstance(columns := linears[0].kernel, Columns):
+        whole = columns.whole
+        assert whole.shape[1] == sum(linear.kernel.shape[1] for linear in linears)
+        plain = isinstance(whole, nnx.Param)
+        return x @ gathered(whole, linears[0].dtype) if plain else whole.multiply(x)
     mesh = jax.sharding.get_abstract_mesh()
     plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
     plain = plain and all(linear.product is None for linear in linears)

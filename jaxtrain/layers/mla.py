@@ -25,7 +25,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layers.kv_cache import FEW, put_new, put_packed, seen_slots, whole_context
-from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
@@ -147,11 +147,18 @@ class LatentAttention(Mixer):
         y_BTD = self.out(out_BTNV.reshape(*out_BTNV.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features"), state
 
+    def _into(self) -> tuple[Linear, Linear]:
+        """What the features are multiplied by."""
+        return self.q if self.q_a is None else self.q_a, self.kv_a
+
+    def join_kernels(self) -> None:
+        """See `linear.join`."""
+        join(*self._into())
+
     def _project(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """(queries [B, T, N, P + R], latents [B, T, L])."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        first = self.q if self.q_a is None else self.q_a
-        asked_BTF, kept_BTL = multiply_together(x_BTD, first, self.kv_a)
+        asked_BTF, kept_BTL = multiply_together(x_BTD, *self._into())
         if self.q_a is not None:
             asked_BTF = self.q(self.q_norm(asked_BTF))
         q_BTNH = self._heads(asked_BTF)

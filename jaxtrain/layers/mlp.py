@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -68,6 +68,10 @@ class GatedMLP(MLP):
     """The same with a gate beside `up`, which the activation is for."""
 
     is_gated = True
+
+    def join_kernels(self) -> None:
+        """See `linear.join`."""
+        join(self.gate, self.up)
 
     def _open(self, x_BTD: jax.Array) -> jax.Array:
         return gated(*multiply_together(x_BTD, self.gate, self.up), self.activation)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain_kernels import causal_conv
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Dtype, Linear, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.recurrent import move_tail
 from jaxtrain.parallel.rules import constrain
@@ -76,6 +76,14 @@ class ShortConv(Mixer):
         """See Mixer."""
         return _move(tried.tail, tried.u_BTF, decoding)
 
+    def _into(self) -> tuple[Linear, Linear, Linear]:
+        """What the features are multiplied by."""
+        return self.gate_in, self.gate_out, self.x
+
+    def join_kernels(self) -> None:
+        """See `linear.join`."""
+        join(*self._into())
+
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | TriedConv | None]:
@@ -86,7 +94,7 @@ class ShortConv(Mixer):
                 " (prefix attention) are not supported for this model"
             )
         x_BTD = constrain(x_BTD, "rows", "length", "features")
-        gate_in, gate_out, x = multiply_together(x_BTD, self.gate_in, self.gate_out, self.x)
+        gate_in, gate_out, x = multiply_together(x_BTD, *self._into())
         u_BTF = constrain(gate_in * x, "rows", None, "row_heads")  # whole rows of some features
         conv_FW = self.conv[...][:, 0]
         found_BTF = causal_conv(u_BTF, conv_FW, context.prev if state is None else None, state)

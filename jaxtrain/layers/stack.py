@@ -271,6 +271,9 @@ class Stack(nnx.Module):
                 axes = variable.get_metadata()["axes"][1:]
                 variable.set_metadata(axes=axes)
                 variable.set_value(constrain(variable.get_value(), *axes))
+        for _, node in list(nnx.iter_graph(layers)):
+            if hasattr(node, "join_kernels"):
+                node.join_kernels()
         self.layers = nnx.List(layers)
 
     def map_states(

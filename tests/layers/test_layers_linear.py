@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtrain.layers.linear import MANY, Linear, multiply_together
+from jaxtrain.adapters.int8 import Int8, quantise_int8
+from jaxtrain.adapters.lora import DoRA
+from jaxtrain.layers.linear import MANY, Linear, join, multiply_side_by_side, multiply_together
+from jaxtrain.parallel.mesh import make_mesh
 
 
 @pytest.mark.parametrize("num_vectors", [MANY // 2, MANY])
@@ -34,3 +37,58 @@ def test_several_products_with_their_gradients(num_vectors):
     kernels = jax.make_jaxpr(lambda x: multiply_together(x, q, k, v))(x).jaxpr.eqns
     joined = any(eqn.primitive.name == "concatenate" for eqn in kernels)
     assert joined == (num_vectors >= MANY)
+
+
+def make_linears(**options):
+    return [
+        Linear(24, n, axes=("embed", "heads"), use_bias=n == 8, rngs=nnx.Rngs(n), **options)
+        for n in (8, 16)
+    ]
+
+
+def put_in_8_bits(*linears):
+    for linear in linears:
+        linear.kernel = Int8(quantise_int8(linear.kernel[...]), ("embed", "heads"))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+def test_joined_kernels_are_multiplied_at_once_however_few_the_vectors(stored):
+    dtype = "float32" if stored == "int8" else stored
+    linears = make_linears(dtype=dtype)
+    if stored == "int8":
+        put_in_8_bits(*linears)
+    x = jax.random.normal(jax.random.key(0), (3, 1, 24)).astype(dtype)
+    expected = [linear(x) for linear in linears]
+    join(*linears)
+    for y, wanted in zip(multiply_together(x, *linears), expected, strict=True):
+        # The same sums, perhaps in another order, rounded to `dtype` once.
+        ours, theirs = (np.asarray(one, np.float64) for one in (y, wanted))
+        near = {"rtol": 2**-7} if stored == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
+        np.testing.assert_allclose(ours, theirs, **near)
+    made = str(jax.make_jaxpr(multiply_together)(x, *linears))
+    assert made.count("dot_general") == 1 and "concatenate" not in made
+    # Stored once, an array in the dtype that it is multiplied in.
+    (kept,) = (leaf for leaf in jax.tree.leaves(nnx.state(linears)) if leaf.ndim == 2)
+    assert kept.shape == (24, 24) and kept.dtype == stored
+    assert multiply_side_by_side(x, *linears) is None, "one of them has a bias"
+    with pytest.raises(AssertionError, match="neighbours"):
+        linears[1](x)
+
+
+@pytest.mark.parametrize("why", ["alone", "one in 8 bits", "read by DoRA", "fp8", "split"])
+def test_kernels_stay_apart_where_joined_ones_would_be_wrong_or_slow(why):
+    linears = make_linears()
+    mesh = make_mesh(jax.devices()[:2], **{"tensor" if why == "split" else "data": 2})
+    if why == "alone":
+        linears = linears[:1]
+    elif why == "one in 8 bits":
+        put_in_8_bits(linears[1])
+    elif why == "read by DoRA":
+        factors = jnp.ones((24, 2)), jnp.ones((2, 16)), jnp.ones(16)
+        linears[1].adapter = DoRA(*factors, 1.0, ("embed", "heads"))
+    elif why == "fp8":
+        linears[1].product = jnp.matmul
+    before = [linear.kernel for linear in linears]
+    with jax.set_mesh(mesh):
+        join(*linears)
+    assert all(one.kernel is kernel for one, kernel in zip(linears, before, strict=True))

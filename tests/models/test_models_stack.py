@@ -184,3 +184,16 @@ def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     )
     found = jax.jit(lambda state: nnx.merge(graphdef, state).captured(batch, layers))(spoiled)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_to_decode_with_has_its_kernels_joined():
+    model = build.init(build.config_from_hf(RAW["qwen3"]), 0)
+    model = jax.jit(lambda model: model.unstack())(model)
+    block = model.stack.layers[0]
+    for first, *others in (
+        (block.attention.q, block.attention.k, block.attention.v),
+        (block.mlp.gate, block.mlp.up),
+    ):
+        width = sum(one.kernel.shape[1] for one in (first, *others))
+        assert first.kernel.whole.shape == (first.kernel.shape[0], width)
+        assert all(one.kernel.whole is None for one in others)
