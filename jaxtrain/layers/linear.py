@@ -119,8 +119,9 @@ class Columns(nnx.Module):
 
 
 def join(*linears: Linear) -> None:
-    """Put the kernels that `multiply_together` multiplies by side by side, once, in place: for
-    decoding, where XLA would do it for every token, which costs as much as reading them.
+    """Put the kernels that `multiply_together` multiplies by side by side, once, in place. Where
+    that makes no copy that is not made anyway, it is cheaper than in each pass; in decoding XLA
+    would do it for every token, which costs as much as reading them.
 
     Arrays, or modules with a method `beside`. They stay apart where an adapter reads one, too, and
     where their columns are split over devices: pieces of the product would have to be moved.
@@ -135,11 +136,12 @@ def join(*linears: Linear) -> None:
         return
     mesh = jax.sharding.get_abstract_mesh()
     names = [kernel.get_metadata()["axes"] if plain else kernel.axes for kernel in kernels]
-    if not mesh.empty and any(out and mesh_axes(out, mesh) for _, out in names):
+    if not mesh.empty and any(out and mesh_axes(out, mesh) for *_, out in names):
         return
     if plain:
-        arrays, axes = [one.kernel[...].astype(one.dtype) for one in linears], (names[0][0], None)
-        whole = nnx.Param(constrain(jnp.concatenate(arrays, axis=1), *axes), axes=axes)
+        axes = (*names[0][:-1], None)
+        arrays = [linear.kernel[...].astype(linear.dtype) for linear in linears]
+        whole = nnx.Param(constrain(jnp.concatenate(arrays, axis=-1), *axes), axes=axes)
     else:
         whole = first.beside(*kernels[1:])
     for linear, kernel in zip(linears, kernels, strict=True):
@@ -150,9 +152,9 @@ def _multiply(x: jax.Array, linears: Sequence[Linear]) -> jax.Array | None:
     """x times all kernels, as one matmul; None where it is none."""
     if isinstance(columns := linears[0].kernel, Columns):
         whole = columns.whole
-        assert whole.shape[1] == sum(linear.kernel.shape[1] for linear in linears)
+        assert whole.shape[-1] == sum(linear.kernel.shape[-1] for linear in linears)
         plain = isinstance(whole, nnx.Param)
-        return x @ gathered(whole, linears[0].dtype) if plain else whole.multiply(x)
+        return _whole(x @ gathered(whole, linears[0].dtype)) if plain else whole.multiply(x)
     mesh = jax.sharding.get_abstract_mesh()
     plain = all(isinstance(linear.kernel, nnx.Param) for linear in linears)
     plain = plain and all(linear.product is None for linear in linears)

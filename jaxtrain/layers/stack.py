@@ -271,9 +271,7 @@ class Stack(nnx.Module):
                 axes = variable.get_metadata()["axes"][1:]
                 variable.set_metadata(axes=axes)
                 variable.set_value(constrain(variable.get_value(), *axes))
-        for _, node in list(nnx.iter_graph(layers)):
-            if hasattr(node, "join_kernels"):
-                node.join_kernels()
+        join_all(layers)
         self.layers = nnx.List(layers)
 
     def map_states(
@@ -311,13 +309,16 @@ class Stack(nnx.Module):
         counts = [[self.specs[layer].kind for layer in segment.layers] for segment in segments]
         found = [{} for _ in segments]
         for kind in {spec.kind for spec in self.specs}:
-            graphdef, state = nnx.split(getattr(self, kind))
-            if rounded:
-                state = _round_kernels(getattr(self, kind), state)
+            one = nnx.split(getattr(self, kind))
+            # A scan reads stacks; layers that run one by one are rounded one by one, for slices of
+            # a rounded stack would be copies of it.
+            if rounded and self.scan:
+                one = _round_kernels(*one)
             owners = [index for index, kinds in enumerate(counts) if kind in kinds]
-            pieces = _split(state, [counts[index].count(kind) for index in owners])
+            pieces = _split(one[1], [counts[index].count(kind) for index in owners])
             for index, piece in zip(owners, pieces, strict=True):
-                found[index][kind] = graphdef, piece
+                own = (one[0], piece)
+                found[index][kind] = _round_kernels(*own) if rounded and not self.scan else own
         return found
 
 
@@ -439,6 +440,13 @@ def _taken(params: Any) -> Any:
     )
 
 
+def join_all(node: Any) -> None:
+    """`linear.join` of all that a module, or a list of them, multiplies together, in place."""
+    for _, part in list(nnx.iter_graph(node)):
+        if hasattr(part, "join_kernels"):
+            part.join_kernels()
+
+
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Module:
     """One module whose parameters are those of `make` for each key, on a leading axis."""
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -450,18 +458,21 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Mod
     return block
 
 
-def _round_kernels(block: nnx.Module, state: nnx.State) -> nnx.State:
-    """`state` with the kernels in the dtype that their Linear computes in.
+def _round_kernels(graphdef: Any, state: nnx.State) -> tuple[Any, nnx.State]:
+    """(graphdef, state) with the kernels in the dtype that their Linear computes in; on one device
+    those that the same x is multiplied by lie side by side then: see `linear.join`.
 
-    All layers at once: a kernel is read in float32 once a pass, and its gradient leaves the loop
-    over layers in the dtype in which the matmul computed it.
+    All layers of a scan at once: a kernel is read in float32 once a pass, and its gradient leaves
+    the loop over layers in the dtype in which the matmul computed it.
     """
-    flat = dict(nnx.to_flat_state(state))
-    for path, node in nnx.iter_graph(block):
-        if isinstance(node, Linear) and node.rounds_kernel:
-            kernel = flat[*path, "kernel"]
-            flat[*path, "kernel"] = kernel.replace(kernel.get_value().astype(node.dtype))
-    return nnx.from_flat_state(flat)
+    block, mesh = nnx.merge(graphdef, state), jax.sharding.get_abstract_mesh()
+    linears = [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
+    rounded = [one for one in linears if one.rounds_kernel and one.kernel.dtype != one.dtype]
+    for linear in rounded:
+        linear.kernel.set_value(linear.kernel[...].astype(linear.dtype))
+    if rounded and (mesh.empty or mesh.size == 1):
+        join_all(block)
+    return nnx.split(block)
 
 
 def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:

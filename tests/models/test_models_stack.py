@@ -8,6 +8,8 @@ from flax import nnx
 from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
+from jaxtrain.layers import stack
+from jaxtrain.layers.linear import Columns
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.stack import REMAT, Segment, find_segments
 from jaxtrain.models import build
@@ -197,3 +199,29 @@ def test_a_model_to_decode_with_has_its_kernels_joined():
         width = sum(one.kernel.shape[1] for one in (first, *others))
         assert first.kernel.whole.shape == (first.kernel.shape[0], width)
         assert all(one.kernel.whole is None for one in others)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
+    """Loss and gradients are those of kernels apart, and the masters' gradients stay their own."""
+    config, batch = build.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
+
+    def run():
+        model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
+        segments = (
+            find_segments(model.stack.specs) if scan else (Segment(0, 1, 1), Segment(1, 1, 1))
+        )
+        ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
+        kernels = nnx.merge(graphdef, state).attention.q.kernel
+        return kernels, value_and_grads(config, batch, dtype="bfloat16", scan_layers=scan)
+
+    joined, (value, grads) = run()
+    assert isinstance(joined, Columns) and joined.whole.dtype == jnp.bfloat16
+    monkeypatch.setattr(stack, "join_all", lambda block: None)
+    apart, (expected, wanted) = run()
+    assert isinstance(apart, nnx.Param) and apart.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    assert [grad.dtype for grad in grads] == [jnp.float32] * len(wanted)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        # bfloat16: gradients to x are one sum in the place of three rounded ones.
+        assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
