@@ -18,12 +18,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import settle
 from jaxtrain.layers.noise import Noisy, drop_out
 
 
 class LoRA(Noisy):
     """a [..., in, R] and b [..., R, out]: shapes or arrays; `axes` are the kernel's. dropout: of
     its input, drawn by the module's own `salt`."""
+
+    settles = False
+    """As Linear's: of x A, which the backward pass keeps."""
 
     def __init__(
         self, a, b, scale: float, axes: tuple[str | None, ...], dropout: float = 0.0, salt: int = 0
@@ -46,6 +50,7 @@ class LoRA(Noisy):
         else:
             down = jnp.matmul
         low = down(x, self.a[...].astype(y.dtype)) * self.scale
+        low = settle(low) if self.settles else low
         # Named for layers.stack's policies: the backward pass keeps the sum, not both its terms.
         return checkpoint_name(y + low @ self.b[...].astype(y.dtype), "adapted_out")
 

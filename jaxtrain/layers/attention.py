@@ -28,17 +28,12 @@ from jaxtrain.layers.kv_cache import (
     seen_slots,
     whole_context,
 )
-from jaxtrain.layers.linear import (
-    Dtype,
-    Linear,
-    join,
-    multiply_side_by_side,
-    multiply_together,
-)
+from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, Handed, LayerInputs, LayerSpec, Mixer, State
 from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend, attend_cached, rotate_shards
+from jaxtrain.layers.side_by_side import join, multiply_side_by_side, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 
@@ -227,7 +222,7 @@ class Attention(Mixer):
         return {name: linear for name, linear in found.items() if linear is not None}
 
     def join_kernels(self) -> None:
-        """See `linear.join`."""
+        """See `side_by_side.join`."""
         join(*self._into().values())
 
     def _rotate_together(

@@ -17,10 +17,10 @@ from jaxtrain_kernels import Context
 
 from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.kv_cache import KV, is_ring, ring_context, write
-from jaxtrain.layers.linear import multiply_together
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
 from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.sharded_attention import attend
+from jaxtrain.layers.side_by_side import multiply_together
 from jaxtrain.parallel.rules import constrain
 
 

@@ -21,17 +21,11 @@ from jaxtrain_kernels.conv_heads import Hops, hops_of
 from jaxtrain_kernels.gated_delta import find_chunks
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import (
-    Dtype,
-    Linear,
-    PreciseLinear,
-    join,
-    multiply_side_by_side,
-    multiply_together,
-)
+from jaxtrain.layers.linear import Dtype, Linear, PreciseLinear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import GatedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail
+from jaxtrain.layers.side_by_side import join, multiply_side_by_side, multiply_together
 from jaxtrain.parallel.rules import constrain, partition_spec
 
 EPS = 1e-6  # of the unit length
@@ -208,7 +202,7 @@ class GatedDelta(Mixer):
         return self.qkv, self.z, self.b, self.a
 
     def join_kernels(self) -> None:
-        """See `linear.join`."""
+        """See `side_by_side.join`."""
         join(*self._into())
 
     def _project(self, x_BTD, in_place: bool):

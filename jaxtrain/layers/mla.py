@@ -25,11 +25,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layers.kv_cache import FEW, put_new, put_packed, seen_slots, whole_context
-from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, PositionScale, rotate
 from jaxtrain.layers.sharded_attention import attend
+from jaxtrain.layers.side_by_side import join, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 
@@ -152,7 +153,7 @@ class LatentAttention(Mixer):
         return self.q if self.q_a is None else self.q_a, self.kv_a
 
     def join_kernels(self) -> None:
-        """See `linear.join`."""
+        """See `side_by_side.join`."""
         join(*self._into())
 
     def _project(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear
+from jaxtrain.layers.side_by_side import join, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -70,7 +71,7 @@ class GatedMLP(MLP):
     is_gated = True
 
     def join_kernels(self) -> None:
-        """See `linear.join`."""
+        """See `side_by_side.join`."""
         join(self.gate, self.up)
 
     def _open(self, x_BTD: jax.Array) -> jax.Array:

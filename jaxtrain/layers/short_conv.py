@@ -16,9 +16,10 @@ from flax import nnx
 from jaxtrain_kernels import causal_conv
 
 from jaxtrain.errors import UserError
-from jaxtrain.layers.linear import Dtype, Linear, join, multiply_together
+from jaxtrain.layers.linear import Dtype, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.recurrent import move_tail
+from jaxtrain.layers.side_by_side import join, multiply_together
 from jaxtrain.parallel.rules import constrain
 
 
@@ -81,7 +82,7 @@ class ShortConv(Mixer):
         return self.gate_in, self.gate_out, self.x
 
     def join_kernels(self) -> None:
-        """See `linear.join`."""
+        """See `side_by_side.join`."""
         join(*self._into())
 
     def __call__(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from jaxtrain_kernels.mosaic import device_kind
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
@@ -28,8 +29,8 @@ from jaxtrain.parallel.rules import constrain
 
 SAVE_DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    # In the place of the two products that it is the sum of, which then nothing reads.
-    jax.checkpoint_policies.save_only_these_names("adapted_out"),
+    # In the place of the products that they are or are the sum of, which then nothing reads.
+    jax.checkpoint_policies.save_only_these_names("adapted_out", "linear_out"),
 )
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(
     "attention_out", "attention_lse", "mla_latent", "moe_out"
@@ -313,12 +314,14 @@ class Stack(nnx.Module):
             # A scan reads stacks; layers that run one by one are rounded one by one, for slices of
             # a rounded stack would be copies of it.
             if rounded and self.scan:
-                one = _round_kernels(*one)
+                one = _round_kernels(*one, settles="TPU" not in device_kind())
             owners = [index for index, kinds in enumerate(counts) if kind in kinds]
             pieces = _split(one[1], [counts[index].count(kind) for index in owners])
             for index, piece in zip(owners, pieces, strict=True):
                 own = (one[0], piece)
-                found[index][kind] = _round_kernels(*own) if rounded and not self.scan else own
+                if rounded and not self.scan:
+                    own = _round_kernels(*own)
+                found[index][kind] = own
         return found
 
 
@@ -441,7 +444,7 @@ def _taken(params: Any) -> Any:
 
 
 def join_all(node: Any) -> None:
-    """`linear.join` of all that a module, or a list of them, multiplies together, in place."""
+    """`side_by_side.join` of all that a module or a list of them multiplies together, in place."""
     for _, part in list(nnx.iter_graph(node)):
         if hasattr(part, "join_kernels"):
             part.join_kernels()
@@ -458,9 +461,10 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Mod
     return block
 
 
-def _round_kernels(graphdef: Any, state: nnx.State) -> tuple[Any, nnx.State]:
+def _round_kernels(graphdef: Any, state: nnx.State, settles: bool = False) -> tuple[Any, nnx.State]:
     """(graphdef, state) with the kernels in the dtype that their Linear computes in; on one device
-    those that the same x is multiplied by lie side by side then: see `linear.join`.
+    those that the same x is multiplied by lie side by side then: see `side_by_side.join`. settles:
+    see `Linear.settles`.
 
     All layers of a scan at once: a kernel is read in float32 once a pass, and its gradient leaves
     the loop over layers in the dtype in which the matmul computed it.
@@ -470,8 +474,12 @@ def _round_kernels(graphdef: Any, state: nnx.State) -> tuple[Any, nnx.State]:
     rounded = [one for one in linears if one.rounds_kernel and one.kernel.dtype != one.dtype]
     for linear in rounded:
         linear.kernel.set_value(linear.kernel[...].astype(linear.dtype))
-    if rounded and (mesh.empty or mesh.size == 1):
+    alone, bare = mesh.empty or mesh.size == 1, all(one.adapter is None for one in linears)
+    if rounded and alone and bare:
         join_all(block)
+    for _, node in nnx.iter_graph(block) if settles else ():
+        if hasattr(node, "settles"):
+            node.settles = True
     return nnx.split(block)
 
 

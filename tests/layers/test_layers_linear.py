@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxtrain.adapters.int8 import Int8, quantise_int8
 from jaxtrain.adapters.lora import DoRA
-from jaxtrain.layers.linear import MANY, Linear, join, multiply_side_by_side, multiply_together
+from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.side_by_side import MANY, join, multiply_side_by_side, multiply_together
 from jaxtrain.parallel.mesh import make_mesh
 
 

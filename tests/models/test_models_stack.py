@@ -1,16 +1,21 @@
 """One network, however it is run: scanned or not, with or without remat, packed or alone."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from other_devices import need_hopper_compiler, run_script
 from tiny_models import RAW, documents, pack
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers import stack
-from jaxtrain.layers.linear import Columns
+from jaxtrain.layers.linear import Linear, settle
 from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.side_by_side import Columns
 from jaxtrain.layers.stack import REMAT, Segment, find_segments
 from jaxtrain.models import build
 
@@ -225,3 +230,38 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     for ours, theirs in zip(grads, wanted, strict=True):
         # bfloat16: gradients to x are one sum in the place of three rounded ones.
         assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
+
+
+def test_what_a_scan_keeps_is_settled(monkeypatch):
+    """Its matmuls' results go through a barrier where XLA for GPUs would make them twice."""
+
+    def settled(scan):
+        model = build.init(build.config_from_hf(RAW["qwen3"]), 0, scan_layers=scan)
+        segments = find_segments(model.stack.specs)
+        ((graphdef, state),) = model.stack._split_blocks(segments)[0].values()
+        found = nnx.iter_graph(nnx.merge(graphdef, state))
+        return {node.settles for _, node in found if isinstance(node, Linear)}
+
+    assert settled(True) == {True} and settled(False) == {False}
+    monkeypatch.setattr(stack, "device_kind", lambda: "TPU v5e")
+    assert settled(True) == {False}
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert "optimization_barrier" not in str(jax.make_jaxpr(settle)(x))
+    value, back = jax.vjp(settle, x)
+    assert "optimization_barrier" in str(jax.make_jaxpr(lambda x: jax.vjp(settle, x)[0])(x))
+    np.testing.assert_array_equal(value, x)
+    np.testing.assert_array_equal(back(x)[0], x)
+
+
+@pytest.mark.slow
+def test_a_scan_on_a_hopper_gpu_runs_each_matmul_once():
+    need_hopper_compiler()
+    printed = run_script(
+        Path(__file__).with_name("scan_program.py"),
+        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+        XLA_FLAGS="--xla_gpu_enable_triton_gemm=false",  # cuBLAS, as for big matmuls
+    )
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    # q k v, out, gate up and down: one forward, two backward.
+    assert rows == [{"remat": remat, "matmuls": 12} for remat in ("none", "elementwise", "dots")]
