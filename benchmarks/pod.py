@@ -92,8 +92,11 @@ CASES = [
     Case("qlora", "qwen3-8b", 2048, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
     Case("lora", "qwen3-8b", 8192, {}, adapter=LORA, param_dtype="bfloat16"),
     Case("qlora-8k", "qwen3-8b", 8192, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
-    # With room for what it computes again otherwise.
+    # With room for what they compute again otherwise.
+    *(Case("llama-8b-room", "llama-8b", 8192, {"fsdp": n}, remat="elementwise") for n in (2, 4)),
+    Case("4b-room", "qwen3-4b", 16384, {}, remat="elementwise"),
     Case("lora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA, "bfloat16"),
+    Case("lora-whole", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16"),
     Case("qlora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA | NF4, "bfloat16"),
     Case("tiny", "tiny", 256, {"fsdp": 2}),
     Case("tiny", "tiny", 256, {"fsdp": 2, "context": 2}, note="again"),
