@@ -473,7 +473,8 @@ def _round_kernels(graphdef: Any, state: nnx.State, settles: bool = False) -> tu
     linears = [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
     rounded = [one for one in linears if one.rounds_kernel and one.kernel.dtype != one.dtype]
     for linear in rounded:
-        linear.kernel.set_value(linear.kernel[...].astype(linear.dtype))
+        # A new one: the variable is the model's own, and this may be an inner trace.
+        linear.kernel = linear.kernel.replace(linear.kernel[...].astype(linear.dtype))
     alone, bare = mesh.empty or mesh.size == 1, all(one.adapter is None for one in linears)
     if rounded and alone and bare:
         join_all(block)

@@ -232,6 +232,19 @@ def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
         assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_model_is_not_changed_by_what_rounds_its_kernels(scan):
+    """Nor does it matter that it is of an outer trace, as in a loop over microsteps."""
+    config, batch = build.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)
+    model = build.init(config, 0, dtype="bfloat16", scan_layers=scan)
+    before = jax.tree.leaves(nnx.state(model))
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+    found = jax.lax.map(lambda one: model.hidden(one).hidden, twice)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert model.stack.block.attention.q.kernel.dtype == jnp.float32
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(model)), strict=True))
+
+
 def test_what_a_scan_keeps_is_settled(monkeypatch):
     """Its matmuls' results go through a barrier where XLA for GPUs would make them twice."""
 
