@@ -1,7 +1,8 @@
 """Compile the gradient of a scanned model for an H200 that is not there.
 
 Run by test_models_stack.py in a process of its own: `python scan_program.py` prints a line of JSON
-for each remat policy, {remat, matmuls}: how many the loops over layers run.
+for each remat policy, {remat, matmuls}, and one for experts, {gathers, products}: how many the
+loops over layers run.
 """
 
 import json
@@ -17,17 +18,19 @@ from tiny_models import RAW, documents, pack
 
 from jaxtrain.models import build
 
-CONFIG = RAW["qwen3"] | {
+SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "head_dim": 64,
 }
+EXPERTS = SIZES | {"moe_intermediate_size": 128}
 
 
-def compile_gradient(remat: str, sharding: NamedSharding) -> str:
+def compile_gradient(raw: dict, remat: str, sharding: NamedSharding) -> str:
     """The program's text."""
-    model = build.abstract(build.config_from_hf(CONFIG), dtype="bfloat16", remat=remat)
+    config = build.config_from_hf(raw)
+    model = build.abstract(config, dtype="bfloat16", remat=remat)
     graphdef, state = nnx.split(model)
     batch = pack([documents(0, 1000)], 1024)
 
@@ -40,10 +43,14 @@ def compile_gradient(remat: str, sharding: NamedSharding) -> str:
     return jax.jit(jax.grad(loss)).trace(*shapes).lower().compile().as_text()
 
 
-def count_matmuls(text: str) -> int:
-    """Calls of cuBLAS in the bodies of loops, by themselves or fused with the slices around."""
+def count_calls(text: str, kind: str) -> int:
+    """Custom calls of a kind in the bodies of loops, by themselves or fused with the slices
+    around."""
     computations = dict(re.findall(r"\n%?([\w.-]+) \([^\n]*\{\n(.*?)\n\}", text, re.DOTALL))
-    called = {name: body.count("__cublas") for name, body in computations.items()}
+    called = {
+        name: sum(kind in line for line in body.splitlines() if " custom-call(" in line)
+        for name, body in computations.items()
+    }
     total = 0
     for name in re.findall(r" while\([^\n]*body=%?([\w.-]+)", text):
         fused = re.findall(r" fusion\([^\n]*calls=%?([\w.-]+)", computations[name])
@@ -59,8 +66,12 @@ def main():
     whole = NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for remat in ("none", "elementwise", "dots"):
-            matmuls = count_matmuls(compile_gradient(remat, whole))
+            matmuls = count_calls(compile_gradient(RAW["qwen3"] | SIZES, remat, whole), "__cublas")
             print(json.dumps({"remat": remat, "matmuls": matmuls}), flush=True)
+        text = compile_gradient(RAW["qwen3_moe"] | EXPERTS, "none", whole)
+        kinds = {"gathers": "grouped_gather/", "products": "grouped_gated_product/"}
+        found = {name: count_calls(text, kind) for name, kind in kinds.items()}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

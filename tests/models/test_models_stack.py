@@ -268,13 +268,15 @@ def test_what_a_scan_keeps_is_settled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_scan_on_a_hopper_gpu_runs_each_matmul_once():
-    need_hopper_compiler()
+def test_a_scan_on_a_hopper_gpu_runs_each_matmul_and_kernel_once():
+    need_hopper_compiler(Path("/usr/local/cuda/bin/ptxas"))
     printed = run_script(
         Path(__file__).with_name("scan_program.py"),
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
         XLA_FLAGS="--xla_gpu_enable_triton_gemm=false",  # cuBLAS, as for big matmuls
     )
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    *dense, experts = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     # q k v, out, gate up and down: one forward, two backward.
-    assert rows == [{"remat": remat, "matmuls": 12} for remat in ("none", "elementwise", "dots")]
+    assert dense == [{"remat": remat, "matmuls": 12} for remat in ("none", "elementwise", "dots")]
+    # Rows are gathered once for the experts and once for their gradients.
+    assert experts == {"gathers": 2, "products": 1}

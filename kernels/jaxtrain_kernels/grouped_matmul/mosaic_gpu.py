@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxtrain_kernels.grouped_matmul import gpu
 from jaxtrain_kernels.grouped_matmul.ffn import (
@@ -45,7 +46,8 @@ def run(freeze_w, x, w, segments):
 
 
 def _run_fwd(freeze_w, x, w, segments):
-    return run(freeze_w, x, w, segments), (x, w, segments)
+    # In a loop XLA would run the kernel twice: for its result, and into the stack of all layers'.
+    return lax.optimization_barrier(run(freeze_w, x, w, segments)), (x, w, segments)
 
 
 def _run_bwd(freeze_w, residuals, dy):
@@ -81,7 +83,7 @@ def moe_ffn(
 
 def take_rows(x, index, active):
     """x[index] in the first `active` blocks."""
-    return gpu.gather(x, index, active)
+    return lax.optimization_barrier(gpu.gather(x, index, active))  # see `_run_fwd`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -92,7 +94,9 @@ def ffn(activation, freeze, x, gates, weights, biases, adapters, segments):
 
 
 def _ffn_fwd(activation, freeze, x, gates, weights, biases, adapters, segments):
-    out, saved = _forward(activation, x, gates, weights, biases, adapters, segments, save=True)
+    found = _forward(activation, x, gates, weights, biases, adapters, segments, save=True)
+    # See `_run_fwd`; one by one, so that what nothing reads is not kept.
+    out, saved = jax.tree.map(lax.optimization_barrier, found)
     return out, (x, gates, weights, biases, adapters, segments, saved)
 
 
