@@ -462,9 +462,9 @@ def _stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Mod
 
 
 def _round_kernels(graphdef: Any, state: nnx.State, settles: bool = False) -> tuple[Any, nnx.State]:
-    """(graphdef, state) with the kernels in the dtype that their Linear computes in; on one device
-    those that the same x is multiplied by lie side by side then: see `side_by_side.join`. settles:
-    see `Linear.settles`.
+    """(graphdef, state) with the kernels in the dtype that their Linear computes in. On one device
+    those that the same x is multiplied by lie side by side then, if their masters are wider: see
+    `side_by_side.join`. settles: see `Linear.settles`.
 
     All layers of a scan at once: a kernel is read in float32 once a pass, and its gradient leaves
     the loop over layers in the dtype in which the matmul computed it.
@@ -472,11 +472,12 @@ def _round_kernels(graphdef: Any, state: nnx.State, settles: bool = False) -> tu
     block, mesh = nnx.merge(graphdef, state), jax.sharding.get_abstract_mesh()
     linears = [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
     rounded = [one for one in linears if one.rounds_kernel and one.kernel.dtype != one.dtype]
+    masters = any(one.kernel.dtype.itemsize > one.dtype.itemsize for one in rounded)
     for linear in rounded:
         # A new one: the variable is the model's own, and this may be an inner trace.
         linear.kernel = linear.kernel.replace(linear.kernel[...].astype(linear.dtype))
     alone, bare = mesh.empty or mesh.size == 1, all(one.adapter is None for one in linears)
-    if rounded and alone and bare:
+    if masters and alone and bare:
         join_all(block)
     for _, node in nnx.iter_graph(block) if settles else ():
         if hasattr(node, "settles"):
