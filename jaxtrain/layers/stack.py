@@ -44,8 +44,8 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 }
 """What the backward pass finds in memory: everything; the input of each block with the results of
 its matmuls and what attention put out; without the latter; without the former; or the input alone.
-Everything else is computed again. Attention's backends and adapters name their results as the
-policies do."""
+Everything else is computed again. Attention's backends, adapters and the Linears of a scan name
+their results as the policies do."""
 
 
 class Hidden(NamedTuple):
@@ -312,7 +312,7 @@ class Stack(nnx.Module):
         for kind in {spec.kind for spec in self.specs}:
             one = nnx.split(getattr(self, kind))
             # A scan reads stacks; layers that run one by one are rounded one by one, for slices of
-            # a rounded stack would be copies of it.
+            # a rounded stack of joined kernels would be copies of it.
             if rounded and self.scan:
                 one = _round_kernels(*one, settles="TPU" not in device_kind())
             owners = [index for index, kinds in enumerate(counts) if kind in kinds]
