@@ -69,6 +69,8 @@ class Case:
     """0: all of the model's."""
     transport: Transport = Transport()
     """Of tokens to experts of other devices."""
+    scan: bool = True
+    """model.scan_layers"""
 
     @property
     def devices(self) -> int:
@@ -76,7 +78,8 @@ class Case:
 
     def label(self) -> str:
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        return " ".join(filter(None, [mesh, self.remat, self.note]))
+        layers = "" if self.scan else "unrolled"
+        return " ".join(filter(None, [mesh, self.remat, layers, self.note]))
 
 
 LORA = {"kind": "lora", "rank": 16}
@@ -97,6 +100,7 @@ CASES = [
     Case("4b-room", "qwen3-4b", 16384, {}, remat="elementwise"),
     Case("lora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA, "bfloat16"),
     Case("lora-whole", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16"),
+    Case("lora-unrolled", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16", scan=False),
     Case("qlora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA | NF4, "bfloat16"),
     Case("tiny", "tiny", 256, {"fsdp": 2}),
     Case("tiny", "tiny", 256, {"fsdp": 2, "context": 2}, note="again"),
@@ -117,7 +121,7 @@ class Program:
         length = max(raw["max_position_embeddings"], case.tokens)
         self.architecture = build.config_from_hf({**raw, "max_position_embeddings": length})
         options = {"param_dtype": case.param_dtype, "dtype": "bfloat16", "remat": case.remat}
-        options["transport"] = case.transport
+        options |= {"transport": case.transport, "scan_layers": case.scan}
         adapter = make_adapter(AdapterConfig(**(case.adapter or {})), self.architecture)
         self.parts = Parts(None, self.architecture, self.mesh, None, options, adapter)
         self.batch = one_document(case.rows * row_shards(self.mesh), case.tokens, raw["vocab_size"])

@@ -78,7 +78,8 @@ def measured() -> Iterator[tuple[dict, Estimate]]:
         found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         for run in found if isinstance(found, list) else [found]:
             for row in run["rows"]:
-                if row.get("note") or "failed" in row:
+                # The model is of a loop over layers.
+                if row.get("note") or "failed" in row or not row.get("scan", True):
                     continue
                 work = describe(
                     row["model"],
@@ -106,7 +107,7 @@ def compare() -> list[str]:
         cut = f", {row['layers']} layers" if row.get("layers") else ""
         time, memory = f"{times[-1]:+.0%}", f"{memories[-1]:+.0%}"
         lines.append(
-            f"| {row['model']}{cut}, {row['rows']} x {row['tokens']}{how} |"
+            f"| {row['model']}{cut}, {row['rows']} x {row['tokens']}{how}, {row['remat']} |"
             f" {name_mesh(row['mesh'])} | {row['step_s']:.3f} | {found.seconds:.3f} |"
             f" {time} | {row['plan_gib']:.1f} | {found.memory:.1f} | {memory} |"
         )
