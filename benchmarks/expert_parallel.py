@@ -1,14 +1,16 @@
-"""Expert parallelism beside sharded weights on two GPUs: whole steps, and the collectives alone.
+"""Expert parallelism beside sharded weights: whole steps, and the collectives alone.
 
 python benchmarks/expert_parallel.py --out benchmarks/results/expert_parallel_h200
-XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/expert_parallel.py --tiny
+python benchmarks/expert_parallel.py --gpus 8
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --tiny ...
 
-Steps are those of pod.py, on Qwen3-30B-A3B cut to 12 layers with weights drawn at random, rows of
-one document; all cases of a size read the same tokens, so their losses should agree. Rounds: what
-the slowest device of a group needed, mean over layers; load: tokens of the busiest expert over the
-mean expert's. The cost of rounds is seen where the buffer is small, that of the loop itself where
-it is so large that there is none. Collectives: bytes that a device receives a second, of one
-layer's tokens in bfloat16.
+Steps are those of pod.py with weights drawn at random, rows of one document: on two GPUs
+Qwen3-30B-A3B cut to 12 layers with float32 masters, on four and eight all of its layers and
+gpt-oss-20b, weights and moments in bfloat16. All cases of a size read the same tokens, so their
+losses should agree. Rounds: what the slowest device of a group needed, mean over layers; load:
+tokens of the busiest expert over the mean expert's. The cost of rounds is seen where the buffer is
+small, that of the loop itself where it is so large that there is none. Collectives: bytes that a
+device receives a second, of one layer's tokens in bfloat16.
 """
 
 import argparse
@@ -47,21 +49,43 @@ class Program(pod.Program):
     loss = staticmethod(loss)
 
 
-def cases(tiny: bool) -> list[Case]:
+def cases(tiny: bool, gpus: int) -> list[Case]:
     """Steps, those that say most first."""
-    model, tokens, layers, n = ("tiny-moe", 64, 2, 2) if tiny else ("qwen3-30b-a3b", 4096, 12, 2)
+    if gpus > 2:
+        return whole_models(tiny, gpus)
+    model, tokens, layers = ("tiny-moe", 64, 2) if tiny else ("qwen3-30b-a3b", 4096, 12)
     make = functools.partial(Case, "16k", model, tokens, rows=4, layers=layers)
-    fsdp, expert = {"fsdp": n}, {"expert": n}
+    fsdp, expert = {"fsdp": gpus}, {"expert": gpus}
     return [
         make(fsdp),
         make(expert),
-        make(expert, transport=Transport(buffer=float(n)), note="one round, no loop"),
+        make(expert, transport=Transport(buffer=float(gpus)), note="one round, no loop"),
         make(expert, transport=Transport("gather", buffer=0.6), note="buffer .6"),
         make(expert, transport=Transport(chunks=2), note="2 chunks"),
         make(expert, transport=Transport(wide_sums=True), note="wide sums"),
         make(expert, transport=Transport("exchange"), note="exchange"),
         Case("4k", model, tokens, fsdp, layers=layers),
         Case("4k", model, tokens, expert, layers=layers),
+    ]
+
+
+def whole_models(tiny: bool, gpus: int) -> list[Case]:
+    """All layers, 16k tokens a GPU: documents of 4k and of 16k, experts and weights spread in the
+    ways that there are."""
+    qwen, oss = ("tiny-moe", "tiny-gpt-oss") if tiny else ("qwen3-30b-a3b", "gpt-oss-20b")
+    short, long = (16, 64) if tiny else (4096, 16384)
+    make = functools.partial(Case, param_dtype="bfloat16")
+    spread = [{"expert": gpus}, {"fsdp": gpus}]
+    mixed = [{"fsdp": n, "expert": gpus // n} for n in (2, 4) if n < gpus]
+    return [
+        *(make("4k", qwen, short, mesh, rows=4) for mesh in spread),
+        *(make("16k", qwen, long, mesh) for mesh in spread),
+        *(make("gpt-oss", oss, short, mesh, rows=4) for mesh in spread),
+        *(make("4k", qwen, short, mesh, rows=4) for mesh in mixed),
+        *(
+            make("4k", qwen, short, spread[0], rows=4, transport=Transport(kind), note=kind)
+            for kind in ("gather", "exchange")
+        ),
     ]
 
 
@@ -100,14 +124,16 @@ def time_collectives(mesh, tokens: int, features: int, repeats: int = 20) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it works")
+    parser.add_argument("--gpus", type=int, default=2, choices=[2, 4, 8])
     parser.add_argument("--out", type=Path, help="path without suffix")
     options = parser.parse_args()
     head = f"python benchmarks/expert_parallel.py{' --tiny' if options.tiny else ''}"
-    mesh = make_mesh(jax.devices()[:2], expert=2)
+    head += f" --gpus {options.gpus}" if options.gpus > 2 else ""
+    mesh = make_mesh(jax.devices()[: options.gpus], expert=options.gpus)
     collectives = time_collectives(mesh, *((64, 32) if options.tiny else (16384, 2048)))
     for row in collectives:
         print(f"{row['kind']:<16}{row['ms']:>9.3f} ms{row['gb_per_s']:>9.1f} GB/s", flush=True)
-    report = pod.run(cases(options.tiny), options.out, head, Program)
+    report = pod.run(cases(options.tiny, options.gpus), options.out, head, Program)
     for row in report["rows"]:
         if "metrics" in row:
             rounds, load = (row["metrics"].get(name) for name in ("rounds", "load"))

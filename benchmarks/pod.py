@@ -85,19 +85,20 @@ class Case:
 LORA = {"kind": "lora", "rank": 16}
 NF4 = {"quantize": "nf4"}
 CASES = [
-    *(Case("0.6b", "qwen3-0.6b", 8192, {"fsdp": n}, 2, remat="none") for n in (1, 2, 4)),
-    *(Case("llama-8b", "llama-8b", 8192, {"fsdp": n}) for n in (2, 4)),
-    *(Case("8b", "qwen3-8b", 8192, {"fsdp": n}) for n in (2, 4)),
-    *(Case("4b", "qwen3-4b", 16384, {"fsdp": n}) for n in (1, 4)),
-    Case("128k", "qwen3-0.6b", 131072, {"context": 4}),
+    *(Case("0.6b", "qwen3-0.6b", 8192, {"fsdp": n}, 2, remat="none") for n in (1, 2, 4, 8)),
+    *(Case("llama-8b", "llama-8b", 8192, {"fsdp": n}) for n in (2, 4, 8)),
+    *(Case("8b", "qwen3-8b", 8192, {"fsdp": n}) for n in (2, 4, 8)),
+    *(Case("4b", "qwen3-4b", 16384, {"fsdp": n}) for n in (1, 4, 8)),
+    *(Case("128k", "qwen3-0.6b", 131072, {"context": n}) for n in (4, 8)),
     Case("128k-2", "qwen3-0.6b", 131072, {"context": 2}),
-    Case("tensor", "llama-8b", 8192, {"fsdp": 2, "tensor": 2}),
+    *(Case("tensor", "llama-8b", 8192, {"fsdp": n, "tensor": 2}) for n in (2, 4)),
     Case("qlora", "qwen3-8b", 2048, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
     Case("lora", "qwen3-8b", 8192, {}, adapter=LORA, param_dtype="bfloat16"),
     Case("qlora-8k", "qwen3-8b", 8192, {}, adapter=LORA | NF4, param_dtype="bfloat16"),
     # With room for what they compute again otherwise.
-    *(Case("llama-8b-room", "llama-8b", 8192, {"fsdp": n}, remat="elementwise") for n in (2, 4)),
-    Case("4b-room", "qwen3-4b", 16384, {}, remat="elementwise"),
+    *(Case("llama-8b-room", "llama-8b", 8192, {"fsdp": n}, 1, "elementwise") for n in (2, 4, 8)),
+    *(Case("8b-room", "qwen3-8b", 8192, {"fsdp": n}, 1, "elementwise") for n in (2, 4, 8)),
+    *(Case("4b-room", "qwen3-4b", 16384, {"fsdp": n}, 1, "elementwise") for n in (1, 4, 8)),
     Case("lora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA, "bfloat16"),
     Case("lora-whole", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16"),
     Case("lora-unrolled", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16", scan=False),
