@@ -79,7 +79,9 @@ def whole_models(tiny: bool, gpus: int) -> list[Case]:
     mixed = [{"fsdp": n, "expert": gpus // n} for n in (2, 4) if n < gpus]
     return [
         *(make("4k", qwen, short, mesh, rows=4) for mesh in spread),
+        make("4k", qwen, short, spread[0], rows=4, remat="elementwise"),
         *(make("16k", qwen, long, mesh) for mesh in spread),
+        make("16k", qwen, long, spread[0], remat="elementwise"),
         *(make("gpt-oss", oss, short, mesh, rows=4) for mesh in spread),
         *(make("4k", qwen, short, mesh, rows=4) for mesh in mixed),
         *(
