@@ -1,8 +1,9 @@
-"""Expert parallelism beside sharded weights: whole steps, and the collectives alone.
+r"""Expert parallelism beside sharded weights: whole steps, and the collectives alone.
 
 python benchmarks/expert_parallel.py --out benchmarks/results/expert_parallel_h200
 python benchmarks/expert_parallel.py --gpus 8
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/expert_parallel.py --tiny ...
+XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+    python benchmarks/expert_parallel.py --tiny --gpus 8
 
 Steps are those of pod.py with weights drawn at random, rows of one document: on two GPUs
 Qwen3-30B-A3B cut to 12 layers with float32 masters, on four and eight all of its layers and
