@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtrain_kernels import decode_attention
 from jaxtrain_kernels.decode_attention import gpu
@@ -40,6 +41,14 @@ def make_arrays(case):
     arrays = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)]
     until, since = (jnp.asarray(x) for x in case.interval())
     return *arrays, until, None if case.window is None else since
+
+
+def share_slots(case, arrays, sharing):
+    """The same with the leader's keys and values where rows share them."""
+    q, k, v, *interval = arrays
+    mine_BS = np.arange(case.slots) >= sharing["shared"][:, None]
+    k, v = (jnp.where(mine_BS[:, :, None, None], x, x[:, sharing["leader"]]) for x in (k, v))
+    return q, k, v, *interval
 
 
 def store_arrays(arrays, stored: str):
@@ -92,11 +101,12 @@ def run_decode_attention(case, impls, report):
         if name == "sweep":
             sweep(case, given, read, labels, report)
             continue
-        attend = functools.partial(decode_attention, softcap=case.softcap, impl=name)
+        options = {n: jnp.asarray(x) for n, x in case.sharing().items()}
+        attend = functools.partial(decode_attention, softcap=case.softcap, impl=name, **options)
         timing = functools.partial(time_layers, case, attend, *given)
         report.timed(read, timing, "tb_s", **labels, impl=impl)
     del arrays, given
-    if "torch" in impls:
+    if "torch" in impls and case.group == 1:
         import torch_peers
 
         for name, make in {
@@ -126,6 +136,9 @@ def decode_attention_errors(case, impls, report):
     """Largest errors over the layers; the plain maths runs in bfloat16. What codes stand for is
     exact."""
     arrays = make_arrays(case)
+    sharing = {n: jnp.asarray(x) for n, x in case.sharing().items()}
+    if sharing:
+        arrays = share_slots(case, arrays, sharing)
 
     def results(impl, dtype, stored, widen=False):
         given = store_arrays(arrays, stored) if stored else arrays
@@ -140,7 +153,7 @@ def decode_attention_errors(case, impls, report):
             if not scales:
                 k, v = k.astype(dtype), v.astype(dtype)
             options = dict(zip(("k_scale", "v_scale"), scales, strict=bool(scales)))
-            options |= {"softcap": case.softcap, "impl": impl}
+            options |= sharing | {"softcap": case.softcap, "impl": impl}
             return decode_attention(q.astype(dtype), k, v, 0, until, since, **options)
 
         layers = [one(*given, layer=i).astype(jnp.float32) for i in range(case.layers)]

@@ -103,6 +103,7 @@ CASES = [
     Case("lora-whole", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16"),
     Case("lora-unrolled", "qwen3-8b", 8192, {}, 1, "none", LORA, "bfloat16", scan=False),
     Case("qlora-room", "qwen3-8b", 8192, {}, 1, "elementwise", LORA | NF4, "bfloat16"),
+    Case("qlora-unrolled", "qwen3-8b", 8192, {}, 1, "none", LORA | NF4, "bfloat16", scan=False),
     Case("tiny", "tiny", 256, {"fsdp": 2}),
     Case("tiny", "tiny", 256, {"fsdp": 2, "context": 2}, note="again"),
     Case("tiny-qlora", "tiny", 256, {}, adapter=LORA | NF4, param_dtype="bfloat16"),

@@ -221,6 +221,7 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     shared = {
         "depth": options.depth,
         "lora": options.lora,
+        "quantize": options.quantize,
         "param_dtype": options.param_dtype,
         "dtype": options.dtype,
         "rows": options.rows,
@@ -407,6 +408,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--matmul", nargs="+", default=["default"], help="model.matmul")
     parser.add_argument("--depth", type=int, default=0, help="layers instead of the model's")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains everything")
+    parser.add_argument("--quantize", default="none", help="storage of frozen matrices, as nf4")
     parser.add_argument("--param-dtype", default="float32")
     parser.add_argument("--dtype", default="bfloat16", help="of activations and matmuls")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microstep per row shard")

@@ -296,6 +296,8 @@ class Attention(Mixer):
             if T == 1 or (T <= FEW and not ring):
                 until_BT, since_BT = seen_slots(S, T, decoding, window)
                 cache, see = kept.after, see | kept.after.scales
+                # In a ring the leader's slots have other tokens by now.
+                see["shared"] = None if ring else decoding.shared
                 return attend_cached(q_BTNH, cache.k, cache.v, until_BT, since_BT, **see)
             if not ring:
                 k_BSKH, v_BSKH = kept.after.read(q_BTNH.dtype)

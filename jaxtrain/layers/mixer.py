@@ -38,6 +38,15 @@ class LayerSpec:
     """The name of what an earlier layer handed on to this one."""
 
 
+class SharedSlots(NamedTuple):
+    """Rows of a state that begin alike: answers to one prompt."""
+
+    leader: jax.Array
+    """int32 [B]: the row in which what they share is looked up."""
+    until: jax.Array
+    """int32 [B]: the tokens of the row that its leader has, too, at the same places; 0: none."""
+
+
 class Decoding(NamedTuple):
     """Where the T new tokens of each row stand. Of a row the first `end - start` count; those
     behind them leave no trace in its state."""
@@ -49,6 +58,8 @@ class Decoding(NamedTuple):
     both_sides: bool = False
     """Whether the new tokens see all tokens up to `end`, later ones too. What lies behind them was
     read before, so that `end` may be beyond the last of them."""
+    shared: SharedSlots | None = None
+    """What rows have in common, all of it before `start`; None: nothing that is known of."""
 
 
 class LayerInputs(NamedTuple):

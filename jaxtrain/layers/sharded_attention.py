@@ -21,6 +21,7 @@ from jaxtrain_kernels import Context, decode_attention, rotate_heads
 from jaxtrain_kernels import attention as attention_op
 from jaxtrain_kernels.mosaic import on_hopper
 
+from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.layers.rope import Angles
 from jaxtrain.parallel.rules import count_ways, mesh_axes, partition_spec
 
@@ -87,12 +88,16 @@ def attend_cached(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    shared: SharedSlots | None = None,
     **options,
 ) -> jax.Array:
     """`jaxtrain_kernels.decode_attention` on whatever mesh is set: a few queries a row, each of
-    which sees the slots from `since` to `until`; k_scale, v_scale [B, S, K] of a cache of 8 bits.
+    which sees the slots from `since` to `until`; k_scale, v_scale [B, S, K] of a cache of 8 bits;
+    shared: of rows that lie on one device (else each reads its own).
     Returns [B, T, N, H], placed as q; 0 where one sees none."""
-    op = functools.partial(decode_attention, **options)
+    op, mesh = functools.partial(decode_attention, **options), jax.sharding.get_abstract_mesh()
+    if shared is not None and (mesh.empty or mesh.size == 1):
+        op = functools.partial(op, leader=shared.leader, shared=shared.until)
 
     def local(q_BTNH, k_BSKH, v_BSKH, k_scale, v_scale, sinks, until_BT, since_BT):
         k, v, k_scale, v_scale = (
@@ -102,7 +107,6 @@ def attend_cached(
         return op(q_BTNH, k, v, 0, until_BT, since_BT, sinks=sinks, **scales)
 
     inputs = (q_BTNH, k_BSKH, v_BSKH, k_scale, v_scale, sinks, until_BT, since_BT)
-    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(*inputs)
     names = ("rows", None, "act_heads", None)

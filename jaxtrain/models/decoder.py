@@ -16,7 +16,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
-from jaxtrain.layers.mixer import Decoding, State
+from jaxtrain.layers.mixer import Decoding, SharedSlots, State
 from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, give_words, shake, token_words
 from jaxtrain.layers.norm import RMSNorm
@@ -292,6 +292,7 @@ class Decoder(Ends, Layered):
         capture: Sequence[int] = (),
         trial: bool = False,
         both_sides: bool = False,
+        shared: SharedSlots | None = None,
     ) -> Decoded:
         """The next T tokens of every row, and the cache behind them.
 
@@ -300,12 +301,13 @@ class Decoder(Ends, Layered):
         nothing. The caller keeps within the slots of the cache. capture: layers, counted from 0.
         trial: it is not known yet how many tokens stay; in the place of the cache comes a Trial.
         both_sides: the tokens see all those up to the end, later ones too; `counts_B` may then go
-        beyond them, over what the cache has of an earlier reading.
+        beyond them, over what the cache has of an earlier reading. shared: what rows of the cache
+        have in common, which is then read once.
         """
         T = tokens_BT.shape[1]
         end_B = cache.length + (T if counts_B is None else counts_B)
         context, decoding = place_new(cache.length, end_B, T)
-        decoding = decoding._replace(both_sides=both_sides)
+        decoding = decoding._replace(both_sides=both_sides, shared=shared)
         found, states = self._run(
             tokens_BT,
             context,

@@ -49,13 +49,14 @@ def decode_call(head_dim, dtype, heads=16, softcap=None, stored=None):
     q = jax.ShapeDtypeStruct((128, heads, head_dim), dtype)
     cache = jax.ShapeDtypeStruct((4, 128, 1280, 8, head_dim), stored or dtype)
     scales = [jax.ShapeDtypeStruct(cache.shape[:-1], jnp.float32)] * 2 if stored else []
-    layer, until = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (128,)))
+    layer, *rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), *[(128,)] * 3))
 
-    def call(q, k, v, layer, until, *scales):
+    def call(q, k, v, layer, until, leader, shared, *scales):
         named = dict(zip(("k_scale", "v_scale"), scales, strict=bool(scales)))
+        named |= {"leader": leader, "shared": shared}
         return decode_attention(q, k, v, layer, until, softcap=softcap, impl="gpu", **named)
 
-    return call, q, cache, cache, layer, until, *scales
+    return call, q, cache, cache, layer, *rows, *scales
 
 
 def delta_step():

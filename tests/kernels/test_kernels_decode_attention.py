@@ -199,6 +199,33 @@ def test_a_few_queries_are_each_as_alone():
         assert not found[0, 2].any()
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("part", [24, 256])
+def test_what_rows_share_is_read_from_the_leader(queries, part):
+    """Where whole tiles are shared a row's own slots are not looked at, and the bits stay."""
+    case = next(case for case in CI if case.name == "d128")
+    q, k, v, until, _ = arrays(case, "float32")
+    q = jnp.stack([q * (t + 1) for t in range(queries)], 1)
+    until = jnp.asarray(np.maximum(until[:, None] - np.arange(queries), 0), jnp.int32)
+    leader, shared = jnp.array([1, 1, 2], jnp.int32), jnp.array([53, 70, 0], jnp.int32)
+    k, v = (x.at[:, 0, :53].set(x[:, 1, :53]) for x in (k, v))
+    sharing = {"leader": leader, "shared": shared}
+    kernel = functools.partial(interpreted, gpu.Config(keys=32, part=part))  # tiles of 4 slots
+    alone = kernel(q, k, v, 1, until)
+    np.testing.assert_array_equal(kernel(q, k, v, 1, until, **sharing), alone)
+    spoilt = [x.at[:, 0, :52].set(jnp.nan) for x in (k, v)]
+    np.testing.assert_array_equal(kernel(q, *spoilt, 1, until, **sharing), alone)
+    far = [x.at[:, 1, 53:].set(jnp.nan) for x in (k, v)]
+    np.testing.assert_array_equal(kernel(q, *far, 1, until, **sharing)[0], alone[0])
+    for impl in ("xla", "reference"):
+        found = decode_attention(q, k, v, 1, until, impl=impl, **sharing)
+        np.testing.assert_array_equal(found, decode_attention(q, k, v, 1, until, impl=impl))
+    with pytest.raises(ValueError, match="come together"):
+        decode_attention(q, k, v, 1, until, leader=leader)
+    with pytest.raises(ValueError, match=r"shared is int32\[2\]; want int32\[3\]"):
+        decode_attention(q, k, v, 1, until, leader=leader, shared=shared[:2])
+
+
 def test_no_window_is_a_window_from_0():
     case = next(case for case in CI if case.name == "ragged")
     q, k, v, until, _ = arrays(case, "float32")

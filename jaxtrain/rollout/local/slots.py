@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import RouteShape
+from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.rollout.local.draws import Draw, Kind, sample
 
 CHUNK = 32
@@ -41,6 +42,8 @@ class Rows(NamedTuple):
     draw: Draw
     ends: jax.Array
     """int32 [B, E] tokens that end the row, -1 where it has fewer."""
+    shared: SharedSlots
+    """Of rows that were filled together with the same prompt."""
 
 
 class Filled(NamedTuple):
@@ -50,6 +53,8 @@ class Filled(NamedTuple):
     """Of U rows and P slots."""
     logits: jax.Array
     """float32 [U, V] behind each prompt's last token."""
+    length: jax.Array
+    """int32 [U] tokens of each prompt."""
     routed: jax.Array | None = None
     """[U, P, R] where each token of the prompts went, where that is recorded."""
 
@@ -92,6 +97,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> Rows:
         keys=jax.vmap(jax.random.key)(zeros_B),
         draw=Draw(jnp.ones(B, jnp.float32), zeros_B, jnp.ones(B, jnp.float32), no_B),
         ends=jnp.full((B, E), -1, jnp.int32),
+        shared=SharedSlots(jnp.arange(B, dtype=jnp.int32), zeros_B),
     )
 
 
@@ -105,6 +111,7 @@ def grow(model: Any, rows: Rows, *, B: int, S: int, E: int) -> Rows:
 
     ends = jnp.pad(rows.ends, ((0, 0), (0, E - rows.ends.shape[1])), constant_values=-1)
     new_keys = jax.vmap(jax.random.key)(jnp.zeros(more, jnp.int32))
+    alone = jnp.arange(B - more, B, dtype=jnp.int32)
     return Rows(
         cache=model.grow_cache(rows.cache, B, S),
         token=longer(rows.token),
@@ -115,13 +122,15 @@ def grow(model: Any, rows: Rows, *, B: int, S: int, E: int) -> Rows:
         keys=jnp.concatenate([rows.keys, new_keys]),
         draw=Draw(*map(longer, rows.draw)),
         ends=longer(ends, -1),
+        shared=SharedSlots(jnp.concatenate([rows.shared.leader, alone]), longer(rows.shared.until)),
     )
 
 
 @jax.jit
 def keep(rows: Rows, index_R: jax.Array) -> Rows:
     """Some of the rows, in this order; all arrays of models' states are [B, ...]."""
-    return jax.tree.map(lambda x: x[index_R], rows)
+    kept = jax.tree.map(lambda x: x[index_R], rows)
+    return kept._replace(shared=elect(kept.shared, len(rows.token)))
 
 
 @functools.partial(jax.jit, static_argnames=("routes",))
@@ -133,7 +142,8 @@ def fill(
     read = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
     last_UD = jnp.take_along_axis(read.hidden, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
     routed = None if routes is None else read.routed.astype(routes.dtype)
-    return Filled(read.cache, model.logits(last_UD).astype(jnp.float32), routed)
+    logits = model.logits(last_UD).astype(jnp.float32)
+    return Filled(read.cache, logits, lengths_U.astype(jnp.int32), routed)
 
 
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
@@ -157,7 +167,29 @@ def insert(model: Any, rows: Rows, filled: Filled, entry: Entry, kind: Kind) -> 
         keys=put(rows.keys, keys),
         draw=Draw(*map(put, rows.draw, entry.draw)),
         ends=put(rows.ends, entry.ends),
+        shared=share(rows.shared, entry, filled.length),
     )
+
+
+def share(shared: SharedSlots, entry: Entry, length_U: jax.Array) -> SharedSlots:
+    """What rows have in common once these are filled: those that take one prompt."""
+    B, U = len(shared.leader), len(length_U)
+    left_B = shared.until.at[entry.row].set(0, mode="drop")
+    leader_B, until_B = elect(shared._replace(until=left_B), B)
+    leader_U = jnp.full(U, B, jnp.int32).at[entry.source].min(entry.row)
+    return SharedSlots(
+        leader_B.at[entry.row].set(leader_U[entry.source], mode="drop"),
+        until_B.at[entry.row].set(length_U[entry.source], mode="drop"),
+    )
+
+
+def elect(shared: SharedSlots, B: int) -> SharedSlots:
+    """The same R rows behind the first of each group that is still there; `leader` is one of B rows
+    of before, and alike in a group."""
+    own_R = jnp.arange(len(shared.leader), dtype=jnp.int32)
+    there_R = shared.until > 0
+    first_B = jnp.full(B, B, jnp.int32).at[shared.leader].min(jnp.where(there_R, own_R, B))
+    return SharedSlots(jnp.where(there_R, first_B[shared.leader], own_R), shared.until)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "routes"), donate_argnames=("rows",))
@@ -192,7 +224,8 @@ def decode_chunk(
         return i + 1, rows, tokens_BC, logprobs_BC, handed_B, routed_BCR
 
     def advance(rows: Rows) -> tuple[Rows, jax.Array | None]:
-        read = model.decode(rows.token[:, None], rows.cache, (~rows.done).astype(jnp.int32))
+        count_B = (~rows.done).astype(jnp.int32)
+        read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
         token, logprob = sample(
             model.logits(read.hidden[:, 0]), _fold(rows.keys, rows.count), rows.draw, kind
         )

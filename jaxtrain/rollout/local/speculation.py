@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.models.decoder import Cache, Decoded
 from jaxtrain.rollout.local.draws import Draw, Kind, sample
 from jaxtrain.rollout.local.slots import Rows
@@ -69,12 +70,18 @@ class Drafted(NamedTuple):
         )
 
     def decode(
-        self, tokens_BT: jax.Array, cache: DraftedCache, counts_B: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        cache: DraftedCache,
+        counts_B: jax.Array | None = None,
+        *,
+        shared: SharedSlots | None = None,
     ) -> Decoded:
         """See Decoder: plain decoding, which the draft follows."""
         if counts_B is None:
             counts_B = jnp.full(len(tokens_BT), tokens_BT.shape[1], jnp.int32)
-        read = self.target.decode(tokens_BT, cache.target, counts_B, capture=self.draft.capture)
+        how = {"capture": self.draft.capture, "shared": shared}
+        read = self.target.decode(tokens_BT, cache.target, counts_B, **how)
         followed = self.draft.read(cache.draft, self.target, tokens_BT, read.captured, counts_B)
         return Decoded(read.hidden, DraftedCache(read.cache, followed))
 
@@ -139,7 +146,8 @@ def cycle(
     tokens_BT = jnp.concatenate([rows.token[:, None], guess_BK], axis=1)
     T_range = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
     tried_B = jnp.where(rows.done, 0, tokens_BT.shape[1]).astype(jnp.int32)
-    read = target.decode(tokens_BT, cache.target, tried_B, capture=draft.capture, trial=True)
+    how = {"capture": draft.capture, "shared": rows.shared, "trial": True}
+    read = target.decode(tokens_BT, cache.target, tried_B, **how)
     drawn_BT, drawn_logprob_BT = draw_all(target.logits(read.hidden), rows, kind)
     agreed_BK = jnp.cumprod(guess_BK == drawn_BT[:, :-1], axis=1)
     there_BT = (T_range <= agreed_BK.sum(1)[:, None]) & ~rows.done[:, None]

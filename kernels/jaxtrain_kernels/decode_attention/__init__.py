@@ -26,6 +26,8 @@ def decode_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    leader: jax.Array | None = None,
+    shared: jax.Array | None = None,
     impl: str = "auto",
 ) -> jax.Array:
     """Softmax attention of one query per row, or of a few; returns q's shape and dtype.
@@ -41,6 +43,10 @@ def decode_attention(
     A cache of 8 bits comes with its scales: k, v are codes in int8 or float8_e4m3fn, and k_scale,
     v_scale float32 [L, B, S, K] are what the H codes of a slot and head are multiplied by. Products
     are then in q's dtype, and no wider copy of the cache is made.
+
+    Rows that begin alike, as answers to one prompt, may say so: the first `shared` slots of a row
+    hold what those of row `leader` hold, each int32 [B]. A GPU then reads them where all of these
+    rows do, once from memory, and finds the same bits; the others read the row's own.
 
     On a GPU each of T queries is computed as it is alone, bit for bit. For sampling: no gradients.
     Raises ValueError for shapes that do not fit, NotImplementedError if `impl` declines.
@@ -73,6 +79,11 @@ def decode_attention(
             raise ValueError(
                 f"decode_attention: {name} is {_named(array)}; want int32{list(shape)}"
             )
+    if (leader is None) != (shared is None):
+        raise ValueError("decode_attention: leader and shared come together")
+    for name, array in {"leader": leader, "shared": shared}.items():
+        if array is not None and (array.shape != (B,) or array.dtype != jnp.int32):
+            raise ValueError(f"decode_attention: {name} is {_named(array)}; want int32[{B}]")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(
             f"decode_attention: sinks {sinks.shape}; want one for each of {N} query heads"
@@ -93,6 +104,8 @@ def decode_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        leader=leader,
+        shared=shared,
     )
     return found.reshape(q.shape)
 

@@ -21,6 +21,8 @@ class Case:
     layers: int = 2
     window: int | None = None
     softcap: float | None = None
+    group: int = 1
+    """So many rows share the slots that all rows see, those of a prompt."""
 
     def interval(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """`until` and `since`, int32 [B]; the first row is as full as rows get."""
@@ -30,8 +32,15 @@ class Case:
         since = np.maximum(until - (self.window or self.slots), 0)
         return until, since
 
+    def sharing(self) -> dict[str, np.ndarray]:
+        """`leader` and `shared`, int32 [B], of a case with groups."""
+        if self.group == 1:
+            return {}
+        row = np.arange(self.rows, dtype=np.int32)
+        return {"leader": row - row % self.group, "shared": np.full_like(row, self.filled[0])}
+
     def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """`q` [B, N, H], `k`, `v` [L, B, S, K, H] in float32."""
+        """`q` [B, N, H], `k`, `v` [L, B, S, K, H] in float32; what rows share is not alike yet."""
         rng = np.random.default_rng(seed)
         cache = (self.layers, self.rows, self.slots, self.kv_heads, self.head_dim)
         shapes = {"q": (self.rows, self.heads, self.head_dim), "k": cache, "v": cache}
@@ -40,7 +49,10 @@ class Case:
     def read_bytes(self, itemsize: int = 2) -> int:
         """Of keys and values that the rows see."""
         until, since = self.interval()
-        return 2 * itemsize * self.kv_heads * self.head_dim * int((until - since).sum())
+        slots = int((until - since).sum())
+        if self.group > 1:
+            slots -= (self.rows - self.rows // self.group) * self.filled[0]
+        return 2 * itemsize * self.kv_heads * self.head_dim * slots
 
 
 CI, BENCH = frozenset({"ci"}), frozenset({"bench"})
@@ -55,5 +67,6 @@ CASES = [
     Case("d128", 3, 130, 16, 8, 128, (1, 130), CI),
     Case("d256", 2, 40, 8, 4, 256, (2, 40), CI),
     Case("b128_s1280", 128, 1280, 16, 8, 128, (256, 1280), BENCH, layers=4),
+    Case("b128_s1280_groups", 128, 1280, 16, 8, 128, (256, 1280), BENCH, layers=4, group=16),
     Case("b16_s8192", 16, 8192, 16, 8, 128, (2048, 8192), BENCH, layers=4),
 ]

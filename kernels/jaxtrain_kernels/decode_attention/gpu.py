@@ -9,7 +9,8 @@ lies in one piece. Codes of 8 bits are widened in registers, exactly; the scales
 scores, and the logarithms of those of values are added to them: weights are at most 1 with their
 scale, whatever that is. Several queries of a row are programs of
 their own, cut up as one query alone is, so that each gives the same bits; all but the first read
-the cache's row from L2.
+the cache's row from L2. So do rows that share slots: tiles wholly within them are read from the
+leader's row, and as rows vary fastest, those of a group run side by side.
 
 Shapes: B rows, T queries of a row, S slots, K kv heads, N query heads, H head dim, L layers, P
 parts of a row, R query rows of a program, J keys of a tile.
@@ -71,7 +72,20 @@ def heads_together(K: int, N: int) -> int:
 
 
 def decode_attention(
-    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None
+    q,
+    k,
+    v,
+    layer,
+    until,
+    since,
+    *,
+    scale,
+    softcap,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    leader=None,
+    shared=None,
 ):
     """See `jaxtrain_kernels.decode_attention`; caches in bfloat16, float32 or 8 bits."""
     require_nvidia()
@@ -92,8 +106,8 @@ def decode_attention(
         raise NotImplementedError(f"{N // K} query heads share a key, at most {ROWS} may")
     config = heuristic(B, S, K, N, H, k.dtype.itemsize)
     options = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    return run(config, q, k, v, layer, until, since, **options, **scales)
+    options |= {"k_scale": k_scale, "v_scale": v_scale, "leader": leader, "shared": shared}
+    return run(config, q, k, v, layer, until, since, **options)
 
 
 def run(
@@ -110,6 +124,8 @@ def run(
     sinks=None,
     k_scale=None,
     v_scale=None,
+    leader=None,
+    shared=None,
     interpret=False,
 ):
     """`decode_attention` behind its checks."""
@@ -143,7 +159,15 @@ def run(
         compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="decode_attention",
-    )(layer.reshape(1), since, until, sinks if parts == 1 else None, q, k, v, k_scale, v_scale)
+    )(
+        layer.reshape(1),
+        since,
+        until,
+        leader,
+        shared,
+        sinks if parts == 1 else None,
+        *(q, k, v, k_scale, v_scale),
+    )
     if parts == 1:
         return found.reshape(shape)
     merged = pl.pallas_call(
@@ -161,6 +185,8 @@ def _attend(
     layer_ref,
     since_ref,
     until_ref,
+    leader_ref,
+    shared_ref,
     sinks_ref,
     q_ref,
     k_ref,
@@ -182,7 +208,9 @@ def _attend(
     J = config.keys
     assert J % together == 0, f"tiles of {J} keys for {together} heads together"
     slots = J // together
-    layer, owner = layer_ref[0], row // few
+    layer, own = layer_ref[0], row // few
+    if shared_ref is not None:
+        leader, shared = leader_ref[own], shared_ref[own]
     since, until = _interval(since_ref, until_ref, row, k_ref.shape[2])
     start = since + part * config.part
     stop = jnp.minimum(until, start + config.part)
@@ -199,7 +227,11 @@ def _attend(
     precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
     dot = functools.partial(plt.dot, precision=precision)
 
-    def fetch(ref, slot_J, head_J, inside_J):
+    def owner_of(end):
+        """The row that a tile which ends before slot `end` is read from."""
+        return own if shared_ref is None else jnp.where(end <= shared, leader, own)
+
+    def fetch(ref, owner, slot_J, head_J, inside_J):
         slot_JH, head_JH, inside_JH = (
             jnp.broadcast_to(x[:, None], (J, H)) for x in (slot_J, head_J, inside_J)
         )
@@ -210,20 +242,22 @@ def _attend(
         )
         return codes_JH.astype(compute)
 
-    def fetch_scale(ref, slot_J, head_J, inside_J):
+    def fetch_scale(ref, owner, slot_J, head_J, inside_J):
         return plt.load(ref.at[layer, owner, slot_J, head_J], mask=inside_J, other=0.0)[None, :]
 
     def step(tile, carry):
         sum_RH, total_R, top_R = carry
         index_J = jnp.arange(J, dtype=jnp.int32)
-        slot_J, head_J = start + tile * slots + index_J // together, index_J % together
+        begin = start + tile * slots
+        slot_J, head_J = begin + index_J // together, index_J % together
         inside_J = slot_J < stop
-        k_JH = fetch(k_ref, slot_J, first + head_J, inside_J)
+        place = (owner_of(begin + slots), slot_J, first + head_J, inside_J)
+        k_JH = fetch(k_ref, *place)
         score_RJ = dot(q_RH, k_JH, trans_b=True) * (scale if softcap else scale * LOG2E)
         if halves:
             score_RJ *= size_R1
         if k_scale_ref is not None:
-            score_RJ *= fetch_scale(k_scale_ref, slot_J, first + head_J, inside_J)
+            score_RJ *= fetch_scale(k_scale_ref, *place)
         if softcap:
             # 2 / (1 + exp2) rather than tanh: the hardware's has only 11 bits
             ratio_RJ = jnp.exp2(score_RJ * (2 * LOG2E / softcap))
@@ -231,7 +265,7 @@ def _attend(
         owner_R = jnp.arange(R, dtype=jnp.int32) // queries
         seen_RJ = inside_J[None, :] & (owner_R[:, None] == head_J[None, :])
         if v_scale_ref is not None:
-            value_1J = fetch_scale(v_scale_ref, slot_J, first + head_J, inside_J)
+            value_1J = fetch_scale(v_scale_ref, *place)
             value_1J = jnp.maximum(value_1J, SMALLEST)
             score_RJ += jnp.log2(value_1J)
         score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
@@ -239,7 +273,7 @@ def _attend(
         new_top_R = jnp.maximum(top_R, score_RJ.max(1))
         shrink_R = jnp.exp2(top_R - new_top_R)
         weight_RJ = jnp.exp2(score_RJ - new_top_R[:, None])
-        v_JH = fetch(v_ref, slot_J, first + head_J, inside_J)
+        v_JH = fetch(v_ref, *place)
         bare_RJ = weight_RJ if v_scale_ref is None else weight_RJ * (1.0 / value_1J)
         total_R = total_R * shrink_R + bare_RJ.sum(1)
         sum_RH = sum_RH * shrink_R[:, None] + dot(weight_RJ.astype(compute), v_JH)

@@ -11,7 +11,20 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def decode_attention(
-    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None
+    q,
+    k,
+    v,
+    layer,
+    until,
+    since,
+    *,
+    scale,
+    softcap,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    leader=None,
+    shared=None,
 ):
     """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers."""
     B, T, N, H = q.shape
