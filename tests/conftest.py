@@ -11,7 +11,8 @@ from importlib.metadata import version
 # the other way: `make test-kernels` runs the kernels as users compile them.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4"
+    # The second is what the verbs set for their own process, so that all share what is compiled.
+    "--xla_force_host_platform_device_count=4 --xla_gpu_enable_triton_gemm=false"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""),
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,14 +1,15 @@
 """Work of a verb on all processes that its config and the environment tell of"""
 
+import importlib.util
 import os
 from collections.abc import Callable
 
 from jaxtrain.errors import RunStopped, UserError
 
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
-"""XLA tries kernels of its own for each product in FP8 and takes minutes to find that cuBLAS, which
-this leaves, is faster: a step of 8 Llama layers on an H200 then compiles in 17 s instead of more
-than 170."""
+"""XLA would try kernels of its own for each matmul; this leaves cuBLAS. On an H200 that was as fast
+or a few percent faster in all that was timed (docs/kernels.md), and sooner compiled: products in
+FP8 take 17 s in the place of more than 170."""
 
 
 def settle_before_jax(config):
@@ -18,7 +19,8 @@ def settle_before_jax(config):
 
     leave_gpus(config)
     flags = os.environ.get("XLA_FLAGS", "")
-    if config.model.matmul != "default" and "xla_gpu_enable_triton_gemm" not in flags:
+    on_tpu = importlib.util.find_spec("libtpu") is not None  # which knows other flags
+    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu:
         os.environ["XLA_FLAGS"] = f"{flags} {NO_TRITON}".strip()
     return config
 

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.commands import together
+from jaxtrain.config.load import load_config
 from jaxtrain.main import main
 
 CONFIG = """
@@ -354,3 +356,23 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
     assert run("export", folder, "--output", folder / "again") == 0
     assert run("generate", folder / "again", "--prompt", "a", "sampling.max_new_tokens=1") == 0
     assert run("plot", folder) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, package, left",
+    [
+        ("", None, together.NO_TRITON),
+        ("--xla_a=1", None, f"--xla_a=1 {together.NO_TRITON}"),
+        ("--xla_gpu_enable_triton_gemm=true", None, "--xla_gpu_enable_triton_gemm=true"),
+        ("--xla_a=1", "libtpu", "--xla_a=1"),
+    ],
+)
+def test_matmuls_are_left_to_cublas_where_there_may_be_one(
+    tmp_path, monkeypatch, flags, package, left
+):
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(together.importlib.util, "find_spec", lambda name: package)
+    together.settle_before_jax(load_config(path))
+    assert together.os.environ["XLA_FLAGS"] == left

@@ -81,16 +81,16 @@ def parts(dim: int) -> tuple[int, int]:
 
 def heuristic(number: int, dim: int, itemsize: int) -> Configs:
     """By the registers and the shared memory of what compilers make of them for compute capability
-    `number` / 10: large tiles that do not spill. Nobody has timed them."""
+    `number` / 10: large tiles that do not spill. Nobody has timed them but those of 9.0."""
     if itemsize == 4:
         least = Config(16, 16, 4, 1) if dim > 128 else Config(32, 32, 4 if dim <= 64 else 8, 1)
         return Configs(least, least, dataclasses.replace(least, warps=4 if dim > 128 else 8))
     if number == 90:  # timed on an H200: its matmuls want 4 warps for each 64 rows of a tile
         if dim <= 64:
-            return Configs(Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(128, 64, 4))
+            return Configs(Config(64, 128, 4), Config(128, 64, 4, 3), Config(128, 64, 4))
         if dim <= 128:
-            return Configs(Config(128, 128, 8), Config(128, 128, 8, 3), Config(64, 64, 4))
-        return Configs(Config(128, 64, 8), Config(64, 32, 8), Config(32, 32, 8))
+            return Configs(Config(128, 128, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4))
+        return Configs(Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 64, 8))
     if number in (100, 103):  # matmuls that read shared memory
         if dim <= 64:
             return Configs(Config(128, 128, 8, 3), Config(128, 64, 8), Config(64, 128, 8))
