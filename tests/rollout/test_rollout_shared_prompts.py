@@ -66,7 +66,10 @@ def ask(sampler, limits, groups=3):
     return requests
 
 
-@pytest.mark.parametrize("vocabulary, stored", [(53, "default"), (54, "int8")])
+@pytest.mark.parametrize(
+    "vocabulary, stored",
+    [(53, "default"), pytest.param(54, "int8", marks=pytest.mark.slow)],
+)
 def test_rows_hold_what_they_share(watched, vocabulary, stored):
     """Leaders end first and their rows are filled with other prompts; the rest stay a group."""
     model = make_model(vocabulary, stored)
