@@ -34,21 +34,18 @@ SWEEP_CODES = [
 
 
 def make_arrays(case):
-    """q, k, v in bfloat16, drawn on the device; until and since."""
+    """q, k, v in bfloat16, drawn on the device, alike where rows share slots; until and since."""
     cache = (case.layers, case.rows, case.slots, case.kv_heads, case.head_dim)
     shapes = ((case.rows, case.heads, case.head_dim), cache, cache)
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)]
+    if sharing := case.sharing():
+        mine_BS = np.arange(case.slots) >= sharing["shared"][:, None]
+        arrays[1:] = (
+            jnp.where(mine_BS[:, :, None, None], x, x[:, sharing["leader"]]) for x in arrays[1:]
+        )
     until, since = (jnp.asarray(x) for x in case.interval())
     return *arrays, until, None if case.window is None else since
-
-
-def share_slots(case, arrays, sharing):
-    """The same with the leader's keys and values where rows share them."""
-    q, k, v, *interval = arrays
-    mine_BS = np.arange(case.slots) >= sharing["shared"][:, None]
-    k, v = (jnp.where(mine_BS[:, :, None, None], x, x[:, sharing["leader"]]) for x in (k, v))
-    return q, k, v, *interval
 
 
 def store_arrays(arrays, stored: str):
@@ -137,8 +134,6 @@ def decode_attention_errors(case, impls, report):
     exact."""
     arrays = make_arrays(case)
     sharing = {n: jnp.asarray(x) for n, x in case.sharing().items()}
-    if sharing:
-        arrays = share_slots(case, arrays, sharing)
 
     def results(impl, dtype, stored, widen=False):
         given = store_arrays(arrays, stored) if stored else arrays

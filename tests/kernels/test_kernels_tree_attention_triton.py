@@ -138,8 +138,9 @@ def test_kernels_compile_for_five_generations(tmp_path):
     )
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(rows) == 3 * 5
+    # Bytes by Triton 3.7.1: of what was timed on an H200 these sizes were the fastest even so.
+    spilled = {(90, "queries_gradient"): 20, (90, "keys_gradient"): 68}
     for row in rows:
         assert row["shared_kib"] <= triton_call.SHARED_MEMORY[row["target"]], row
-        # Hopper's sizes were timed: these were the fastest, though a few registers spill.
-        most = 80 if row["target"] == 90 else 8
-        assert row["tensor_cores"] and row["spills"] <= most, row
+        assert row["tensor_cores"], row
+        assert row["spills"] <= spilled.get((row["target"], row["kernel"]), 0), row

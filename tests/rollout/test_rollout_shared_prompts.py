@@ -21,7 +21,7 @@ class Watched:
     """`decode_attention` that looks at what each row shares."""
 
     def __init__(self, op):
-        self.op, self.sharing, self.wrong = op, 0, []
+        self.op, self.sharing, self.wrong = op, {}, []
 
     def __call__(self, q, k, v, layer, *rest, leader=None, shared=None, **options):
         if leader is not None:
@@ -30,8 +30,11 @@ class Watched:
         return self.op(q, k, v, layer, *rest, leader=leader, shared=shared, **options)
 
     def look(self, leader, shared, *kept):
+        leader, shared, *kept = map(np.asarray, (leader, shared, *kept))
+        B = len(leader)
+        assert (leader < B).all(), "a jax array would take the last row for one beyond it"
         for row, (first, until) in enumerate(zip(leader, shared, strict=True)):
-            self.sharing += first != row and until > 0
+            self.sharing[B] = self.sharing.get(B, 0) + int(first != row and until > 0)
             same = all((one[row, :until] == one[first, :until]).all() for one in kept)
             self.wrong += [] if same else [(row, first, until)]
 
@@ -50,14 +53,14 @@ def make_model(vocabulary: int, stored: Stored = "default"):
     return model
 
 
-def ask(sampler, limits, groups=3):
-    """Groups of answers of these lengths, the last group while the first ones run."""
+def ask(sampler, groups):
+    """Groups of answers of these lengths, as many at a time as there are rows."""
     rng = np.random.default_rng(1)
     requests = []
-    for group in range(groups):
+    for group, limits in enumerate(groups):
         prompt = rng.integers(4, 50, 11 + 7 * group).tolist()
         for i, limit in enumerate(limits):
-            sampling = Sampling(temperature=1.0, max_new_tokens=limit + group, seed=group)
+            sampling = Sampling(temperature=1.0, max_new_tokens=limit, seed=group)
             requests.append(sampler.request(prompt, sampling, number=i))
     for request in requests:
         sampler.add(request)
@@ -73,19 +76,20 @@ def ask(sampler, limits, groups=3):
 def test_rows_hold_what_they_share(watched, vocabulary, stored):
     """Leaders end first and their rows are filled with other prompts; the rest stay a group."""
     model = make_model(vocabulary, stored)
-    ask(open_sampler(model, max_batch=6), (3, 60, 5, 70, 40))
+    ask(open_sampler(model, max_batch=6), [(3, 60, 5, 70, 40)] * 3)
     jax.effects_barrier()
-    assert watched.sharing > 100 and not watched.wrong
+    assert watched.sharing[6] > 100 and not watched.wrong
 
 
 @pytest.mark.slow
 def test_rows_hold_what_they_share_when_idle_ones_are_given_up(watched):
-    """With a draft, which guesses once few rows are left."""
+    """With a draft, which guesses once few rows are left: of one group the last, of the other all
+    but its leader."""
     model = make_model(55)
     draft = ToyDraft({4: [4, 5]}, np.ones(4, bool), vocab=55)
-    ask(open_sampler(Drafted(model, draft), max_batch=6, draft_rows=3), (3, 60, 5, 70, 40))
+    ask(open_sampler(Drafted(model, draft), max_batch=6, draft_rows=3), [(3, 5, 90), (4, 90, 90)])
     jax.effects_barrier()
-    assert watched.sharing > 100 and not watched.wrong
+    assert watched.sharing[6] and watched.sharing[3] and not watched.wrong
 
 
 def entry_of(rows, sources):

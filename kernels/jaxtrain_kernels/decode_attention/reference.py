@@ -6,22 +6,10 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def decode_attention(
-    q,
-    k,
-    v,
-    layer,
-    until,
-    since,
-    *,
-    scale,
-    softcap,
-    sinks=None,
-    k_scale=None,
-    v_scale=None,
-    leader=None,
-    shared=None,
+    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None, **_
 ):
-    """See `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated."""
+    """See `jaxtrain_kernels.decode_attention`. Everything in float32, heads repeated. What
+    rows share each reads for itself."""
     compute = accumulator(k.dtype if k_scale is None else q.dtype)
     groups = q.shape[2] // k.shape[3]
 

@@ -11,22 +11,10 @@ from jaxtrain_kernels.precision import accumulator
 
 
 def decode_attention(
-    q,
-    k,
-    v,
-    layer,
-    until,
-    since,
-    *,
-    scale,
-    softcap,
-    sinks=None,
-    k_scale=None,
-    v_scale=None,
-    leader=None,
-    shared=None,
+    q, k, v, layer, until, since, *, scale, softcap, sinks=None, k_scale=None, v_scale=None, **_
 ):
-    """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers."""
+    """See `jaxtrain_kernels.decode_attention`. Unwritten slots must hold finite numbers. What
+    rows share each reads for itself."""
     B, T, N, H = q.shape
     S, K = k.shape[2:4]
     product = k.dtype if k_scale is None else q.dtype
